@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.bench_planning import SHAPES
 from benchmarks.machine import show_result, write_result
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.random_models import write_quantized_model
 
 QUESTIONS, LENGTHS, NEW_TOKENS, WARM_TOKENS = 10, (12, 96), 24, 2

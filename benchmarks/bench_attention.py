@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from benchmarks.timing import fastest
-from safetrain.engine.blas import blas_threads, load_fast_blas
+from safetrain.engine.cpu.blas import blas_threads, load_fast_blas
 from tests.support.kept_attention import Attention, kept_probabilities
 
 HEADS, SIZE, BLOCKS = 12, 64, 12  # of the 91M Llama of benchmarks/throughput_cases.py

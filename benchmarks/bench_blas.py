@@ -10,7 +10,7 @@ ROUNDS = 3
 PRODUCT = """
 import sys, time
 if sys.argv[1] == "fast":
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
     assert load_fast_blas().fast
 import mlx.core as mx
 size = int(sys.argv[2])

@@ -1,22 +1,17 @@
 """GGUF files in llama.cpp itself: tokens, divergence from the model that was exported, greedy answers.
 
-    python -m benchmarks.bench_export_gguf [a finished project]     with llama-cpp-python (the extra llama)
+    python -m benchmarks.bench_export_gguf     with llama-cpp-python (the extra llama)
 
-Every family that files are written for, small and with random, large weights, with a tokenizer of its kind; then the
-adapter of the default run.
+Every family that files are written for, small and with random, large weights, with a tokenizer of its kind.
 """
 
 import importlib.util
-import json
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.machine import write_result
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports mlx
 import mlx.core as mx  # noqa: E402
@@ -27,6 +22,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
+from tests.support.llama_judge import LlamaJudge, divergence  # noqa: E402
 from tests.support.tokenizers_made import CORPUS, SPECIAL  # noqa: E402
 
 TYPES = ("q8_0", "f16", "q4_0", "bf16")
@@ -51,8 +47,8 @@ HEADER = [
 
 NOTES = (
     "Divergence: KL(exported model || file), nats per label. Tokens: of texts drawn from every kind of letters, "
-    "spaces, digits, emoji, code and special tokens; of the example: its validation rows. Answers: greedy, "
-    f"{NEW_TOKENS} tokens each; of the example: whole rows.",
+    "spaces, digits, emoji, code and special tokens. Answers: greedy, "
+    f"{NEW_TOKENS} tokens each.",
 )
 
 
@@ -139,62 +135,41 @@ class Family:
         self.expected = answers_of_mlx(self.folder, self.prompts)
         self.tokens = ""
 
+    def in_llama(self, file: Path) -> tuple[float, float]:
+        """Mean divergence of llama.cpp's logits from the model's at labels, and the share of equal choices."""
+        judge, module = LlamaJudge(file), open_base(self.folder, dequantize=True).module
+        apart, same = [], []
+        for number in range(len(self.measured)):
+            row = self.measured[number]
+            places = np.flatnonzero(row.trained[1:])
+            ours = np.array(module(mx.array([row.ids.tolist()]))[0].astype(mx.float32))[places]
+            found = judge.logits(row.ids.tolist())[places]
+            apart.append(divergence(ours, found))
+            same.append(float((ours.argmax(axis=-1) == found.argmax(axis=-1)).mean()))
+        return float(np.mean(apart)), float(np.mean(same))
+
     def row(self, kind: str) -> list[object]:
         """As one type of file."""
         file = self.folder.with_name(f"{self.folder.name}-{kind}.gguf")
         report = export_gguf(GgufJob(self.folder, None, file, self.measured, 256, 2**30, kind, 1.0), print)
         self.tokens = self.tokens or same_tokens(file, self.folder)
         answers = zip(answers_of_llama(file, self.prompts), self.expected, strict=True)
-        llama = report.llama_cpp
         assert report.read_back is not None
-        assert llama is not None, "llama-cpp-python is not installed"
+        apart, same = self.in_llama(file)
         return [
             f"{self.name} ({report.tokenizer})", self.tokens, kind, f"{report.size_bytes / 1024:.0f}",
-            f"{report.read_back.divergence:.1e}", f"{llama.likeness.divergence:.1e}",
-            f"{100 * llama.likeness.same_tokens:.1f} %",
+            f"{report.read_back.divergence:.1e}", f"{apart:.1e}", f"{100 * same:.1f} %",
             f"{sum(one == two for one, two in answers)} of {len(self.prompts)}",
         ]  # fmt: skip
 
 
-def example_rows(project: Path, scratch: Path) -> list[list[object]]:
-    """The adapter of the default run, on its validation rows."""
-    found: list[list[object]] = []
-    for kind in TYPES:
-        out = scratch / f"{kind}.gguf"
-        command = [
-            sys.executable,
-            "-m",
-            "safetrain.cli",
-            "export",
-            "gguf",
-            str(out),
-            "--type",
-            kind,
-            "--may-lose",
-            "100",
-        ]
-        subprocess.run(command, cwd=project, check=True)
-        report: dict[str, Any] = json.loads(out.with_name(f"{out.name}.json").read_text())
-        llama, rows = report["llama_cpp"], report["llama_cpp"]["rows"]
-        found.append([
-            f"the example's tuned model, {100 * report['kept']:.1f} % kept ({report['tokenizer']})",
-            f"{llama['same_splits']} of {llama['texts']}", kind, f"{report['size_bytes'] / 1024:.0f}",
-            f"{report['read_back']['divergence']:.1e}", f"{llama['likeness']['divergence']:.1e}",
-            f"{100 * llama['likeness']['same_tokens']:.1f} %",
-            f"{round(llama['likeness']['same_answers'] * rows)} of {rows}",
-        ])  # fmt: skip
-    return found
-
-
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """One table."""
     if importlib.util.find_spec("llama_cpp") is None:
         print("llama-cpp-python is not installed: pip install -e '.[llama]'")
         return
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        if arguments:
-            rows += example_rows(Path(arguments[0]), Path(scratch))
         families = [Family(name, Path(scratch) / str(number)) for number, name in enumerate(MODELS)]
         for kind in TYPES:
             for family in families:
@@ -204,4 +179,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.machine import show_result, write_result
 from safetrain.core.records.peft_config import SAME_NAMES
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.random_models import EMBEDDED
 
 load_fast_blas()  # before mlx

@@ -51,7 +51,7 @@ def told(family: str) -> dict[str, Any]:
 def one(family: str, scratch: Path) -> None:
     """Say what is found, as it is found."""
     limit_memory(LIMIT_BYTES)
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     load_fast_blas()
     from safetrain.core.errors import SafetrainError
@@ -117,8 +117,9 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_base
+    from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import _random_rows, settings_of
-    from safetrain.engine.trainable import adapted_names, optimizer_of, prepare
+    from safetrain.engine.trainable import adapted_names, prepare
     from safetrain.engine.update import apply_gradient, measure
 
     folder, files = scratch / "model", read_model_files(scratch / "model")

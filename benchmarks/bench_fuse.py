@@ -4,7 +4,7 @@
     python -m benchmarks.bench_fuse --model FOLDER      a larger base (benchmarks/llama_91m.py), its default run alone
 
 Three adapters: that of the default run, and two of few small updates, which 4 bits lose. Each is measured on the
-test rows, which no search has seen; `safetrain fuse` decides on the validation rows.
+test rows, which fuse has not seen; `safetrain fuse` decides on the validation rows.
 """
 
 import json
@@ -142,7 +142,7 @@ def measure(named: dict[str, str]) -> list[list[object]]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
-        from safetrain.engine.blas import load_fast_blas
+        from safetrain.engine.cpu.blas import load_fast_blas
 
         load_fast_blas()
         print(json.dumps(measure(json.loads(sys.argv[2]))))

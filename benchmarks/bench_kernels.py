@@ -72,7 +72,8 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
-    from safetrain.engine.trainable import optimizer_of, prepare
+    from safetrain.engine.optimizer import optimizer_of
+    from safetrain.engine.trainable import prepare
     from safetrain.engine.update import apply_gradient, norm_of
 
     lora = dataclasses.replace(SETTINGS.lora, rank=RANK, num_layers=depth)

@@ -66,7 +66,7 @@ def main() -> None:
 
 def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens: int, rank: int) -> str:
     """Predicted and measured peak of three updates, in bytes of mlx's allocator."""
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     load_fast_blas()
     import mlx.core as mx
@@ -75,7 +75,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import layout_for
-    from safetrain.engine.trainable import optimizer_of, prepare
+    from safetrain.engine.optimizer import optimizer_of
+    from safetrain.engine.trainable import prepare
     from safetrain.engine.update import apply_gradient
     from safetrain.engine.update import measure as measure_update
     from tests.support.random_models import build_model

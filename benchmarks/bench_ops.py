@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from benchmarks.timing import fastest
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 ROWS, WIDTH, HIDDEN, INNER, HEADS, SIZE, VOCABULARY = 8, 160, 768, 2048, 12, 64, 8192
 TOKENS, LABELS = ROWS * WIDTH, 640
@@ -18,9 +18,8 @@ def main() -> None:
     import mlx.nn as nn
     from mlx_lm.models.activations import swiglu as stock_swiglu
 
-    from safetrain.engine.activations import swiglu
-    from safetrain.engine.frozen import dequantize_per_use
-    from safetrain.engine.loss import cross_entropy
+    from safetrain.engine.cpu.powers import cross_entropy, swiglu
+    from safetrain.engine.cpu.quantized import dequantize_per_use
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 

@@ -32,7 +32,7 @@ from safetrain.core.data.windows import TokenWindows
 from safetrain.core.memory.terms import MOST_SHARDS, usable_cores
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.settings import SETTINGS
 
 TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)
@@ -187,8 +187,8 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
 
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
-    from safetrain.engine.optimizer import learning_rate
-    from safetrain.engine.trainable import optimizer_of, prepare
+    from safetrain.engine.optimizer import learning_rate, optimizer_of
+    from safetrain.engine.trainable import prepare
     from safetrain.engine.update import apply_gradient, measure
 
     model, gradients = prepare(model_folder, settings)

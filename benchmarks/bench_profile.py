@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.machine import write_result
 from benchmarks.timing import fastest
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.engine.blas import blas_threads, cores, load_fast_blas
+from safetrain.engine.cpu.blas import blas_threads, cores, load_fast_blas
 from tests.support.settings import SETTINGS
 
 LAYERS, HIDDEN, INNER, HEADS, SIZE, VOCABULARY, RANK = 12, 768, 2048, 12, 64, 8192, 8
@@ -45,7 +45,8 @@ def seconds_of_an_update() -> float:
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import layout_for
-    from safetrain.engine.trainable import optimizer_of, prepare
+    from safetrain.engine.optimizer import optimizer_of
+    from safetrain.engine.trainable import prepare
     from safetrain.engine.update import apply_gradient, measure
     from tests.support.random_models import build_model
 
@@ -78,7 +79,7 @@ def operations(rows: int) -> dict[str, float]:
     """Seconds of each kind of operation in one pass of ``rows`` rows."""
     import mlx.core as mx
 
-    from safetrain.engine.activations import swiglu
+    from safetrain.engine.cpu.powers import swiglu
     from safetrain.engine.loss import chunked_loss
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention

@@ -28,7 +28,7 @@ class Found:
     findings: dict[str, int]
 
 
-def main(before: Path, files: list[Path]) -> None:
+def main(before: Path, files: list[Path], notes: list[str]) -> None:
     """Validate every file with both versions and write the table."""
     table = list[list[object]]()
     for path in files:
@@ -36,7 +36,7 @@ def main(before: Path, files: list[Path]) -> None:
         table.append([path.name, *difference(earlier, now), f"{earlier.seconds:.1f} s", f"{now.seconds:.1f} s"])
         print(*table[-1], sep=" | ", flush=True)
     header = ["file", "in both", "before alone", "now alone", "before", "now"]
-    write_result("bench_public_files", "Findings in public files, before and after", header, table, [])
+    write_result("bench_public_files", "Findings in public files, before and after", header, table, notes)
 
 
 def validated(tree: Path, path: Path) -> Found:
@@ -75,5 +75,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--note", action="append", default=[], help="what to write below the table")
     given = parser.parse_args()
-    main(given.before.resolve(), [path.resolve() for path in given.files])
+    main(given.before.resolve(), [path.resolve() for path in given.files], given.note)

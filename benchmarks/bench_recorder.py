@@ -18,7 +18,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
 
@@ -74,14 +74,15 @@ def main() -> None:
 def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRecorder, float]:
     """The recorder of a training, and the seconds of its updates. Everything recorded is charged to the updates."""
     from safetrain.core.records.run_state import RunIdentity
-    from safetrain.engine.run import Job, Watcher
+    from safetrain.engine.run import Watcher
     from safetrain.engine.training import train
+    from tests.support.jobs import job_of
 
     def nothing(_old: list[StepRecord], _step: int = 0, _adaptation: str = "") -> None:
         return
 
     identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")
-    job = Job(base, rows(400, 1), rows(30, 2), settings, identity, output, output / "adapters", restart=False)
+    job = job_of(output, base, rows(400, 1), rows(30, 2), settings, identity)
     result = train(job, Watcher(nothing, nothing, lambda: 0, recorder))
     return recorder, result.state.elapsed_seconds
 

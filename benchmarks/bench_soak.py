@@ -17,7 +17,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.metrics import StepRecord
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.settings import SETTINGS
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
@@ -32,8 +32,9 @@ def main() -> None:
     import mlx.core as mx
 
     from safetrain.core.records.run_state import RunIdentity
-    from safetrain.engine.run import Job, Watcher
+    from safetrain.engine.run import Watcher
     from safetrain.engine.training import train
+    from tests.support.jobs import job_of
 
     settings = dataclasses.replace(
         SETTINGS, batch_size=4, gradient_accumulation=4, max_seq_length=512, num_epochs=10_000, eval_steps=50,
@@ -49,7 +50,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         output, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
-        job = Job(EMBEDDED, rows(800, 1), rows(60, 2), settings, identity, output, output / "adapters", restart=False)
+        job = job_of(output, EMBEDDED, rows(800, 1), rows(60, 2), settings, identity)
         try:
             train(job, Watcher(lambda *_: None, sample, stop, Recorder(output / "recorder.bin")))
         except InterruptedRun as ended:

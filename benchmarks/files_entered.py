@@ -32,10 +32,11 @@ from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.storage.run_files import FLIGHT
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project
+from tests.support.jobs import job_of
 from tests.support.settings import SETTINGS
 from tests.updates import worst_update
 
@@ -137,7 +138,7 @@ def train(*, whole: bool, handed: tuple[type, ...] = ()) -> Doors:
     settings = dataclasses.replace(SETTINGS, max_steps=6, log_steps=every, eval_steps=every, save_steps=every)
     with tempfile.TemporaryDirectory() as scratch:
         folder, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
-        job = run.Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
+        job = job_of(folder, EMBEDDED, rows(60, 1), rows(8, 2), settings, identity)
         watcher = run.Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin"))
         watch(doors, handed=handed)
         training.train(job, watcher)

@@ -88,7 +88,7 @@ def model_folder(case: Case, scratch: Path) -> Path:
 
 def main() -> None:
     """``python -m benchmarks.throughput_cases FOLDER CASE``, the case as JSON."""
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     load_fast_blas()
     from tests.support.random_models import build_model

@@ -54,7 +54,7 @@ def evaluate(
     """
     from safetrain.core.model.files import read_model_files
     from safetrain.core.storage.files import full_disk_named, write_json
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
     from safetrain.watch.progress import still_working
 
     folder = _model_of(model, adapter, base)
@@ -232,7 +232,7 @@ def _largest(subjects: Sequence["Subject"]) -> "ModelFiles":
 def _run_shape(files: "ModelFiles", length: int) -> "RunShape":
     """One row of full length at a time, in the memory that there is; raises MachineError where the model is larger."""
     from safetrain.core.records.metrics import RunShape
-    from safetrain.engine.limits import room_bytes
+    from safetrain.engine.backend import room_bytes
 
     room = room_bytes()
     if files.static_bytes > room:

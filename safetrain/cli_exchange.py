@@ -23,6 +23,10 @@ class GgufType(StrEnum):
     BF16 = "bf16"
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
+    Q6_K = "q6_k"
+    Q5_K_M = "q5_k_m"
+    Q4_K_M = "q4_k_m"
+    Q3_K_M = "q3_k_m"
 
 
 @export.command("peft")
@@ -34,15 +38,15 @@ def export_peft(
 ) -> None:
     """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
 
-    It is opened again, by PEFT itself where that is installed, and compared with the tuned model on validation rows.
+    It is read again, to the last bit, and compared with the tuned model on validation rows.
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.model.files import read_model_files
     from safetrain.core.model.source import hub_id_of
     from safetrain.core.records.adapter_files import base_of
+    from safetrain.core.records.exporting import REPORT
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.core.records.peft_report import REPORT
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     base = model or base_of(adapter)
     bits = read_model_files(base).quantization_bits
@@ -59,7 +63,7 @@ def export_peft(
         report = export_peft(job, lambda text: print(printable(text), flush=True))
     found = report.exported
     print(
-        f"{out} is written, opened by {report.opened_by}: {found.divergence:.1e} nats per label from the tuned model, "
+        f"{out} is written and read again: {found.divergence:.1e} nats per label from the tuned model, "
         f"the same answer on {round(found.same_answers * report.rows)} of {report.rows} rows, loss {found.loss:.4f}; "
         f"{out / REPORT} has the figures"
     )
@@ -75,7 +79,7 @@ def export_peft(
 @export.command("gguf")
 def export_gguf(
     out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist")],
-    kind: Annotated[GgufType, typer.Option("--type", help="of most weights")] = GgufType.Q8_0,
+    kind: Annotated[GgufType, typer.Option("--type", help="of most weights; K by llama-quantize")] = GgufType.Q8_0,
     may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
@@ -86,15 +90,15 @@ def export_gguf(
 ) -> None:
     """Write base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio, with a Modelfile beside it.
 
-    The file is read again and measured on the validation rows beside the tuned model, by llama.cpp itself too where
-    llama-cpp-python is installed; NAME.gguf.json has the figures. What does not hold is not kept.
+    The file is read again and measured on validation rows beside the tuned model; NAME.gguf.json has the figures. What
+    does not hold is not kept. Types with K are made by llama.cpp's llama-quantize, if it is installed.
     """
     import importlib.util
 
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("The package gguf is not installed.", do="pip install -e '.[gguf]' -c constraints.txt")
@@ -151,7 +155,7 @@ def import_peft(
 
     What has no counterpart is refused by name, and so is an adapter that changes nothing.
     """
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     base = model or _model_of_params()
     load_fast_blas()  # before anything imports mlx

@@ -43,7 +43,7 @@ def convert(
     if bits not in BITS or group_size not in GROUP_SIZES:
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     require_new(target)
-    from safetrain.engine.upstream.convert import quantize
+    from safetrain.engine.upstream.saving import quantize
     from safetrain.watch.progress import still_working
 
     with still_working(f"{source} is quantized"):
@@ -53,7 +53,7 @@ def convert(
 
 def fuse(
     out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
-    bits: Annotated[int | None, typer.Option(help="for what was trained; default: as few as hold")] = None,
+    bits: Annotated[int | None, typer.Option(help="for what was trained; default: the base's own, 8, or float")] = None,
     as_float: Annotated[bool, typer.Option("--float", help="nothing quantized")] = False,
     may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
@@ -61,14 +61,14 @@ def fuse(
 ) -> None:
     """Make one model of base and adapter, for any MLX program.
 
-    Each size is written, opened again and measured on the validation rows beside base and tuned model, from the
-    base's own bits up; the smallest that keeps the improvement wins.
+    The base's own bits are tried first, then 8 bits, then float. Each is written, opened again and measured on
+    validation rows beside base and tuned model; the first that keeps the improvement wins.
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.fusing import REPORT
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("No such quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")

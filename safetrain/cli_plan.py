@@ -31,7 +31,7 @@ def info(
 
 
 def validate(
-    files: Annotated[list[str] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -62,18 +62,17 @@ def validate(
         given = params() if Path("params.yaml").is_file() else None
         documents = given is not None and given.train.method == PRETRAIN
         settings = command.command_settings(given.data if given else None, columns or (), documents=documents)
-        options = command.FixOptions(drop, drop_bad)
-        named = command.paths_of(files or [params().data.path])
+        named = files or [Path(params().data.path)]
         if fix is not None:
-            command.refuse_with_fix(show_mask, as_json=as_json)
+            command.refuse_idle({"--show-mask": show_mask, "--json": as_json}, "With")
             with still_working("reading and repairing rows"):
                 chosen = model or (model_of_params() if drop else Path())
-                sys.exit(command.fix(named, fix, chosen, settings, options))
-        command.refuse_without_fix(options)
+                sys.exit(command.fix(named, fix, chosen, settings, drop, drop_bad=drop_bad))
+        command.refuse_idle({"--drop": drop, "--drop-bad": drop_bad}, "Without")
         with still_working("reading and comparing rows"):
             sys.exit(command.report(
                 console(plain=True), named, model or model_of_params(), settings, show_mask,
-                as_json=as_json, usual_model=model is None,
+                as_json=as_json,
             ))  # fmt: skip
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)

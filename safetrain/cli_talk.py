@@ -75,7 +75,7 @@ def ask(
     training rows had, if they had one. A model trained only on documents continues the text.
     """
     from safetrain.core.run_folder import read_run
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
     from safetrain.watch.result import unmeasured
 
     if not question.strip():
@@ -116,7 +116,7 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /help, /exit. In a pipe each line is a question, and
     only answers are written to stdout.
     """
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     if base and compare:
         raise ConfigError("--base and --compare together.", do="--compare shows the base beside the tuned model")
@@ -158,7 +158,7 @@ def serve(
     mlx-lm's server does; Ctrl-C ends it. Whatever model a request names, this one answers; greedily, unless the
     request has a temperature. A chat without a system prompt gets the one that all training rows had.
     """
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx

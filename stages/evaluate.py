@@ -14,7 +14,7 @@ from safetrain.core.records.scoring import evaluation_of
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 from stages.config import stage
 

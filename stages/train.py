@@ -24,7 +24,7 @@ from safetrain.watch.progress import TrainProgress, say, show_end
 from stages.config import stage
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
-LAUNCHER = (sys.executable, "-m", "safetrain.engine.launch")
+LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")
 
 
 @stage

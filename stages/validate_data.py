@@ -18,7 +18,7 @@ from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
-from safetrain.watch.progress import say_on_terminal
+from safetrain.watch.progress import say_on_terminal, still_working
 from stages.config import stage
 
 DOCUMENTS = ("text", FORMAT)  # formats without answers
@@ -86,7 +86,8 @@ def _validated(config: Pipeline) -> DataReport:
             expected="train.method=pretrain",
             got=config.train.method,
         )
-    return validate([source], model, settings, paths.VALIDATED, say=say_on_terminal).report(source)
+    with still_working("reading and comparing rows", say_on_terminal):
+        return validate([source], model, settings, paths.VALIDATED).report
 
 
 def _ends(report: DataReport) -> str:

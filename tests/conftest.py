@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from safetrain.core.storage.files import cache_directory
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 # Threads of OpenBLAS that have nothing to do give way at once: other tests run meanwhile. No number depends on it.
 os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.records.exporting import REPORT, PeftReport
 from safetrain.core.records.metrics import RunShape
-from safetrain.core.records.peft_report import REPORT, PeftReport
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
 from tests.engine.test_fuse import adapter_of
@@ -35,7 +35,7 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     with pytest.raises(ConfigError, match="exists already"):
         invoke("export", "peft", "out", "--base-name", "owner/base")
     assert 'from_pretrained("owner/base"), "named")' in invoke("export", "peft", "named", "--base-name", "owner/base")
-    with pytest.raises(ConfigError, match="no base to put the adapter on"):
+    with pytest.raises(ConfigError, match="base model is not known"):
         invoke("import", "peft", "out", "back")
     said = invoke("import", "peft", "out", "back", "--model", str(base))
     assert "trained on owner/base-4bit; it is put on" in said

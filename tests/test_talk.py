@@ -315,10 +315,11 @@ class Server:
         self.curl = self.said.splitlines()[-1]
         self.port = int(self.curl.partition("127.0.0.1:")[2].partition("/")[0])
 
-    def request(self, path: str, body: object = None) -> tuple[int, str]:
+    def request(self, path: str, body: object = None, **headers: str) -> tuple[int, str]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=240)
         content = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
+        connection.request("GET" if body is None else "POST", path, content,
+                           {"Content-Type": "application/json", **headers})  # fmt: skip
         response = connection.getresponse()
         found = response.status, response.read().decode()
         connection.close()
@@ -387,12 +388,15 @@ def test_what_it_cannot_answer_is_a_bad_request(served: SimpleNamespace) -> None
         status, text = served.server.request("/v1/chat/completions", {"messages": [message]})
         assert (status, words in text) == (400, True)
     assert served.server.request("/v2/nothing")[0] == 404
+    for body in (None, {"messages": [user(QUESTION)]}):
+        assert served.server.request("/v1/chat/completions", body, Host="attacker.example")[0] == 403
+    assert served.server.request("/v1/models", Host="localhost")[0] == 200
 
 
 def test_a_port_that_is_taken_is_named_with_another(adapter: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="port is taken") as caught:
+        with pytest.raises(ConfigError, match="port is in use") as caught:
             run("serve", "--adapter", str(adapter), "--port", str(port))
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "--port" in caught.value.do

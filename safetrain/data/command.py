@@ -3,13 +3,11 @@
 import dataclasses
 import json
 import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable
@@ -20,35 +18,14 @@ from safetrain.data.repair import RepairOptions, repair
 from safetrain.data.tokenize import DataSettings, ReadRow, settings_of
 from safetrain.data.validate import Validation, validate
 
-OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
+OPEN, CLOSE = "⟦", "⟧"  # around what is trained
 EVERY_PLACE = 2**62
-
-
-@dataclasses.dataclass(frozen=True)
-class FixOptions:
-    """The options of --fix, as they are given."""
-
-    drop: str = ""
-    drop_bad: bool = False
-
-    @property
-    def given(self) -> list[str]:
-        """The names of those that are given."""
-        named = {"--drop": self.drop, "--drop-bad": self.drop_bad}
-        return [name for name, is_given in named.items() if is_given]
 
 
 def command_settings(data: Any, columns: Sequence[str], *, documents: bool = False) -> DataSettings:
     """Settings by the section data of params.yaml, if there is one, and by --columns before it; raises ConfigError."""
     named = named_columns(columns)
     return DataSettings(columns=named) if data is None else settings_of(data, named, documents=documents)
-
-
-def paths_of(names: Sequence[str]) -> list[Path]:
-    """The paths that were named; raises ConfigError for an empty name, which would be the current folder."""
-    if not all(names):
-        raise ConfigError("The name of a data file is empty.", do="name a file or a folder; '.' is this folder")
-    return [Path(name) for name in names]
 
 
 def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
@@ -70,53 +47,42 @@ def report(
     show_mask: int | None,
     *,
     as_json: bool,
-    usual_model: bool = False,
 ) -> int:
-    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError.
-
-    ``usual_model``: the command did not name one.
-    """
+    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
     shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
     found = validate(paths, model, settings, shown_rows=shown, most_places=most_places)
     if as_json:
         print(_as_json(found))
     else:
-        named = f"{model}{' (change with --model)' if usual_model else ''}"
         file = shlex.quote(str(paths[0])) if len(paths) == 1 else "FILE"
-        _print(console, found, named, file, show_mask=show_mask is not None)
+        _print(console, found, model, file, show_mask=show_mask is not None)
     return 1 if found.has_errors else 0
 
 
-def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, options: FixOptions) -> int:
-    """Write a repaired copy of the file in ``paths`` and say what was changed; gives the exit code."""
+def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, drop: str, *, drop_bad: bool) -> int:
+    """Write a repaired copy of the file in ``paths`` and say what was changed; gives the exit code.
+
+    Rows of the findings in ``drop`` are left out, with ``drop_bad`` also those that cannot be read.
+    """
     if len(paths) != 1 or paths[0].is_dir():
-        got = f"{paths[0]}, a folder" if len(paths) == 1 else ", ".join(map(str, paths))
+        got = ", ".join(map(str, paths))
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
-    dropped = _dropped_rows(paths[0], model, settings, options) if options.drop else {}
-    done = repair(paths[0], into, RepairOptions(settings.columns, options.drop_bad, dropped))
+    dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
+    done = repair(paths[0], into, RepairOptions(settings.columns, drop_bad, dropped))
     print(printable(done.summary()))
     return 0
 
 
-def refuse_without_fix(options: FixOptions) -> None:
-    """Raise ConfigError where an option of --fix stands alone: it would be passed over."""
-    if options.given:
-        raise ConfigError(
-            f"Without --fix, {', '.join(options.given)} does nothing.", do="add --fix OUT, or leave it out"
-        )
+def refuse_idle(options: Mapping[str, object], when: str) -> None:
+    """Raise ConfigError where some of these options are given: they would be passed over ``when`` they are."""
+    given = [name for name, value in options.items() if value not in (None, False, "")]
+    if given:
+        raise ConfigError(f"{when} --fix, {', '.join(given)} does nothing.", do="leave it out")
 
 
-def refuse_with_fix(show_mask: int | None, *, as_json: bool) -> None:
-    """Raise ConfigError where an option about what is shown stands beside --fix: it would be passed over."""
-    given = {"--show-mask": show_mask is not None, "--json": as_json}
-    beside = [name for name, is_given in given.items() if is_given]
-    if beside:
-        raise ConfigError(f"With --fix, {', '.join(beside)} does nothing.", do="validate the copy in a second command")
-
-
-def _dropped_rows(path: Path, model: Path, settings: DataSettings, options: FixOptions) -> dict[Place, str]:
+def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) -> dict[Place, str]:
     """The rows of the findings to drop; raises ConfigError for a name that is not of a finding in rows."""
-    names = [name.strip().upper() for name in options.drop.split(",") if name.strip()]
+    names = [name.strip().upper() for name in drop.split(",") if name.strip()]
     require_kinds("--drop", names)
     others = [name for name in names if not KINDS[name].of_rows]
     if others:
@@ -144,10 +110,10 @@ def _as_json(validation: Validation) -> str:
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
-def _print(console: Console, validation: Validation, model: str, file: str, *, show_mask: bool) -> None:
+def _print(console: Console, validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:
     """Rows with their labels marked, then errors and warnings, then how many notes; remedies name the ``file``."""
     for row in validation.rows if show_mask else ():
-        console.print(_masked(row, colours=sys.stdout.isatty()))
+        console.print(_masked(row))
     if validation.findings:
         said = summary(validation.findings, "--json lists all")
         console.print(printable(said.replace("validate FILE ", f"validate {file} ")))
@@ -158,21 +124,11 @@ def _print(console: Console, validation: Validation, model: str, file: str, *, s
     if validation.tokens:
         context = f"; its context is {validation.context} tokens" if validation.context else ""
         console.print(f"tokenizer: {model}{context}")
-    if validation.unmade and validation.tokens:
-        unmade = "/".join(validation.unmade)
-        console.print(f"the split of {unmade} is not checked here; dvc repro validate_data does that")
 
 
-def _masked(row: ReadRow, *, colours: bool) -> Text:
-    """A row's whole text; labels are green, or between marks. Control characters are escaped."""
-    text = Text(printable(row.spot.text()))
+def _masked(row: ReadRow) -> str:
+    """A row's whole text, its labels between marks. Control characters are escaped."""
     if row.tokens is None:
-        return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
-    text.append("\n")
-    for piece, stop in pieces_of(row):
-        words = printable(piece)
-        if colours:
-            text.append(words, style="dim" if stop is None else "bold green")
-        else:
-            text.append(words if stop is None else f"{OPEN}{words}{CLOSE}")
-    return text.append("\n")
+        return printable(f"{row.spot.text()}  cannot be trained: {', '.join(row.findings)}\n")
+    pieces = [piece if stop is None else f"{OPEN}{piece}{CLOSE}" for piece, stop in pieces_of(row)]
+    return printable(f"{row.spot.text()}\n{''.join(pieces)}\n")

@@ -1,7 +1,6 @@
 """The rows of a file as tokens with labels, block by block, with findings about them; the settings that decide it."""
 
 import collections
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -31,8 +30,7 @@ from safetrain.data.strict_json import RowError
 WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
-MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 5
-HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
+MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 6
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
 Tokenized = list[tuple[TokenRow, Runs]]
 
@@ -80,7 +78,7 @@ class Prompt:
     """How the last answer of a row is asked for."""
 
     begin: int  # the row's token at which the answer begins
-    ids: list[int] | None  # where they are not the row's tokens up to there
+    rendered: str  # the row's text up to there
     text: str  # the message that is answered
     group: str  # the row's category or task
 
@@ -108,12 +106,12 @@ class RowReader:
 
     def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
         """Raises ModelError."""
-        self.rows, self.characters = 0, 0  # read, refused ones too; of the rendered text
+        self.rows = 0  # read, refused ones too
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of what can be trained
         self.formats: set[str] = set()
         self._files, self._empty = files, list[Path]()  # files without rows
         self._faults: list[Fault] = []  # the first of what is not a row
-        self._unreadable, self._refusals, self._parsed = 0, 0, 0  # rows; refused: unreadable, or cannot be trained
+        self._unreadable = 0  # rows
         self._openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
@@ -123,14 +121,11 @@ class RowReader:
         self._closings: set[str] = set()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of these, those that are also inside an answer
         self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
-        self._cut_labels, self._cut = 0, list[Spot]()  # beyond the model's context
-        self._encode = functools.lru_cache(KEPT_HEADERS)(tokenizer.encode_chat)
 
     def blocks(self, *, strict: bool = False) -> Iterator[tuple[int, list[ReadRow]]]:
         """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings.
 
-        With ``strict`` they raise DataError: an unreadable file at once, rows and files without any once all are known;
-        rows after an unreadable one are only parsed, so that all unreadable lines are found quickly.
+        With ``strict`` they raise DataError: an unreadable file at once, rows and files without any once all are known.
         """
         waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
@@ -144,45 +139,27 @@ class RowReader:
                 yield self._finished(*waiting.popleft())
         self._tell_of_all(strict)
 
-    def _remedy(self) -> str:
-        """Where no row could be read, all for one reason: what to do; else empty."""
-        if self._parsed or len({str(fault.error) for fault in self._faults}) != 1:
-            return ""
-        error = self._faults[0].error
-        if error.columns:
-            lines = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
-            return f"name the keys, in params.yaml or, as --columns PART=KEY, on the command line:{lines}"
-        several = "all rows have this fault: correct what wrote the file, and write it again"
-        return error.do or (several if len(self._faults) > 1 else "")
-
     def _tell_of_all(self, strict: bool) -> None:
         """Report what is found in all rows together."""
-        remedy = self._remedy()
+        is_shared = self._unreadable == self.rows and len({str(fault.error) for fault in self._faults}) == 1
+        remedy = _remedy(self._faults) if is_shared else ""
         if strict and self._faults:
             do = remedy or f"correct them, or leave them out: {WITHOUT_BAD}"
             raise bad_rows(self._faults, self._unreadable, f"nothing was written; {do}")
         if remedy:
             self._findings.add("ROW-UNREADABLE", str(self._faults[0].error), 0, remedy=remedy)
-        self._tell_files()
-        if strict and (self._refusals or self._files.without_rows(self._empty)):
-            raise refused(self._findings.listed())
-        if self._cut:
-            share = 100 * self._cut_labels / max(1, self.labels)
-            said = f"{self.context} tokens; {self._cut_labels} labels ({share:.2g} % of all) are lost"
-            self._findings.add("BEYOND-CONTEXT", said, len(self._cut), self._cut[: self._findings.most_places])
-
-    def _tell_files(self) -> None:
-        """Report what lies in a data folder and is not read, and which files that were read have no rows."""
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
         bare = self._files.without_rows(self._empty)
         for path in self._empty:
             if path in bare:
                 error = NoRowsError(path)
-                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(str(path))], remedy=error.do)
+                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
             else:
                 remedy = "fetch it again, or remove it"
                 self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
+        if strict and self._findings.has_errors():
+            raise refused(self._findings.listed())
 
     def provenance(self, made: Provenance) -> Provenance:
         """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
@@ -197,14 +174,11 @@ class RowReader:
         return replace(made, stop_ids=stops, opening=opening, asked=asked, system=system)
 
     def _rendered_blocks(self, path: Path, strict: bool) -> Iterator[list[ReadRow]]:
-        name = str(path)
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
-        block, left, before = list[ReadRow](), BLOCK_CHARACTERS, self._parsed + self._unreadable
+        block, left, is_empty = list[ReadRow](), BLOCK_CHARACTERS, True
         try:
             for place, value in texts_of(path) if is_plain else rows_of(path):
-                read = self._rendered(Spot(name, place), value, strict)
-                if read is None:
-                    continue
+                is_empty, read = False, self._rendered(Spot(str(path), place), value)
                 block.append(read)
                 left -= len(read.rendered.text) if read.rendered is not None else 0
                 if len(block) == BLOCK_ROWS or left <= 0:
@@ -216,34 +190,29 @@ class RowReader:
             if strict:
                 raise
             self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-            before = -1
+            is_empty = False
         yield block
-        self._empty += [path] if self._parsed + self._unreadable == before else []
+        self._empty += [path] if is_empty else []
 
-    def _rendered(self, spot: Spot, value: object, strict: bool) -> ReadRow | None:
+    def _rendered(self, spot: Spot, value: object) -> ReadRow:
+        row: Row | None = None
         try:
             if isinstance(value, RowError):
                 raise value
             row = parse_row(value, self._settings.columns)
+            rendered = self._renderer.render(row)
         except RowError as error:
             if len(self._faults) < MOST_FAULTS:
                 self._faults.append(Fault(spot, error))
             self._unreadable += 1
-            return self._refused(spot, None, "ROW-UNREADABLE", str(error))
-        self._parsed += 1
-        if strict and self._faults:
-            return None
-        try:
-            rendered = self._renderer.render(row)
+            identifier, detail = "ROW-UNREADABLE", str(error)
         except RenderError as error:
             if error.id == "ANSWER-LOST":  # it may be downgraded to a warning: that nothing is left may not
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
-            return self._refused(spot, row, error.id, str(error))
-        return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
-
-    def _refused(self, spot: Spot, row: Row | None, identifier: str, detail: str) -> ReadRow:
+            identifier, detail = error.id, str(error)
+        else:
+            return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
         self._findings.add(identifier, detail, where=[spot])
-        self._refusals += 1
         return ReadRow(spot, row, None, None, (identifier,))
 
     def _find(self, row: Row, rendered: RenderedRow, spot: Spot) -> tuple[str, ...]:
@@ -253,14 +222,11 @@ class RowReader:
             self._systems.add(row.system)
         self._closings.update(span.closing for span in rendered.spans if span.closing)
         for token in self._closings - self._tokenizer.controls.stops - self._inside:
-            if any(token in rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans):
+            if any(token in text for text in _answers(rendered)):
                 self._inside.add(token)
         if rendered.is_chat:
             self._openings[rendered.asked, rendered.opening] += 1
-        found = text_findings(row, self._tokenizer.controls)
-        if not (found or rendered.remarks or row.remarks or row.ignored_keys or row.taken):
-            return ()
-        found += rendered.remarks
+        found = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
         found += [(identifier, "") for identifier in row.remarks]
         found += [("KEYS-IGNORED", key) for key in row.ignored_keys]
         found += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
@@ -279,36 +245,29 @@ class RowReader:
 
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
         """Give the rows of a block their tokens, if they can be trained, and count them."""
-        rendered = (each for each in block if each.rendered is not None)
-        for read, (tokens, runs) in zip(rendered, tokenized.result(), strict=True):
-            self._take_tokens(read, tokens, runs)
+        found = iter(tokenized.result())
+        for read in block:
+            if read.row is not None and read.rendered is not None:
+                self._take_tokens(read, read.row, read.rendered, *next(found))
         self.rows += len(block)
         return number, block
 
-    def _take_tokens(self, read: ReadRow, tokens: TokenRow, runs: Runs) -> None:
-        fault = self._fault(tokens, runs)
-        if fault is not None:
-            self._findings.add(*fault, where=[read.spot])
-            self._refusals += 1
-            read.findings = (*read.findings, fault[0])
-            return
-        if self.context is not None and len(tokens) > self.context:
-            self._cut_labels += int(np.count_nonzero(tokens.trained[self.context :]))
-            self._cut.append(read.spot)
-            read.findings = (*read.findings, "BEYOND-CONTEXT")
-        read.tokens, row, rendered = tokens, read.row, read.rendered
-        if row is None or rendered is None:
-            return
-        texts = (rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans)
-        read.label_bytes = sum(len(text.encode("utf-8")) for text in texts)
-        self.characters, self.label_bytes = self.characters + len(rendered.text), self.label_bytes + read.label_bytes
+    def _take_tokens(self, read: ReadRow, row: Row, rendered: RenderedRow, tokens: TokenRow, runs: Runs) -> None:
+        found = self._told(tokens, runs)
+        if found is not None:
+            self._findings.add(*found, where=[read.spot])
+            read.findings += (found[0],)
+            if found[0] != "BEYOND-CONTEXT":
+                return
+        read.tokens, read.label_bytes = tokens, sum(len(text.encode("utf-8")) for text in _answers(rendered))
         self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
+        self.label_bytes += read.label_bytes
         if rendered.can_be_asked:
-            begin = runs[-1][0]
-            read.prompt = Prompt(begin, self._other_prompt(rendered, tokens, begin), _asked_text(row), row.group)
+            text = rendered.text[: rendered.spans[-1].start]
+            read.prompt = Prompt(runs[-1][0], text, _asked_text(row), row.group)
 
-    def _fault(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
-        """Why a row cannot be trained: the id of the finding and its detail."""
+    def _told(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
+        """Why a row cannot be trained, or not all of it: the id of the finding and its detail."""
         if not any(last > 0 for _, last in runs):  # nothing stands before a row's first token
             return "NO-LABELS", "nothing in it is an answer"
         known, last = self._vocabulary, int(tokens.ids.max())
@@ -316,24 +275,8 @@ class RowReader:
             return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {known})"
         if self.context is not None and runs[0][0] >= self.context:
             return "NO-LABELS", f"the answer begins beyond the model's context ({self.context} tokens)"
-        return None
-
-    def _other_prompt(self, rendered: RenderedRow, row: TokenRow, begin: int) -> list[int] | None:
-        """The ids that ask for the last answer, where they are not the row's tokens up to there.
-
-        They may differ where a header ends in plain text: the tokenizer then joins what it asks and what is answered.
-        Nothing is joined across an added token, so that only the header after the last one is compared, if it is near.
-        """
-        text = rendered.text[: rendered.spans[-1].start]
-        window = text[-HEADER_CHARACTERS:]
-        tokens = self._tokenizer.controls.found_in(window)
-        if tokens:
-            place, token = tokens[-1]
-            header = self._encode(window[place:])[len(self._encode(token)) :]
-            if header == row.ids[begin - len(header) : begin].tolist():
-                return None
-        prompt = self._tokenizer.encode_chat(text)
-        return None if prompt == row.ids[:begin].tolist() else prompt
+        is_cut = self.context is not None and len(tokens) > self.context
+        return ("BEYOND-CONTEXT", f"all beyond {self.context} tokens is lost") if is_cut else None
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
@@ -358,21 +301,33 @@ def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def bad_rows(faults: Sequence[Fault], total: int | None = None, do: str = "") -> DataError:
-    """One error for all bad rows: twenty different faults are listed, each once, with the places that share it."""
-    places: dict[str, list[str]] = {}
+    """One error for all bad rows: each different fault once, with the first places that share it."""
+    places = collections.defaultdict[str, list[str]](list)
     for fault in faults:
-        places.setdefault(str(fault.error), []).append(fault.where)
-    listed, told = list[str](), 0
+        places[str(fault.error)].append(fault.where)
+    total = total or len(faults)  # of which these are the first
+    listed, untold = list[str](), total
     for text, where in list(places.items())[:SHOWN_FAULTS]:
-        listed.append(f"  {where[0]}: {text}")
-        told += len(where)
-        if len(where) > 1:
-            others = "; ".join(where[1 : SHOWN_PLACES + 1]) + ("; …" if len(where) > SHOWN_PLACES + 1 else "")
-            listed.append(f"    the same in {counted(len(where) - 1, 'more row')}: {others}")
-    total = len(faults) if total is None else total  # of which these are the first
-    listed += [f"  and {total - told} more"] if total > told else []
+        more = f"; … ({counted(len(where), 'row')})" if len(where) > SHOWN_PLACES else ""
+        listed.append(f"  {'; '.join(where[:SHOWN_PLACES])}{more}: {text}")
+        untold -= len(where)
     what = "\n".join([f"The data has {counted(total, 'bad row')}:", *listed])
+    what += f"\n  and {untold} more" if untold else ""
     return DataError(what, do=do or "correct or remove them; nothing was written")
+
+
+def _remedy(faults: Sequence[Fault]) -> str:
+    """What to do where no row could be read, all for one reason."""
+    error = faults[0].error
+    if error.columns:
+        lines = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
+        return f"name the keys, in params.yaml or, as --columns PART=KEY, on the command line:{lines}"
+    return error.do
+
+
+def _answers(rendered: RenderedRow) -> list[str]:
+    """The texts of its labels, without the tokens that close them."""
+    return [rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans]
 
 
 def _asked_text(row: Row) -> str:

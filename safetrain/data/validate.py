@@ -9,61 +9,48 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import psutil
 
 from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
-from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
-from safetrain.core.storage.files import replace_directory
+from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.data.compare import FEW_QUESTIONS, RowFacts, Whole, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
-from safetrain.data.render import Labelling
 from safetrain.data.split import TRAIN, split_off
-from safetrain.data.spool import SplitWriter, Spool, named_when_full, stored_rows
+from safetrain.data.spool import SplitWriter, add_rows, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
-SAY_EVERY_SECONDS = 10.0
 USUAL_SETTINGS = DataSettings()
-Say = Callable[[str], None]
-Spell = Callable[[int], str]
+Said = tuple[str, str, str]  # the format of the data, how its splits came to be, what opens an answer
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What was found in some data; where it was written, also what data_report.json says of it."""
+    """What was found in some data, and data_report.json of what was written of it."""
 
     found: Sequence[tuple[Finding, Sequence[Spot]]]  # with the places of each
-    rows: Sequence[ReadRow] = ()  # those to show
     count: int = 0  # of rows, refused ones too
     tokens: int = 0
     trained_tokens: int = 0
     label_bytes: int = 0  # of the text of all labels
-    unmade: tuple[str, ...] = ()  # splits without a file: the pipeline makes them of train
+    written: DataReport | None = None
+    rows: Sequence[ReadRow] = ()  # those to show
     context: int | None = None  # tokens that the model reads at most, if it says so
     documents: bool = False  # its rows are documents of a training from scratch
-    splits: Mapping[str, SplitReport] = field(default_factory=dict)  # those that were written
-    format: str = ""
-    how: str = ""  # how the splits came to be
-    template_date: str = ""
-    stop_tokens: tuple[str, ...] = ()
-    opening: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -75,19 +62,12 @@ class Validation:
         """Whether a row, or a file, cannot be trained as it is."""
         return any(finding.severity == ERROR for finding in self.findings)
 
-    def report(self, source: Path) -> DataReport:
-        """data_report.json of the splits that were written."""
-        return DataReport(
-            source=str(source),
-            format=self.format,
-            split=self.how,
-            warnings=tuple(finding.message for finding in self.findings if finding.severity == WARNING),
-            findings=self.findings,
-            template_date=self.template_date,
-            stop_tokens=self.stop_tokens,
-            opening=self.opening,
-            **self.splits,
-        )
+    @property
+    def report(self) -> DataReport:
+        """data_report.json; raises ValueError where nothing was written."""
+        if self.written is None:
+            raise ValueError("the data was only looked at")
+        return self.written
 
 
 def validate(
@@ -98,22 +78,21 @@ def validate(
     *,
     shown_rows: int = 0,
     most_places: int = SHOWN_PLACES,
-    say: Say = lambda _: None,
 ) -> Validation:
     """Read all data in ``paths``, files or folders, for ``model``; raises ModelError, DataError for what is not there.
 
     With ``into``, the only path is a data set: canonical rows and a token store of each split are written there, all or
-    nothing, and errors in the data raise DataError. Without, files are compared as the splits that they are, errors are
+    nothing, and errors in the data raise DataError. Without, rows are compared as the splits that files are, errors are
     findings, and the first ``shown_rows`` (-1: all) are kept. A finding has its first ``most_places``.
     """
-    gate = _Gate(model, settings, Findings(settings.severities, most_places), say, strict=into is not None)
+    gate = _Gate(model, settings, Findings(settings.severities, most_places), into)
     corpora = [path for path in paths if path.exists() and corpus_of(path)]
-    if corpora and len(paths) > 1:
+    if not corpora:
+        return gate.rows(paths, shown_rows)
+    if len(paths) > 1:
         do = "name the folder it lies in"
         raise DataError("A corpus of tokens is validated alone.", where=str(corpora[0]), do=do)
-    if corpora:
-        return gate.look_at_tokens(paths[0]) if into is None else gate.write_tokens(paths[0], into)
-    return gate.look_at_rows(paths, shown_rows) if into is None else gate.write_rows(paths[0], into)
+    return gate.tokens(paths[0])
 
 
 def read_held_out(
@@ -128,14 +107,12 @@ def read_held_out(
         raise DataError(what, where=str(path), do="name a file")
     tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
     reader = RowReader(files, tokenizer, settings, Findings(settings.severities))
-    with tempfile.TemporaryDirectory(prefix="safetrain-") as scratch, named_when_full(Path(scratch)):
-        with SplitWriter(Path(scratch), "test") as writer:
-            for _, block in reader.blocks(strict=True):
-                for row in stored_rows(block, 0):
-                    writer.add(row)
-            made = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
-            writer.finish(reader.provenance(made), [path])
-        store = open_store(store_path(Path(scratch), "test"))  # mapped: its file may go
+    with written(None) as folder, SplitWriter(folder, "test", tokenizer) as writer:
+        for _, block in reader.blocks(strict=True):
+            writer.add(stored_rows(block, 0))
+        made = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
+        writer.finish(reader.provenance(made), [path])
+        store = open_store(store_path(folder, "test"))  # mapped: its file may go
     return held_out_in(store, max_examples, max_seq_length)
 
 
@@ -146,117 +123,111 @@ def today() -> date:
 
 @dataclass(frozen=True)
 class _Gate:
-    """The four ways of the door: rows or tokens, written or only looked at."""
+    """The two ways of the door, for rows and for tokens. What has nowhere to go (``into``) is only looked at."""
 
     model: Path
     settings: DataSettings
     findings: Findings
-    say: Say
-    strict: bool  # errors are raised
+    into: Path | None
 
-    def write_rows(self, source: Path, into: Path) -> Validation:
-        files, labelling = data_files_of(source, documents=self.settings.documents), self.settings.labelling
-        made = _provenance(self.model, labelling, _digest(files.paths), into)
+    def rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
+        """Read, compare, and divide rows of data or documents."""
+        settings = self.settings
+        if self.into is not None:
+            files = data_files_of(paths[0], documents=settings.documents)
+        else:
+            files = named_files(paths, documents=settings.documents)
+            is_plain = any(suffix_of(path) in PLAIN for path in files.paths)
+            settings = dataclasses.replace(settings, documents=settings.documents or is_plain)
+        made = self._provenance(_digest(files.paths) if self.into is not None else "")
         tokenizer = ChatTokenizer(self.model, date.fromisoformat(made.made_on))
-        reader, facts = RowReader(files, tokenizer, self.settings, self.findings), RowFacts()
-        size, tell = max(1, sum(path.stat().st_size for path in files.paths)), rarely(self.say)
-        with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool:
-            for number, block in reader.blocks(strict=True):
+        reader, facts, shown = RowReader(files, tokenizer, settings, self.findings), RowFacts(), list[ReadRow]()
+        with written(self.into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
+            for number, block in reader.blocks(strict=self.into is not None):
                 facts.add(block, number)
-                spool.add(stored_rows(block, number))
-                tell(f"{reader.rows:,} rows are tokenized, about {min(99, 100 * reader.characters // size)} %")
-            self.say(f"{counted(reader.rows, 'row')} read: comparing them")
-            parts, how = self._split(files, facts)
+                shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
+                if self.into is not None:
+                    add_rows(spool, stored_rows(block, number))
+            parts, how = self._compared(files, facts)
             self._refuse_errors()
-            made = reader.provenance(made)
-            splits = spool.write_splits(folder, parts, made, files.paths)
-            replace_directory(folder, into)
-        found = self._written(splits, how, made, tokenizer.token_of)
-        form, opening = "+".join(sorted(reader.formats)), _opening_text(made, labelling)
-        return dataclasses.replace(found, format=form, opening=opening)
+            made, report = reader.provenance(made), None
+            if self.into is not None:
+                splits = write_splits(spool, folder, parts, made, files.paths, tokenizer)
+                said = "+".join(sorted(reader.formats)), how, self._opening(made)
+                report = self._report(paths[0], splits, made, tokenizer, said)
+        more = {"rows": shown, "context": reader.context, "documents": settings.documents}
+        return self._found(reader, report, **more)
 
-    def look_at_rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
-        files = named_files(paths, documents=self.settings.documents)
-        documents = self.settings.documents or any(suffix_of(path) in PLAIN for path in files.paths)
-        settings = dataclasses.replace(self.settings, documents=documents)
-        reader = RowReader(files, ChatTokenizer(self.model, today()), settings, self.findings)
-        facts, names, shown = RowFacts(), files.names, list[ReadRow]()
-        for number, block in reader.blocks():
-            facts.add(block, number)
-            shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
-        if len(facts):
-            sides = _sides(files, facts)
-            likeness = facts.likeness(settings.similarity)
-            compare(self.findings, Whole(facts, likeness, sides, list(map(str, files.paths))))
-        return Validation(
-            found=self.findings.with_places(),
-            rows=shown,
-            count=reader.rows,
-            tokens=reader.tokens,
-            trained_tokens=reader.labels,
-            label_bytes=reader.label_bytes,
-            unmade=tuple(name for name in SPLITS if "train" in names and name not in names),
-            context=reader.context,
-            documents=documents,
-        )
-
-    def look_at_tokens(self, source: Path) -> Validation:
-        """What is written meanwhile is gone afterwards."""
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                return self.write_tokens(source, Path(scratch) / "validated")
-            except DataError as error:
-                self.findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-        return Validation(self.findings.with_places(), documents=True)
-
-    def write_tokens(self, source: Path, into: Path) -> Validation:
+    def tokens(self, source: Path) -> Validation:
+        """Check and divide a corpus of files of tokens."""
         tokenizer = ChatTokenizer(self.model)
-        corpus = CorpusReader(source, tokenizer, rarely(self.say))
+        corpus = CorpusReader(source, tokenizer)
         corpus.compare_tokenizers(self.findings)
         self._refuse_errors()
-        made = _provenance(self.model, self.settings.labelling, corpus.digest(), into)
+        made = self._provenance(corpus.digest())
         made = dataclasses.replace(made, stop_ids=tuple(sorted(tokenizer.stop_ids)))
-        with named_when_full(into.parent), staged(into) as folder:
+        with written(self.into) as folder:
             splits, how = corpus.write_splits(folder, self.settings.shares, made, self.findings)
             self._refuse_errors()
-            replace_directory(folder, into)
-        found = self._written(splits, how, made, tokenizer.token_of)
-        return dataclasses.replace(found, format=FORMAT, opening="as a text that continues", documents=True)
+        said = FORMAT, how, "as a text that continues"
+        return self._found(corpus, self._report(source, splits, made, tokenizer, said), documents=True)
 
-    def _split(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
-        """(rows,) the split of each row and how it came to be; compares all rows. Raises DataError."""
-        sides, likeness, said = _sides(files, facts), facts.likeness(self.settings.similarity), ""
-        clusters = likeness.clusters
-        if likeness.by_context:
-            said = "; the questions are too few: rows with one question and one system text stay together"
-        if len(np.unique(clusters[sides == TRAIN])) < FEW_QUESTIONS:  # all near copies: at least the same stay together
-            clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
-        numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
-        parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
+    def _found(self, reader: RowReader | CorpusReader, report: DataReport | None, **more: Any) -> Validation:
+        counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
+        return Validation(self.findings.with_places(), *counts, report, **more)
+
+    def _compared(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
+        """Compare all rows, of which none may be there; gives (rows,) the split of each, and how it came to be."""
+        parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
+        if not len(facts):
+            return parts, ""
+        likeness, said, how = facts.likeness(self.settings.similarity), "", ""
+        if self.into is not None:
+            clusters = likeness.clusters
+            if likeness.by_context:
+                said = "; the questions are too few: rows with one question and one system text stay together"
+            if len(np.unique(clusters[parts == TRAIN])) < FEW_QUESTIONS:  # at least the same stay together
+                said = "; all rows are near copies of each other, and such stand on both sides"
+                clusters = likeness.groups
+            numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
+            parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
         compare(self.findings, Whole(facts, likeness, parts, list(map(str, files.paths))))
         return parts, how if set(files.names) == set(SPLITS) else how + said
 
     def _refuse_errors(self) -> None:
-        if self.strict and self.findings.has_errors():
+        if self.into is not None and self.findings.has_errors():
             raise refused(self.findings.listed())
 
-    def _written(self, splits: Mapping[str, SplitReport], how: str, made: Provenance, spell: Spell) -> Validation:
-        return Validation(
-            found=self.findings.with_places(),
-            count=sum(split.rows for split in splits.values()),
-            tokens=sum(split.tokens for split in splits.values()),
-            trained_tokens=sum(split.trained_tokens for split in splits.values()),
-            label_bytes=sum(split.label_bytes for split in splits.values()),
-            splits=splits,
-            how=how,
-            template_date=made.made_on,
-            stop_tokens=tuple(map(spell, made.stop_ids)),
-        )
+    def _provenance(self, source: str) -> Provenance:
+        """What stores are made with, as far as it is known before the data is read; ``source`` is a hash of the data.
 
+        The date is that of the validation before, where nothing else has changed since.
+        """
+        settings = json.dumps(dataclasses.asdict(self.settings.labelling), sort_keys=True)
+        made = Provenance(tokenizer_hash(self.model), settings, source, today().isoformat(), (), "")
+        before = read_made(store_path(self.into, "train")) if self.into is not None else None
+        if before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, source):
+            return dataclasses.replace(made, made_on=before.made_on)
+        return made
 
-def _sides(files: DataFiles, facts: RowFacts) -> np.ndarray:
-    """(rows,) the split of each row's file, as an index into SPLITS."""
-    return np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
+    def _opening(self, made: Provenance) -> str:
+        if made.asked:
+            return f"prompts leave out the generation prompt's {made.asked!r}, as in training (data.opening=trained)"
+        if made.opening:
+            return f"prompts end with {made.opening!r}, which is not trained (data.train_empty_thinking=false)"
+        extra = " (data.opening=prompt)" if self.settings.labelling.opening == "prompt" else ""
+        return f"the generation prompt matches the training format{extra}"
+
+    def _report(
+        self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, said: Said
+    ) -> DataReport:
+        findings, (form, how, opening) = self.findings.listed(), said
+        warnings = tuple(finding.message for finding in findings if finding.severity == WARNING)
+        stops = tuple(map(tokenizer.token_of, made.stop_ids))
+        return DataReport(
+            source=str(source), format=form, split=how, warnings=warnings, findings=findings,
+            template_date=made.made_on, stop_tokens=stops, opening=opening, **splits,
+        )  # fmt: skip
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -268,51 +239,19 @@ def _digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _provenance(model: Path, labelling: Labelling, source: str, into: Path) -> Provenance:
-    """What stores are made with, as far as it is known before the data is read; ``source`` is a hash of the data.
-
-    The date is that of the validation before, where nothing else has changed since.
-    """
-    settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
-    made = Provenance(tokenizer_hash(model), settings, source, today().isoformat(), (), "")
-    before = read_made(store_path(into, "train"))
-    if before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, source):
-        return dataclasses.replace(made, made_on=before.made_on)
-    return made
-
-
-def _opening_text(made: Provenance, labelling: Labelling) -> str:
-    if made.asked:
-        return f"prompts leave out the generation prompt's {made.asked!r}, as in training (data.opening=trained)"
-    if made.opening:
-        return f"prompts end with {made.opening!r}, which is not trained (data.train_empty_thinking=false)"
-    extra = " (data.opening=prompt)" if labelling.opening == "prompt" else ""
-    return f"the generation prompt matches the training format{extra}"
-
-
 @contextlib.contextmanager
-def staged(into: Path) -> Iterator[Path]:
-    """A folder next to ``into`` that is gone afterwards, unless it has taken its place."""
-    into.parent.mkdir(parents=True, exist_ok=True)
-    for left in into.parent.glob(f".{into.name}-new-*"):  # of a validation that was killed
-        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = into.parent / f".{into.name}-new-{os.getpid()}"
-    folder.mkdir()
-    try:
+def written(into: Path | None) -> Iterator[Path]:
+    """An empty folder that takes the place of ``into`` once it is whole; without that, one that goes away.
+
+    Raises DiskFullError where there is no room for what is written into it.
+    """
+    parent = Path(tempfile.gettempdir()) if into is None else into.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    do = "free some space there: scratch files and what is written take some five times as much as the data"
+    scratch = tempfile.TemporaryDirectory(prefix=".validated-", dir=parent)
+    with full_disk_named("The disk is full.", parent, do), scratch as name:
+        folder = Path(name) / "validated"
+        folder.mkdir()
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def rarely(say: Say) -> Say:
-    """Pass on a line each 10 s, and none of the others."""
-    told = time.monotonic()
-
-    def tell(line: str) -> None:
-        nonlocal told
-        if time.monotonic() - told > SAY_EVERY_SECONDS:
-            told = time.monotonic()
-            say(line)
-
-    return tell
+        if into is not None:
+            replace_directory(folder, into)

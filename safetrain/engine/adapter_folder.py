@@ -16,7 +16,7 @@ from safetrain.core.storage.files import replace_directory
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
 from safetrain.engine.trainable import adapted_names, adapter_weights, make_trainable, set_adapter_weights
-from safetrain.engine.upstream.weight_readers import without_adapter
+from safetrain.engine.upstream.layers import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
@@ -25,9 +25,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     """Put the adapter in ``folder`` on the model; raises ModelError when it is missing or does not fit."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (folder / name).is_file()]
     if missing:
-        raise ModelError(
-            f"There is no adapter: {', '.join(missing)} missing.", where=str(folder), do="train: dvc repro"
-        )
+        raise ModelError(f"The adapter is missing: no {', '.join(missing)}.", where=str(folder), do="train: dvc repro")
     weights = adapter_arrays(folder)
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.frozen import dequantized
 from safetrain.engine.randomness import Dropout, Randomness
-from safetrain.engine.upstream.experts import EXPERTS, LoraExperts
+from safetrain.engine.upstream.layers import EXPERTS, LoraExperts
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
@@ -40,7 +40,7 @@ class LoraLinear(nn.Module):
         return self.linear(x) + self.delta(x)
 
     def delta(self, x: mx.array) -> mx.array:
-        """What the adapter adds."""
+        """The adapter's own output, without the base layer's."""
         low = self.dropout(x) @ self.lora_a.astype(x.dtype)
         return low @ (self.scale * self.lora_b).astype(x.dtype)
 
@@ -48,7 +48,7 @@ class LoraLinear(nn.Module):
 class RowLengths:
     """Lengths of the rows of every adapted weight, by place: what DoRA divides by.
 
-    They depend on adapters and base alone, so they are made once for each change of the adapters (``measure_rows``),
+    They depend only on adapters and base, so they are made once for each change of the adapters (``measure_rows``),
     not in each forward pass. Compiled programs take ``values`` as inputs.
     """
 

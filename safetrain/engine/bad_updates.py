@@ -85,7 +85,7 @@ def path_of(output: Path, step: int) -> Path:
 
 
 def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLayout) -> Path:
-    """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
+    """Measure each row of the update by itself and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
     loss, update, data = ShardLoss(model, training=False), refused.update, refused.update.data
     single = dataclasses.replace(layout, shards=1)

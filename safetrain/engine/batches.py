@@ -1,7 +1,7 @@
-"""How the rows of an update (core/data/row_order.py) lie in memory.
+"""The layout of an update's rows (core/data/row_order.py) in memory.
 
 They are laid out as lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the
-gradient by rounding alone, because it is a sum over labels. A CPU takes them without padding. A GPU takes rectangles of
+gradient only by rounding, because it is a sum over labels. A CPU takes them without padding. A GPU takes rectangles of
 a few shapes, each of which is compiled once.
 """
 
@@ -20,8 +20,8 @@ from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import WIDTH_STEP
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 
-LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
-MOST_PADDING = 128  # tokens in a rectangle that cost about what a rectangle of its own does
+LARGEST_WASTE = 4000  # scores of padding per row that cost about as much as a separate rectangle
+MOST_PADDING = 128  # tokens in a rectangle that cost about as much as a separate rectangle
 LABEL_STEP = 64  # a list of labels is padded to a multiple of this
 LABEL_SHARES = 4  # and in planned rectangles to so many sizes
 PAD_ID = 0
@@ -29,7 +29,7 @@ PAD_ID = 0
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How rows become lists of tokens.
+    """The way that rows become lists of tokens.
 
     ``rectangles``: each shard is one, of a width in ``widths`` where these are planned. Rectangles whose width is a
     multiple of ``fused_step`` go through mlx's own attention, all others take the ``way``.
@@ -52,12 +52,12 @@ class Shard:
     positions: mx.array  # (labels,) places in the list whose next token is a label
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
-    rows: tuple[int, ...]  # as people are told of them
+    rows: tuple[int, ...]  # their numbers in messages
     tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
 
     @property
     def label_rows(self) -> np.ndarray:
-        """(labels,) index of the row that each label is of; of padding, any."""
+        """(labels,) index of each label's row; any for padding."""
         return (self.tokens[np.array(self.positions)] >> 32) - 1
 
 
@@ -69,7 +69,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Its rows, as people are told of them."""
+        """The numbers of its rows in messages."""
         return tuple(row for shard in self.shards for row in shard.rows)
 
 
@@ -81,12 +81,12 @@ class Update:
     trained_tokens: int
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
-    data: TokenRows  # that its rows are of
+    data: TokenRows  # the rows that it takes from
     groups: tuple[tuple[int, ...], ...]  # indices into it, a micro-batch each
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Every row in the update, as people are told of them."""
+        """The numbers of every row in the update, as in messages."""
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
     def per_label(self, total: float) -> float:
@@ -123,7 +123,7 @@ def update_at(
 ) -> Update:
     """The update at ``cursor``: the same rows whatever the layout.
 
-    Of several ranks' updates, this rank's micro-batches, which may be none; labels and tokens are those of all ranks.
+    With several ranks, only this rank's micro-batches, perhaps none; labels and tokens count all ranks.
     """
     found = rows_at(data, cursor, seed, rows_per_update)
     rows, widths = found.rows, found.data.inputs(found.rows)
@@ -168,7 +168,7 @@ def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout)
 
 
 def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
-    """How many of these rows, the longest first, share a rectangle: until its padding costs more than another one."""
+    """Count the rows, longest first, that share a rectangle: until its padding costs more than another rectangle."""
     width = int(widths_of(widths[:1], layout.widths)[0])
     most = max(1, layout.most_tokens // width)
     wasted = width - widths_of(widths[:most], layout.widths)

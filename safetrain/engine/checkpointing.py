@@ -1,16 +1,14 @@
 """Gradient checkpointing: a block keeps only its input and is computed once more in the backward pass.
 
-Per instance: the block gets a class of its own. mlx-lm replaces ``__call__`` of the class of the first block, which
+Per instance: the block gets its own class. mlx-lm replaces ``__call__`` of the class of the first block, which
 misses blocks of other classes, nests when done twice, and stays for ever.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-
-from safetrain.engine.upstream.rebind import give
 
 Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
@@ -61,12 +59,18 @@ def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Calla
     return function
 
 
+def give(part: Any, members: Mapping[str, Any]) -> None:
+    """Let this object, and no other, have these methods, by its own subclass."""
+    kind: Any = type(part)
+    part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+
 def _floats_in(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten(tree) if _is_float(leaf)]
 
 
 def _with_floats(tree: Any, arrays: Iterable[mx.array]) -> Any:
-    """The same tree with other numbers in the place of its own."""
+    """The same tree with other numbers."""
     following = iter(arrays)
     return tree_map(lambda leaf: next(following) if _is_float(leaf) else leaf, tree)
 

@@ -1,4 +1,7 @@
-"""What a supervised process does first: die with its parent, keep to its memory limit, be the kernel's first choice."""
+"""What a supervised process does first: die with its parent, keep to its memory limit, be the kernel's first choice.
+
+``python -m safetrain.engine.child_process PARENT ARGUMENTS`` is mlx.launch, ending with the process PARENT.
+"""
 
 import contextlib
 import ctypes
@@ -74,3 +77,16 @@ def _watch_parent(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # first, because a killed process may leak wired GPU memory (omlx#2184)
     time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> None:
+    """Run mlx.launch; ``arguments``: the starting process's id, then its own."""
+    die_with_parent(int(arguments[0]))
+    from mlx._distributed_utils import launch
+
+    sys.argv = ["mlx.launch", *arguments[1:]]
+    launch.main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

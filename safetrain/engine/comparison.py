@@ -22,15 +22,15 @@ from safetrain.core.records.evaluation import require_number
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.scoring import Measured
 from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 
 Answers = dict[int, list[int]]  # ids, by the question's number
 Beat = Callable[[str, str, int, float], None]  # which model, at what work, how many there are, how many are done
 FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
-QUICK_WORK = 1e11  # weights times tokens of answers that nobody waits for: a second or two on two cores
+QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def compare(
 
 
 def measure(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> Measured:
-    """One model alone."""
+    """The evaluation of one model."""
     order = in_random_order(len(material.held_out.questions))[: answering.max_questions]
     return _open(subject, material, run, answering, beat).measured(order)
 
@@ -158,8 +158,8 @@ def in_time(
 ) -> Answers:
     """Answers to as many questions of ``order`` as ``seconds`` allow, at least to the ``first`` so many.
 
-    They are asked in growing parts. A larger part takes longer than the last one in proportion at most, and none is
-    begun in less time than that took.
+    Questions are answered in growing parts. A larger part takes at most proportionally longer than the last
+    one, and starts only if that much time is left.
     """
     found: Answers = {}
     end, size = clock() + seconds, first

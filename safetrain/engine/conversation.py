@@ -42,7 +42,7 @@ class Conversation:
         self.ended, self.kept_tokens = STOP, 0  # tokens of the last prompt that had been read before
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """Tokens of the answer to ``prompt``, without the one that ends it; ``stopped`` is asked before each."""
+        """Tokens of the answer to ``prompt``, without the one that ends it; ``stopped`` is called before each."""
         most = self._most if self._context is None else min(self._most, self._context - len(prompt))
         self.ended = LENGTH if most == self._most else CONTEXT
         if most <= 0:

@@ -1,6 +1,6 @@
 """Makes the largest updates of a training before it begins: `python -m safetrain.engine.dry_run JOB SCRATCH`
 
-It uses the job's own model, rows and limits, and does everything a training does. It is a process of its own because it
+It uses the job's own model, rows and limits, and does everything a training does. It is a separate process because it
 may die, which is an answer too. It prints one line of JSON and writes only into the scratch folder.
 """
 
@@ -22,7 +22,6 @@ from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import TrainJob
-from safetrain.core.records.loaded_job import LoadedJob, load_job, own_largest_update
 from safetrain.core.records.settings import (
     DRY_RUN_SLOW_SECONDS,
     DRY_RUN_TIMED_SECONDS,
@@ -32,8 +31,9 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage.files import read_record
 from safetrain.core.tracebacks import in_one_line
-from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
+from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.engine.job import Job, load_job, own_largest_update
 
 if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx
@@ -45,7 +45,7 @@ RATE = 1e-6  # what is learnt is thrown away
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """What an update took."""
+    """Time and memory of an update."""
 
     peak_bytes: int  # of mlx's allocator
     seconds: float
@@ -54,30 +54,30 @@ class MeasuredUpdate:
 
 def main(job_path: str, scratch: str) -> int:
     """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
-    job = read_record(Path(job_path), TrainJob)
+    asked = read_record(Path(job_path), TrainJob)
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
-    limit_memory(job.survival.memory_limit_bytes)
+    limit_memory(asked.survival.memory_limit_bytes)
     try:
-        loaded = load_job(job)
+        job = load_job(asked)
         load_fast_blas()  # before anything imports mlx
-        from safetrain.engine.limits import keep_to_room
+        from safetrain.engine.backend import keep_to_room
 
-        keep_to_room(job.survival.memory_limit_bytes)
-        print(json.dumps(dataclasses.asdict(dry_run(loaded, Path(scratch)))), flush=True)
+        keep_to_room(asked.survival.memory_limit_bytes)
+        print(json.dumps(dataclasses.asdict(dry_run(job, Path(scratch)))), flush=True)
     except SafetrainError as error:
         print(in_one_line(error), file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
+def dry_run(job: Job, scratch: Path) -> DryRun:
     """Make the largest updates, validate and save; then time a few ordinary updates, where updates are quick."""
     start = time.monotonic()
     from safetrain.engine.backend import device
     from safetrain.engine.saving import record, save
 
-    run, made = _open(loaded, scratch), list[MeasuredUpdate]()
+    run, made = _open(job, scratch), list[MeasuredUpdate]()
     largest_updates = _largest_updates(run)
     for largest, _ in largest_updates:
         made.append(_make(run, largest))
@@ -85,7 +85,7 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
             break
     record(run, RATE, validate=True)
     save(run)
-    rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
+    rows, per_update = job.train, job.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     if made[-1].seconds / made[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
         timed = _time_updates(run)
@@ -97,24 +97,26 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     if len(made) == len(largest_updates):
         own = [each for each, (_, is_own) in zip(made, largest_updates, strict=True) if is_own]
         own_peak = max(each.peak_bytes for each in [*own, *timed])
-        own_order = OwnOrder(own_largest_update(loaded, device().name), own_peak)
+        own_order = OwnOrder(own_largest_update(job, device().name), own_peak)
     update_seconds = seconds_per_token * mean_tokens
     return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
 
 
-def _open(loaded: LoadedJob, scratch: Path) -> "TrainingRun":
-    """The training, limited as it will be, with the longest rows alone to validate on."""
-    from safetrain.core.records.run_state import RunIdentity
-    from safetrain.engine.run import Watcher, job_of, open_run
+def _open(job: Job, scratch: Path) -> "TrainingRun":
+    """The training, limited as it will be, with only the longest rows to validate on."""
+    from safetrain.engine.run import Watcher, open_run
 
     output = scratch / "output"
     output.mkdir()
-    settings, valid = dataclasses.replace(loaded.settings, max_loss_jump=None), loaded.rows.valid
-    longest = valid.take(valid.by_length[: settings.batch_size])
-    whole = job_of(
-        loaded, RunIdentity("dry run", "", "", ""), output, scratch / "adapters", loaded.job.mlx_limit_bytes or 0
+    settings = dataclasses.replace(job.settings, max_loss_jump=None)
+    survival = dataclasses.replace(job.asked.survival, restart=True, trace=False)
+    tried = dataclasses.replace(
+        job,
+        asked=dataclasses.replace(job.asked, settings=settings, survival=survival),
+        rows=dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size])),
+        output=output,
+        adapters=scratch / "adapters",
     )
-    tried = dataclasses.replace(whole, valid=longest, settings=settings, restart=True, trace=False)
     return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
@@ -152,7 +154,7 @@ def _time_updates(run: "TrainingRun") -> list[MeasuredUpdate]:
 
 
 def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
-    """The largest micro-batches of some updates, each as an update of its own, and whether it is one of the training's
+    """The largest micro-batches of some updates, each as a separate update, and whether it is one of the training's
     own order of rows; the one that computes most comes first.
 
     The updates are that with the longest row, and those with most tokens and most labels, in the training's own order

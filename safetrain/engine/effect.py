@@ -1,4 +1,4 @@
-"""What separates one model from another: loss, choice and distribution at every label of the same rows."""
+"""Differences between two models: loss, choice and distribution at every label of the same rows."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from safetrain.engine.batches import Shard, in_order
 from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.split import Head
+from safetrain.engine.upstream.adaptation import Head
 
-MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of the rows that they are of
+MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
 Beat = Callable[[], None]  # before each micro-batch
 PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
 
@@ -71,13 +71,13 @@ def look(
 ) -> Seen:
     """The same rows through another model, at most ``most_tokens`` tokens at a time.
 
-    ``same_head``: the reference has this model's head, and none of its own.
+    ``same_head``: the reference shares this model's head.
     """
     return _look(model, rows, most_tokens, reference, beat, same_head=same_head)[0]
 
 
 def likeness(found: Seen, tuned: Seen) -> Likeness:
-    """Of ``found`` to the tuned model."""
+    """Compare ``found`` with the tuned model."""
     same = found.greedy == tuned.greedy
     rows = found.keys >> PLACE_BITS
     starts = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, which has a label at least
@@ -145,22 +145,9 @@ def _of_shard(
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Of logits (labels, vocabulary), in float32."""
+    """Log-probabilities of logits (labels, vocabulary), in float32."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def compared(ours: mx.array, theirs: mx.array, targets: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Losses, choices, whether right and divergences of ``theirs``, (labels,) each.
-
-    ``ours``: the reference's logits, (labels, vocabulary) as ``theirs``.
-    """
-    reference, own, wanted = log_softmax(ours), log_softmax(theirs), mx.array(targets.astype(np.int32))
-    greedy = mx.argmax(own, axis=-1)
-    losses = -mx.take_along_axis(own, wanted[:, None], axis=-1).squeeze(-1)
-    made = (losses, greedy, greedy == wanted, (mx.exp(reference) * (reference - own)).sum(axis=-1))
-    mx.eval(made)
-    return tuple(np.array(values) for values in made)
 
 
 def head_of(model: BaseModel) -> Callable[[], Head]:

@@ -7,8 +7,9 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import DataError
-from safetrain.engine.backend import device, side_by_side
+from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, in_order
+from safetrain.engine.cpu.streams import side_by_side
 from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
@@ -24,7 +25,7 @@ def measure_loss(
     max_tokens: int,
     beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
 ) -> float:
-    """Mean loss in nats per label of ``data``; see ``row_losses``. Raises DataError where there are no labels."""
+    """Mean loss in nats per label of ``data``; see ``row_losses``. Raises DataError if ``data`` has no labels."""
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:
         raise nothing_to_measure()
@@ -44,7 +45,7 @@ def row_losses(
 ) -> np.ndarray:
     """(rows,) loss in nats, summed over each row's labels; at most ``max_tokens`` tokens are computed at a time.
 
-    Leaves the model in evaluation mode. ``beat`` is told of each micro-batch before it is computed.
+    Leaves the model in evaluation mode. ``beat`` is called with each micro-batch before it is computed.
     """
     model.module.eval()
     loss, found = ShardLoss(model, training=False), np.zeros(len(data))
@@ -72,8 +73,8 @@ def answer(
     """Greedy continuations without their closing token: the model's own, or one of ``stop_ids``.
 
     Prompts of like length run together, at most ``max_tokens`` tokens of prompts and answers at a time; in a model that
-    cannot be padded, those of one length. They are those of each prompt alone, unless two tokens are equally likely up
-    to rounding. ``beat`` is told after each token how many answers are made, open ones in parts.
+    cannot be padded, those of one length. They equal those of single prompts, unless two tokens are equally likely
+    up to rounding. ``beat`` gets the number of finished answers after each token, open ones in parts.
     """
     model.module.eval()
     ends = stop_ids | model.eos_ids

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.frozen import dequantized
+from safetrain.engine.upstream.saving import takes_bits
 
 Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
-AFFINE, AFFINE_GROUPS = "affine", (32, 64, 128)
-SAMPLED_WEIGHTS = 2**18  # of a layer, to estimate what bits cost it
+AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of trying
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Stored:
     mode: str = AFFINE
 
     def entry(self) -> dict[str, Any]:
-        """In config.json."""
+        """The quantization section of config.json."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
@@ -100,20 +99,35 @@ def inputs_of(layer: Any) -> int:
     return width * 32 // layer.bits if "scales" in layer else width
 
 
-def weights_of(layer: Any) -> int:
-    """Numbers in a layer's weight."""
-    count, each = _rows_of(layer)
-    return count * each
+def own_plan(module: Any, folds: Folds) -> Plan:
+    """Each layer stored as in the base."""
+    layers = dict(module.named_modules())
+    return {path: stored_as(layers[path]) for path in folds.layers}
 
 
-def with_bits(layer: Any, bits: int, group_size: int) -> Stored | None:
-    """``bits`` for a layer, in its own groups where these can be; None where its width takes no groups."""
-    own = stored_as(layer)
-    if own is not None and own.bits == bits:
-        return own
-    groups = ([own.group_size] if own is not None else []) + [group_size, *AFFINE_GROUPS]
-    fitting = [size for size in groups if size in AFFINE_GROUPS and inputs_of(layer) % size == 0]
-    return Stored(bits, fitting[0]) if fitting else None
+def bits_plan(module: Any, folds: Folds, bits: int) -> Plan:
+    """So many bits for the quantized layers that the adapter changes; for all that mlx-lm takes if none is quantized.
+
+    A layer keeps its own group size where it can, and stays as it is if no group size divides its width.
+    """
+    layers, own = dict(module.named_modules()), own_plan(module, folds)
+    paths = [path for path, stored in own.items() if stored is not None]
+    if not any(stored_as(layer) is not None for layer in layers.values()):
+        paths = takes_bits(module, GROUP_SIZE)
+    plan = dict(own)
+    for path in paths:
+        before, width = stored_as(layers[path]), inputs_of(layers[path])
+        sizes = sorted(GROUP_SIZES, key=lambda size: before is None or size != before.group_size)  # its own first
+        fitting = [size for size in sizes if width % size == 0]
+        if fitting and (before is None or before.bits != bits):
+            plan[path] = Stored(bits, fitting[0])
+    return plan
+
+
+def float_plan(module: Any, folds: Folds) -> Plan:
+    """No layer quantized."""
+    quantized = [path for path, layer in module.named_modules() if stored_as(layer) is not None]
+    return dict.fromkeys([*folds.layers, *quantized])
 
 
 def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
@@ -143,26 +157,6 @@ def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[
     entries = {key: value for key, value in before.items() if key not in plan}
     entries |= {path: each.entry() for path, each in plan.items() if each not in (None, usual)}
     return {**made, "quantization": entries}
-
-
-def errors_of(layer: Any, fold: Fold, choices: Mapping[int, Stored]) -> dict[int, float]:
-    """The share of what the adapter does to a layer that each way of storing it spoils, by a few rows; 1: all of it.
-
-    Of an error E in the change D counts what lies in the directions that D reads: |E D^T|^2 / |D D^T|^2. Rounding
-    spreads over all directions and does little harm; a change that rounds to nothing is an error of -D: all is lost.
-    """
-    count, each = _rows_of(layer)
-    rows = slice(0, count, max(1, count * each // SAMPLED_WEIGHTS))
-    before = dequantized(layer, rows).astype(mx.float32)
-    weight = fold(before, rows)
-    change = (weight - before).swapaxes(-1, -2)
-    whole = mx.maximum(mx.square((weight - before) @ change).sum(), 1e-30)
-    found: dict[int, float] = {}
-    for bits, stored in choices.items():
-        arrays = mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode)
-        again = mx.dequantize(*arrays, group_size=stored.group_size, bits=stored.bits, mode=stored.mode)
-        found[bits] = float(np.array(mx.square((again - weight) @ change).sum() / whole))
-    return found
 
 
 def _rows_of(layer: Any) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""Folds an adapter into its base, as small as what was learnt allows: written, opened again and measured each time."""
+"""Folds an adapter into its base: in its own bits, in 8 bits or in float, the first that keeps what was learnt."""
 
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,19 @@ from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base, write_taught
-from safetrain.core.records.fusing import (
-    REPORT,
-    FuseReport,
-    Tried,
-    describe,
-    kept_share,
-    refusal,
-)
+from safetrain.core.records.fusing import REPORT, FuseReport, Tried, describe, kept_share, refusal
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
-from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps
-from safetrain.engine.folding import Folds, Plan, folded, folds_of, quantization_in
-from safetrain.engine.limits import set_limits
+from safetrain.engine.backend import set_limits
+from safetrain.engine.folding import Folds, Plan, bits_plan, float_plan, folded, folds_of, own_plan, quantization_in
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.upstream.packing import tolerance_of
 from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer, write_config
 
-PARTS = 16  # in which the way from the base's bits to 8 bits is searched
-OPENED_TOKENS = 16  # through the model as mlx-lm alone computes it
+MORE_BITS = 8  # where the base's own lose too much
+OPENED_TOKENS = 8  # through the model as mlx-lm itself computes it
 
 
 @dataclass(frozen=True)
@@ -44,21 +36,13 @@ class FuseJob(ExportJob):
     """What to fold, and how much of what was learnt may be lost."""
 
     adapter: Path
-    bits: int | None = None  # exactly so many; None: as few as hold
+    bits: int | None = None  # None: the base's own, then 8, then float
     as_float: bool = False  # all of it
     may_lose: float = 0.02  # share of what was learnt
 
 
-@dataclass(frozen=True)
-class FusedCandidate:
-    """A way of storing the fused model."""
-
-    name: str  # by the layers that the adapter changes
-    plan: Plan
-
-
 def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
-    """Write the smallest fused model that holds to ``job.out``, whole or not at all, with its report.
+    """Write the first fused model that holds to ``job.out``, whole or not at all, with its report.
 
     Raises ConfigError, ModelError where nothing holds or adapter and base do not belong together, DiskFullError, and
     MachineError where a model does not fit into memory to be measured.
@@ -66,81 +50,50 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
     parent = require_new(job.out)
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
-    with (
-        full_disk_named("The disk is full; nothing was written.", parent, "free some space"),
-        _Fusing(job, files, say) as fusing,
-    ):
-        return fusing.smallest_that_holds()
+    with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=job.out.parent, prefix=".fuse-") as scratch:
+            return _Fusing(job, files, Path(scratch) / "fused", say).first_that_holds()
 
 
 class _Fusing:
-    """Candidates are made in a hidden folder beside the target; the best so far stays in it."""
+    """One model after the other is made in ``folder``, hidden beside the target, until one holds."""
 
-    def __init__(self, job: FuseJob, files: ModelFiles, say: Callable[[str], None]) -> None:
-        self._job, self._files, self._say = job, files, say
+    def __init__(self, job: FuseJob, files: ModelFiles, folder: Path, say: Callable[[str], None]) -> None:
+        self._job, self._files, self._folder, self._say = job, files, folder, say
         self._tried: list[Tried] = []
 
-    def __enter__(self) -> "_Fusing":
-        self._job.out.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.TemporaryDirectory(dir=self._job.out.parent, prefix=".fuse-")
-        self._best = Path(self._scratch.name) / "best"
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._scratch.cleanup()
-
-    def smallest_that_holds(self) -> FuseReport:
-        """Measure base and tuned model, then one candidate after the other."""
+    def first_that_holds(self) -> FuseReport:
+        """Measure base and tuned model, then each candidate once."""
         job = self._job
         set_limits(job.mlx_limit_bytes)
         self._tuned = measure_tuned(job, self._files)
-        self._count = len(self._tuned.rows)
+        rows = self._tuned.rows
         self._base = self._tuned.measure_base(self._files, self._say)
         size = self._files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
-        self._say(describe("base and adapter, apart", size, 1.0, self._tuned.own, self._count))
-        chosen = self._search()
+        self._say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(rows)))
+        chosen = next((name for name, plan in self._candidates() if self._holds(name, plan)), None)
+        if chosen is None:
+            raise self._nothing_holds()
         report = FuseReport(
-            str(job.base), self._files.fingerprint, fingerprint(job.adapter), self._count,
-            int(self._tuned.rows.label_counts.sum()), job.may_lose, self._base, self._tuned.own, tuple(self._tried),
-            chosen.name,
+            str(job.base), self._files.fingerprint, fingerprint(job.adapter), len(rows), int(rows.label_counts.sum()),
+            job.may_lose, self._base, self._tuned.own, tuple(self._tried), chosen,
         )  # fmt: skip
-        write_record(self._best / REPORT, report)
-        replace_directory(self._best, job.out)
+        write_record(self._folder / REPORT, report)
+        replace_directory(self._folder, job.out)
         return report
 
-    def _search(self) -> Tried:
-        job, (module, _, folds) = self._job, self._read()
-        if job.as_float:
-            return self._only(FusedCandidate("float", float_plan(module, folds)))
-        own = own_plan(module, folds)
-        if job.bits is not None:
-            return self._only(FusedCandidate(f"{job.bits} bits", bits_plan(module, folds, job.bits)))
-        steps = steps_of(module, folds)
-        as_float = FusedCandidate("float", float_plan(module, folds))
-        del module, folds
-        usual = self._files.quantization_bits
-
-        def part(number: int) -> FusedCandidate:
-            plan = with_steps(own, steps, number / PARTS)
-            return FusedCandidate(name_of(plan), plan)
-
-        if found := self._try(part(0)):
-            return found
-        if steps and (found := self._try(part(PARTS))):
-            low, high = 0, PARTS
-            while high - low > 1:
-                middle = (low + high) // 2
-                smaller = self._try(part(middle))
-                low, high, found = (low, middle, smaller) if smaller else (middle, high, found)
-            return found
-        if usual is not None and (found := self._try(as_float)):
-            return found
-        raise self._nothing_holds()
-
-    def _only(self, candidate: FusedCandidate) -> Tried:
-        if found := self._try(candidate):
-            return found
-        raise self._nothing_holds()
+    def _candidates(self) -> Iterator[tuple[str, Plan]]:
+        """Names and plans, in the order of trying."""
+        job, own = self._job, self._files.quantization_bits
+        module, _, folds = self._read()
+        if not job.as_float and job.bits is None and own is not None:
+            yield f"{own} bits", own_plan(module, folds)
+        bits = job.bits or (MORE_BITS if own is not None and own < MORE_BITS else None)
+        if not job.as_float and bits is not None:
+            yield f"{bits} bits", bits_plan(module, folds, bits)
+        if job.bits is None:
+            yield "float", float_plan(module, folds)
 
     def _nothing_holds(self) -> ModelError:
         best = max(self._tried, key=lambda tried: tried.kept)
@@ -151,76 +104,72 @@ class _Fusing:
             where=str(self._job.adapter),
             expected=f"at least {100 * (1 - self._job.may_lose):g} % kept",
             got=f"{100 * best.kept:.1f} %",
-            do="leave out --bits and --float: more bits are then found" if asked
+            do="leave out --bits and --float: more bits are then tried" if asked
             else "use base and adapter apart, or allow more with --may-lose",
         )  # fmt: skip
 
     def _read(self) -> tuple[Any, dict[str, Any], Folds]:
-        """The base and what the adapter does to it, both unread on the disk, and the base's configuration."""
+        """The base, its configuration and what the adapter does to it; weights stay unread on the disk."""
         with errors_told("open the model", str(self._job.base)):
             module, config = load(self._job.base)
-        weights, scale = adapter_arrays(self._job.adapter), adapter_scale(self._job.adapter)
-        return module, config, folds_of(module, weights, scale)
+        return module, config, folds_of(module, adapter_arrays(self._job.adapter), adapter_scale(self._job.adapter))
 
-    def _try(self, candidate: FusedCandidate) -> Tried | None:
-        """Write it, open it and measure it; None where it does not hold. The best takes the place of the one before."""
-        folder = Path(self._scratch.name) / "candidate"
-        size = self._write(candidate, folder)
+    def _holds(self, name: str, plan: Plan) -> bool:
+        """Write a candidate, open it and measure it; it stays in the folder only if it holds."""
+        size = self._write(plan)
         gc.collect()
-        self._require_memory(candidate, size)
+        self._require_memory(name, size)
         set_limits(self._job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
-        found = self._tuned.likeness_of(self._job.open(folder))
+        model = self._job.open(self._folder)
+        ids = self._tuned.rows[0].ids[:OPENED_TOKENS].tolist()
+        ours = model.module(mx.array([ids]))[0].astype(mx.float32)
+        mx.eval(ours)
+        found = self._tuned.likeness_of(model)
+        del model
+        gc.collect()
+        self._require_same(ours, logits_for_a_consumer(self._folder, ids))
         kept = kept_share(self._base, self._tuned.own, found)
-        tried = Tried(candidate.name, size, kept, found, refusal(kept, found, self._job.may_lose))
+        tried = Tried(name, size, kept, found, refusal(kept, found, self._job.may_lose))
         self._tried.append(tried)
-        self._say(describe(tried.name, size, kept, found, self._count, tried.refusal or "holds"))
-        if not tried.refusal:
-            self._require_opens(folder)
-            shutil.rmtree(self._best, ignore_errors=True)
-            folder.replace(self._best)
-            return tried
-        shutil.rmtree(folder)
-        return None
+        self._say(describe(name, size, kept, found, len(self._tuned.rows), tried.refusal or "holds"))
+        if tried.refusal:
+            shutil.rmtree(self._folder)
+        return not tried.refusal
 
-    def _write(self, candidate: FusedCandidate, folder: Path) -> int:
+    def _write(self, plan: Plan) -> int:
         """The candidate's folder; bytes of its weights."""
         module, config, folds = self._read()
-        arrays = folded(module, folds, candidate.plan)
+        arrays = folded(module, folds, plan)
         size = sum(value.nbytes for value in arrays.values())
         do = "free some space, or choose a folder on another disk"
         require_room(self._job.out.parent, size, "There is too little room for the fused model.", do)
-        folder.mkdir()
-        write_config(module, quantization_in(config, module, candidate.plan), folder)
+        self._folder.mkdir()
+        write_config(module, quantization_in(config, module, plan), self._folder)
         taught = read_taught(self._job.adapter)
-        copy_beside(self._job.base, folder, taught.stop_ids if taught else ())
+        copy_beside(self._job.base, self._folder, taught.stop_ids if taught else ())
         if taught is not None:
-            write_taught(folder, taught)  # for safetrain chat and serve
+            write_taught(self._folder, taught)  # for safetrain chat and serve
         del module, folds  # what is written is then gone from memory
-        save_shards(folder, arrays)
+        save_shards(self._folder, arrays)
         return size
 
-    def _require_memory(self, candidate: FusedCandidate, size: int) -> None:
+    def _require_memory(self, name: str, size: int) -> None:
         room = host_room_bytes(read_memory())
         if size > room:
             raise MachineError(
-                f"The fused model ({candidate.name}) does not fit into memory, so nobody can say what it keeps.",
+                f"The fused model ({name}) does not fit into memory to be measured.",
                 expected=size_text(size),
                 got=f"{size_text(room)} available",
                 do="close other programs, use base and adapter apart, or allow more to be lost with --may-lose",
             )
 
-    def _require_opens(self, folder: Path) -> None:
-        """Raise ModelError unless mlx-lm alone opens the folder and computes the same."""
-        row = self._tuned.rows[0]
-        ids = row.ids[:OPENED_TOKENS].tolist()
-        ours = self._job.open(folder).module(mx.array([ids]))[0].astype(mx.float32)
-        mx.eval(ours)
-        gc.collect()
-        theirs = logits_for_a_consumer(folder, ids)
+    def _require_same(self, ours: mx.array, theirs: mx.array) -> None:
+        """Raise ModelError unless mlx-lm itself computes the same logits, up to the rounding of the stored type."""
         apart = float(np.array(mx.abs(ours - theirs).mean() / mx.abs(ours).mean()))
-        if not apart <= tolerance_of(mx.bfloat16 if self._files.in_bfloat16 else mx.float32):
+        in_16_bits = any(tensor.dtype in ("F16", "BF16") for tensor in read_model_files(self._folder).tensors)
+        if not apart <= tolerance_of(mx.float16 if in_16_bits else mx.float32):
             raise ModelError(
-                "mlx-lm computes something else with the fused model than was measured.",
+                "mlx-lm computes something else with the fused model than safetrain does.",
                 where=self._files.model_type,
                 got=f"logits {100 * apart:.1f} % apart",
                 do="use base and adapter apart, and report this model's architecture",

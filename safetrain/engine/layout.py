@@ -1,8 +1,8 @@
-"""How the rows of a run lie, decided once: by the device, its attention kernels, and the lengths of the rows.
+"""The layout of a run's rows, decided once by the device, its attention kernels, and the lengths of the rows.
 
 On a GPU mlx compiles a program for each shape and keeps it for ever. A shape is a width, a number of rows and a number
 of labels, each out of a small set, so that a run meets a few dozen of them however many rows it has. They follow from
-the lengths alone, not from the order of training.
+only the lengths, not from the order of training.
 
 Which attention is one kernel follows mlx 0.32's source.
 Metal, backend/metal/scaled_dot_product_attention.cpp: ``has_fused_kernel``, ``use_fallback``; it trains unfused.
@@ -20,7 +20,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout, padded_to
 from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Way
-from safetrain.engine.upstream.parts import head_size
+from safetrain.engine.upstream.probing import head_size
 
 MOST_WIDTHS = 16
 MOST_LONGER = 1.125  # times as wide, for a faster kernel: within the margin of the memory estimate
@@ -33,7 +33,7 @@ FUSED_BACKWARD_STEP = 128  # cuDNN's backward pass takes widths that are a multi
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """What is fused: the forward pass where no gradient is asked for, and both passes in training."""
+    """What is fused: the forward pass without a gradient, and both passes in training."""
 
     forward: bool
     backward: bool
@@ -49,7 +49,7 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
 
 
 def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
-    """How rows that feed ``inputs`` (rows,) tokens lie to be trained on, ``batch_size`` of the longest at once.
+    """The layout for training on rows that feed ``inputs`` (rows,) tokens, ``batch_size`` of the longest at once.
 
     On a GPU in rectangles of few shapes, so that few programs are compiled.
     """

@@ -1,9 +1,8 @@
 """The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly.
 
-The head is applied to labelled tokens alone, in chunks that bound the logits in memory.
-On CPU ``mx.exp`` runs at 100 million numbers a second and ``mx.power(2, x)`` at three times that, so the softmax is
-taken to base 2 (measured: benchmarks/bench_ops.py). The gradient is softmax less one-hot, written out. A GPU has
-``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are.
+The head is applied only to labelled tokens, in chunks that bound the logits in memory.
+A GPU has ``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are; a CPU takes
+powers of two.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
-from safetrain.engine.activations import LOG2_E
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
+from safetrain.engine.cpu.powers import cross_entropy
 from safetrain.engine.model import BaseModel
+from safetrain.engine.upstream.adaptation import Head, SplitModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
-from safetrain.engine.upstream.split import Head, SplitModel
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
@@ -31,9 +30,9 @@ def _unseen(values: mx.array) -> mx.array:
 class ShardLoss:
     """Sum of the cross-entropies in nats of a shard's labels.
 
-    The logits of labels alone are made, in chunks, through the head, which is trained only where the whole model is
+    Only the logits of labels are made, in chunks, through the head, which is trained only where the whole model is
     (``trains_head``); models that do more to their logits make all of them. ``training``: the gradient is made with
-    the loss, and costs no second pass over the logits; else there is no work for one.
+    the loss, and costs no second pass over the logits.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class ShardLoss:
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
-        """Of one shard, lazily."""
+        """Loss and gradient of one shard, lazily."""
         if not self._training:
             return self.by_label(shard).sum()
         if self._matrix is not None and self._split is not None:
@@ -92,32 +91,6 @@ def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx
     return call_padded(call, shard.inputs, shard.layout)
 
 
-def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
-    """Losses in nats, shape (tokens,), of (tokens, vocabulary) float32 logits."""
-    losses, _softmax = _cross_entropy(logits, targets)
-    return losses
-
-
-def _forward(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Losses (tokens,) and the softmax (tokens, vocabulary), which the gradient needs."""
-    peak = logits.max(axis=-1, keepdims=True)
-    powers = mx.power(2.0, (logits - peak) * LOG2_E)
-    total = powers.sum(axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
-    return (mx.log(total) + peak - chosen).squeeze(-1), powers / total
-
-
-def _backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-    """Gradient of the losses; that of the softmax is not needed and not given."""
-    logits, targets = primals
-    hit = mx.arange(logits.shape[-1]) == targets[:, None]
-    return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
-
-
-_cross_entropy: Any = mx.custom_function(_forward)
-_cross_entropy.vjp(_backward)
-
-
 def summed_loss_of_chunk(
     head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool
 ) -> mx.array:
@@ -135,7 +108,7 @@ def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx
     """A loss of hidden states through a frozen head that never holds the logits of more than ``chunk`` tokens.
 
     The gradient in the hidden states is made in the forward pass, chunk after chunk, each waiting for the one before:
-    a frozen head needs no gradient of its own, so nothing is computed twice.
+    a frozen head needs no gradient, so nothing is computed twice.
     """
 
     def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:

@@ -34,7 +34,7 @@ class BaseModel:
 
     @functools.cached_property
     def continues_padded(self) -> bool:
-        """Whether prompts of different lengths are continued together as each alone; asked once, by a few tokens."""
+        """Whether prompts of different lengths are continued together as one by one; tried once on a few tokens."""
         return not padding_refusal(self.module)
 
 

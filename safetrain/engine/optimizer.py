@@ -1,6 +1,11 @@
 """mlx's optimizers, at work on one transformer block after the other.
 
 The learning rate of each update is a pure function of its number.
+
+Of a model that is trained whole not every weight is a matrix between hidden states. With adamw and muon, norms and
+biases are not decayed. Muon takes the matrices inside blocks; embedding, head and norms go to AdamW (Jordan et al.,
+kellerjordan.github.io/posts/muon). Its steps are as long as AdamW's, so that one learning rate serves both: the
+orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the gradient (arXiv 2502.16982).
 """
 
 import math
@@ -14,12 +19,15 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.errors import ConfigError
-from safetrain.engine.backend import cpu_stream
-from safetrain.engine.blas import blas_threads
+from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.backend import device
 
 MOMENTUM = 0.9  # of plain descent
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
 FLOOR = 0.1  # share of the peak at which the learning rates cosine, linear and wsd end
+BETAS, EPSILON = [0.9, 0.95], 1e-8  # usual for pretraining (arXiv 2005.14165, appendix B)
+ADAMW_LENGTH = 0.2  # root mean square of what AdamW changes a number by, in learning rates (arXiv 2502.16982)
 DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; arXiv 2404.06395)
 
 Tree = Any  # of arrays, shaped as the trainable parameters
@@ -28,12 +36,11 @@ Tree = Any  # of arrays, shaped as the trainable parameters
 class BlockOptimizer:
     """One of mlx's optimizers, whose new values stand beside the old ones for one block only.
 
-    ``compiled``: one program for all blocks of the same kind, in which each parameter is one kernel. ``streams``: of a
-    CPU, on which the parameters of a block are updated side by side (measured: benchmarks/bench_optimizer.py).
+    ``compiled``: one program for all blocks of the same kind, in which each parameter is one kernel.
     """
 
-    def __init__(self, mlx_optimizer: optim.Optimizer, *, compiled: bool = False, streams: int = 1) -> None:
-        self._mlx, self._streams = mlx_optimizer, streams
+    def __init__(self, mlx_optimizer: optim.Optimizer, *, compiled: bool = False) -> None:
+        self._mlx = mlx_optimizer
         self._of_block: Callable[..., Any] = mx.compile(self._pure) if compiled else self._pure
 
     @property
@@ -46,7 +53,7 @@ class BlockOptimizer:
         self._mlx.state = state
 
     def init(self, parameters: Tree) -> None:
-        """Begin anew; call before the first update."""
+        """Reset; call before the first update."""
         self._mlx.init(parameters)
 
     def update(self, module: Any, gradient: Tree, rate: float, scale: float, evaluate: Callable[..., None]) -> None:
@@ -55,11 +62,10 @@ class BlockOptimizer:
         ``evaluate`` is called with what each block has become.
         """
         step, now = self._mlx.step + 1, mx.array(rate)
-        with blas_threads(self._streams):
-            for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
-                names, gradients = zip(*block, strict=True)
-                self._update_block(module, names, gradients, (step, now, mx.array(scale)))
-                evaluate([part_at(module, name) for name in names], [part_at(self.state, name) for name in names])
+        for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
+            names, gradients = zip(*block, strict=True)
+            self._update_block(module, names, gradients, (step, now, mx.array(scale)))
+            evaluate([part_at(module, name) for name in names], [part_at(self.state, name) for name in names])
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
 
@@ -69,28 +75,10 @@ class BlockOptimizer:
         """Leaves no reference to the old values, so that mlx may write the new ones in their place."""
         parameters = [part_at(module, name) for name in names]
         kept = [dict(part_at(self.state, name)) for name in names]
-        compute = self._of_block if self._streams == 1 else self._on_streams
-        new, kept = compute(list(gradients), parameters, kept, *numbers)
+        new, kept = self._of_block(list(gradients), parameters, kept, *numbers)
         for name, values in zip(names, kept, strict=True):
             part_at(self.state, name).update(values)
         module.update(tree_unflatten(list(zip(names, new, strict=True))))
-
-    def _on_streams(
-        self,
-        gradients: list[mx.array],
-        parameters: list[mx.array],
-        kept: list[dict[str, mx.array]],
-        *numbers: mx.array,
-    ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
-        """As ``_pure``, the largest parameters first, each on the stream with the least to do."""
-        new, waiting = list(parameters), [0] * self._streams
-        for place in sorted(range(len(new)), key=lambda place: -new[place].size):
-            stream = waiting.index(min(waiting))
-            waiting[stream] += new[place].size
-            with mx.stream(cpu_stream(stream)):
-                one = [gradients[place]], [parameters[place]], [kept[place]]
-                (new[place],), _ = self._pure(*one, *numbers)
-        return new, kept
 
     def _pure(
         self,
@@ -106,6 +94,12 @@ class BlockOptimizer:
         each = zip(gradients, parameters, kept, strict=True)
         new = [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each]
         return new, kept
+
+
+def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
+    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
+    make = of_whole_model if settings.method == PRETRAIN else of_mlx
+    return BlockOptimizer(make(settings.optimizer, settings.weight_decay), compiled=device().compiles)
 
 
 def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
@@ -126,6 +120,57 @@ def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
     if name == "sgd":
         return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
     raise ValueError(f"no optimizer is called {name!r}")
+
+
+def of_whole_model(name: str, weight_decay: float) -> optim.Optimizer:
+    """The optimizer of the schema's ``name`` for all weights of a model; raises ConfigError as ``of_mlx`` does."""
+    if name == "adamw":
+        return _DecayingMatrices(weight_decay)
+    if name == "muon":
+        return _MuonInBlocks(weight_decay)
+    return of_mlx(name, weight_decay)
+
+
+class _DecayingMatrices(optim.Adam):
+    """AdamW without decay of vectors."""
+
+    def __init__(self, weight_decay: float) -> None:
+        super().__init__(0.0, betas=BETAS, eps=EPSILON, bias_correction=True)
+        self._decay = weight_decay
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        """One parameter's new value."""
+        kept = 1 - self.learning_rate * self._decay if parameter.ndim > 1 else 1.0
+        return super().apply_single(gradient, parameter * kept, state)
+
+
+class _MuonInBlocks(_DecayingMatrices):
+    """Muon for what it has a momentum of, AdamW for everything else."""
+
+    def __init__(self, weight_decay: float) -> None:
+        super().__init__(weight_decay)
+        self._muon = optim.Muon(0.0)
+
+    def init(self, parameters: Any) -> None:
+        """One momentum of the matrices inside blocks, two moments of all others."""
+        super().init(parameters)
+        for name, parameter in tree_flatten(parameters):
+            if block_of(name) and parameter.ndim == 2:
+                kept = part_at(self.state, name)
+                kept.clear()
+                self._muon.init_single(parameter, kept)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        """One parameter's new value."""
+        if "m" in state:
+            return super().apply_single(gradient, parameter, state)
+        muon = self._muon
+        momentum = muon.momentum * state["v"] + (1 - muon.momentum) * gradient
+        state["v"] = momentum
+        ahead = (1 - muon.momentum) * gradient + muon.momentum * momentum  # Nesterov's
+        rate = self.learning_rate * ADAMW_LENGTH * max(parameter.shape) ** 0.5
+        orthogonal = muon._zeropower_via_newtonschulz5(ahead, muon.ns_steps)
+        return parameter * (1 - self.learning_rate * self._decay) - rate * orthogonal
 
 
 def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: int, schedule: str = "cosine") -> float:

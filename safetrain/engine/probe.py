@@ -1,6 +1,6 @@
 """Asks mlx what it runs on, and whether a model can be trained: ``python -m safetrain.engine.probe [FOLDER [LIMIT]]``.
 
-A process of its own, because a failed load may kill it, under the memory limit of a training. Prints one JSON object.
+A separate process, because a failed load may kill it, under the memory limit of a training. Prints one JSON object.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.tracebacks import in_one_line
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 if TYPE_CHECKING:
     from safetrain.engine.model import BaseModel  # loads mlx
@@ -28,8 +28,7 @@ def main() -> None:
     """Print the backend, and with a model folder whether one forward pass works and how long loading takes."""
     blas = load_fast_blas()
     import safetrain.engine.training  # noqa: F401 all that a training loads
-    from safetrain.engine.backend import device
-    from safetrain.engine.limits import keep_to_room
+    from safetrain.engine.backend import device, keep_to_room
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.dtypes import probed_dtype
@@ -76,8 +75,12 @@ def load(folder: Path) -> dict[str, object]:
     Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
     """
     from safetrain.engine.model import open_base
-    from safetrain.engine.upstream.parts import few_blocks
+    from safetrain.engine.upstream.loading import training_refusal
+    from safetrain.engine.upstream.probing import few_blocks
 
+    if refusal := training_refusal(folder):  # before it is opened, which takes long
+        fault = {"load_error": refusal, "train_error": refusal}
+        return {"loads": False, "load_seconds": 0.0, "trains": False, **fault}
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
@@ -95,8 +98,8 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
     """Whether one token goes through the model, and a gradient comes back."""
     import mlx.core as mx
 
-    from safetrain.engine.upstream.asking import Refusal, asked
     from safetrain.engine.upstream.loading import NO_MEMORY
+    from safetrain.engine.upstream.probing import Refusal, asked
 
     try:
         logits = asked(model.module, mx.array([[0]]))
@@ -117,7 +120,7 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
 
 def training_fault(model: "BaseModel") -> str:
     """Why the model cannot be trained here; empty where it can."""
-    from safetrain.engine.upstream.asking import Refusal
+    from safetrain.engine.upstream.probing import Refusal
 
     try:
         ahead = looks_ahead(model.module)
@@ -130,8 +133,8 @@ def looks_ahead(module: Any) -> bool:
     """Whether the logits of a token depend on later ones, which are the labels."""
     import mlx.core as mx
 
-    from safetrain.engine.upstream.asking import asked
     from safetrain.engine.upstream.packing import tolerance_of
+    from safetrain.engine.upstream.probing import asked
 
     row = list(range(1, TRIED_TOKENS + 1))
     logits = asked(module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
@@ -150,7 +153,7 @@ def gradient_fault(model: "BaseModel") -> str:
     from safetrain.engine.layout import training_layout
     from safetrain.engine.selftest import settings_of
     from safetrain.engine.trainable import equip
-    from safetrain.engine.upstream.asking import Refusal, refusals
+    from safetrain.engine.upstream.probing import Refusal, refusals
 
     lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))
     settings = settings_of(lora, 1, TRIED_TOKENS)

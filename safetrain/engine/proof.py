@@ -22,8 +22,9 @@ from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
 from safetrain.engine.effect import Reference, kept_head, likeness, look, measured_rows, no_head, refer_to
+from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.run import Job, TrainingRun, Watcher
+from safetrain.engine.run import TrainingRun, Watcher
 from safetrain.engine.state import best_file
 from safetrain.engine.trainable import set_adapter_weights
 from safetrain.engine.upstream.saving import adapt_for_a_consumer, holds_adapters
@@ -114,7 +115,7 @@ class _Watched:
         return self.watcher.recorder.phase(phase, Work(self.step))
 
     def beats(self, subject: str) -> Callable[[], None]:
-        """To be called before each micro-batch of one of the three passes; a long one is told how far it is."""
+        """To be called before each micro-batch of one of the three passes; a long one is reported with its progress."""
         told, done = time.monotonic(), 0
 
         def beat() -> None:

@@ -1,8 +1,8 @@
 """Several processes that make one training together, and what they tell each other.
 
 Each computes the gradient of its share of an update's rows (engine/batches.py); the sum over all is the gradient of
-the update, and every rank applies it to weights of its own. Whatever is decided, is decided by numbers that all ranks
-have alike, so all decide the same. Rank 0 alone reads and writes the run's files.
+the update, and every rank applies it to its own weights. Decisions depend only on numbers that all ranks
+share, so all decide the same. Only rank 0 reads and writes the run's files.
 
 mlx's ring adds each piece of a message on one rank and sends the sum around, so all ranks have the same bits
 (mlx/distributed/ring/ring.cpp, ``all_reduce_impl``).
@@ -10,6 +10,8 @@ mlx's ring adds each piece of a message on one rank and sends the sum around, so
 
 import dataclasses
 import faulthandler
+import hashlib
+import importlib.metadata
 import json
 import os
 import socket
@@ -22,9 +24,16 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import ConfigError, EngineError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase, Recorder, Work
+from safetrain.core.records.run_state import RunIdentity
+from safetrain.engine.backend import device
+from safetrain.engine.model import BaseModel
+from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.state import TrainState
+from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several
@@ -33,7 +42,9 @@ FACT_BYTES = 80  # of a fact that ranks compare: a digest, a version, the name o
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
 OF_MEMORY = ("alloc", "memory")  # in mlx's messages
-JOIN_SECONDS = 90.0  # a rank that comes later finds nobody who still tries to connect
+PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
+DIGEST_BYTES = 16  # of weights that ranks compare
+JOIN_SECONDS = 90.0  # the other ranks have stopped trying to connect by then
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Contribution:
 
 
 class Ranks:
-    """One process among those of a training. With one alone nothing is ever exchanged."""
+    """One process among those of a training. A single process exchanges nothing."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: mx.distributed.Group | None = None, recorder: Recorder | None = None
@@ -58,7 +69,7 @@ class Ranks:
 
     @property
     def together(self) -> bool:
-        """Whether there is anybody to talk to."""
+        """Whether there are other ranks."""
         return self.size > 1
 
     @property
@@ -84,7 +95,7 @@ class Ranks:
     def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
         """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
 
-        In few messages: for small arrays it is their number that costs time. What is said goes with the first one, in
+        In few messages: for small arrays it is their number that costs time. The message goes with the first one, in
         a row that no other rank writes to, so adding changes nothing in it.
         """
         own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
@@ -104,7 +115,7 @@ class Ranks:
         return np.array(sent[""]).tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Those of rank 0, bit for bit, on all ranks."""
+        """Copy rank 0's arrays to all ranks, bit for bit."""
         kinds = [(name, str(array.dtype).rpartition(".")[2], list(array.shape)) for name, array in arrays.items()]
         kinds = json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode()))
         given = {}
@@ -134,18 +145,6 @@ class Ranks:
                     do="make that machine's project, packages, model and data/validated like the first one's",
                 )
 
-    def require_same_weights(self, digest: bytes, step: int) -> None:
-        """Raise EngineError, on all ranks, where one's weights are not those of rank 0."""
-        found = self.gather(digest, step)
-        drifted = [rank for rank, other in enumerate(found) if other != found[0]]
-        if drifted:
-            named = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in drifted)
-            raise EngineError(
-                f"After step {step} the weights of {named} are no longer those of rank 0 on {self.hosts[0]}.",
-                expected="the same bits on all ranks, because all apply the same gradient",
-                do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
-            )
-
     def _summed(self, arrays: Mapping[str, mx.array], step: int) -> dict[str, mx.array]:
         """Each array's sum over all ranks. Arrays of one type, the same names and shapes on all ranks."""
         found = {}
@@ -171,7 +170,7 @@ class Ranks:
                 with recorder.phase(Phase.EXCHANGE, Work(step)):
                     yield
         except RuntimeError as error:
-            if any(word in str(error).lower() for word in OF_MEMORY):  # nobody else's fault
+            if any(word in str(error).lower() for word in OF_MEMORY):  # not another rank's fault
                 raise
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
             raise EngineError(
@@ -212,6 +211,59 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
 def backend_here() -> str:
     """What the environment is set up for, for a rank that has not read the job."""
     return "ring" if HOSTFILE in os.environ else "any"
+
+
+def facts_of(identity: RunIdentity) -> dict[str, str]:
+    """What has to be the same on all ranks, by name."""
+    return {
+        "base model": _short(identity.base_model),
+        "training rows": _short(identity.training_rows),
+        "validation rows": _short(identity.validation_rows),
+        "settings": _short(identity.settings),
+        "random order of rows": _short(identity.draws),
+        "kind of device": device().name,
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """A fingerprint of the settings that decide the numbers, and of the job's form."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def hand_out(ranks: Ranks, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
+    """Weights, the optimizer's state and the position of rank 0 on all ranks; its records stay with it."""
+    bare = dataclasses.asdict(dataclasses.replace(state, records=[])) if ranks.writes else {}
+    value = json.loads(ranks.broadcast(json.dumps(bare).encode()))
+    weights = ranks.broadcast_arrays(adapter_weights(model))
+    moments = ranks.broadcast_arrays(dict(tree_flatten(optimizer.state)))
+    if ranks.writes:
+        return state
+    set_adapter_weights(model, weights)
+    optimizer.state = tree_unflatten(list(moments.items()))
+    mx.eval(model.module.trainable_parameters(), optimizer.state)
+    return TrainState(**{**value, "cursor": Cursor(**value["cursor"])})
+
+
+def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
+    """Raise EngineError, on all ranks, where one's trained weights are not those of rank 0."""
+    digest = hashlib.sha256()
+    for name, array in sorted(adapter_weights(model).items()):
+        digest.update(name.encode())
+        digest.update(np.array(array.reshape(-1).view(mx.uint8)).data)
+    found = ranks.gather(digest.digest()[:DIGEST_BYTES], step)
+    drifted = [rank for rank, other in enumerate(found) if other != found[0]]
+    if drifted:
+        named = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
+        raise EngineError(
+            f"After step {step} the weights of {named} are no longer those of rank 0 on {ranks.hosts[0]}.",
+            expected="the same bits on all ranks, because all apply the same gradient",
+            do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
+        )
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _messages(arrays: Mapping[str, mx.array]) -> Iterator[list[str]]:

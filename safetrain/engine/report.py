@@ -1,6 +1,6 @@
 """The measurements of `safetrain selftest --report` that need mlx: ``python -m safetrain.engine.report SECTION``.
 
-A section is a process of its own, because what it measures may kill it. A figure is a line: section, tab, text.
+A section is a separate process, because what it measures may kill it. A figure is a line: section, tab, text.
 """
 
 import functools
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from safetrain.core.formatting import size_text
-from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
+from safetrain.engine.cpu.blas import load_fast_blas
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 384,
@@ -29,8 +29,7 @@ def main(section: str) -> None:
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     load_fast_blas()
-    from safetrain.engine.backend import device
-    from safetrain.engine.limits import keep_to_room
+    from safetrain.engine.backend import device, keep_to_room
 
     keep_to_room()
     small = device().measures_small
@@ -105,8 +104,9 @@ def train_tiny(updates: int) -> list[float]:
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_skeleton
+    from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of
-    from safetrain.engine.trainable import equip, optimizer_of
+    from safetrain.engine.trainable import equip
     from safetrain.engine.update import apply_gradient, measure
 
     settings = settings_of(LoraSettings(8, 2.0, 0.0, 2, (ALL_LINEAR,)), ROWS, TOKENS)

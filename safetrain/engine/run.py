@@ -7,72 +7,24 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import most_shards_of_whole
 from safetrain.core.recorder import Phase, Recorder
-from safetrain.core.records.adapter_files import Taught
-from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.settings import TrainSettings, total_updates
 from safetrain.core.storage.files import KEPT_BESIDE, checkpoints_in
 from safetrain.core.storage.run_files import SAMPLES, discard_run, remove_half_written
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
-from safetrain.engine.backend import allocator, device
+from safetrain.engine.backend import allocator, device, set_limits
 from safetrain.engine.batches import BatchLayout, Share
 from safetrain.engine.disk_wait import DiskWait
+from safetrain.engine.job import Job
 from safetrain.engine.layout import training_layout
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.rank_state import hand_out
-from safetrain.engine.ranks import ALONE, Ranks
-from safetrain.engine.samples import Samples
+from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
+from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
-from safetrain.engine.tracing import Tracer
-from safetrain.engine.trainable import adapter_weights, optimizer_of, prepare
-from safetrain.engine.update import Gradients
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train and where to leave it."""
-
-    base: Path
-    train: TrainRows
-    valid: TokenRows
-    settings: TrainSettings
-    identity: RunIdentity
-    output: Path  # checkpoints and training_state.json
-    adapters: Path  # the best adapter so far
-    restart: bool
-    keep_checkpoints: int = 2
-    trace: bool = False
-    mlx_limit_bytes: int = 0  # 0: mlx's own limits stay
-    shortened: bool = False  # rows are shorter than those of the run that is continued
-    taught: Taught | None = None  # of where answers begin and end, to go with the adapter
-
-
-def job_of(loaded: LoadedJob, identity: RunIdentity, output: Path, adapters: Path, mlx_limit_bytes: int) -> Job:
-    """What the supervisor asked for, with its rows."""
-    asked, rows = loaded.job, loaded.rows
-    return Job(
-        base=Path(asked.base),
-        train=rows.train,
-        valid=rows.valid,
-        settings=loaded.settings,
-        identity=identity,
-        output=output,
-        adapters=adapters,
-        restart=asked.survival.restart,
-        keep_checkpoints=asked.survival.keep_checkpoints,
-        trace=asked.survival.trace,
-        mlx_limit_bytes=mlx_limit_bytes,
-        shortened=any(rung.failed.max_seq_length > loaded.settings.max_seq_length for rung in asked.rungs),
-        taught=rows.taught,
-    )
+from safetrain.engine.trainable import adapter_weights, prepare
+from safetrain.engine.update import Gradients, Tracer
 
 
 @dataclass(frozen=True)
@@ -101,7 +53,7 @@ class StopRequested(Exception):
 
 @dataclass
 class TrainingRun:
-    """What belongs to one running training."""
+    """The parts of one running training."""
 
     job: Job
     watcher: Watcher
@@ -111,11 +63,9 @@ class TrainingRun:
     disk: DiskWait
     state: TrainState
     layout: BatchLayout
-    total_steps: int
     tracer: Tracer | None
     ranks: Ranks
     share: Share  # of each update's rows that this rank computes
-    samples: Samples | None  # of a model that is trained from scratch, on the rank that has the run's files
     saved: tuple[int, int]  # step and last recorded step of the newest checkpoint
 
     def stop(self) -> int:
@@ -134,10 +84,10 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     recorder.read_allocator = allocator
     here = device()
     recorder.device(here.label)
-    if job.mlx_limit_bytes:
-        set_limits(job.mlx_limit_bytes)
+    if job.asked.mlx_limit_bytes:
+        set_limits(job.asked.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
-        tracer = Tracer(recorder, watcher.say) if job.trace else None
+        tracer = Tracer(recorder, watcher.say) if job.asked.survival.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
@@ -148,32 +98,36 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
-        ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
-    total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+        ranks.total(0.0, watcher.stop(), state.step)  # whether a rank wants to end before it has begun
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
-    samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
     saved = state.step, state.recorded_step
     return TrainingRun(
-        job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples, saved
+        job,
+        watcher,
+        model,
+        gradients,
+        optimizer,
+        disk,
+        state,
+        layout,
+        tracer,
+        ranks,
+        share,
+        saved,
     )
-
-
-def _samples(job: Job, step: int) -> Samples:
-    samples = Samples(job.base, job.valid, job.taught.stop_ids if job.taught else (), job.output / SAMPLES)
-    samples.begin(step)
-    return samples
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     state = None
     remove_half_written(job.output)
-    if not job.restart:
+    if not job.asked.survival.restart:
         state = load_checkpoint(job.output, job.identity, model, optimizer, disk.say, shortened=job.shortened)
     if state is None:
         discard_run(job.output)
+        (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
-    kept = job.keep_checkpoints + KEPT_BESIDE
+    kept = job.asked.survival.keep_checkpoints + KEPT_BESIDE
     have = len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
     disk.require(max(1, kept - have) * size, "the checkpoints of this training")
@@ -185,9 +139,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait
 
 def records_of_run(job: Job) -> int:
     """The most that a run makes: one before the first update, then one for each that is logged or validated at."""
-    settings = job.settings
-    total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    return 2 + total // settings.log_steps + total // settings.eval_steps
+    return 2 + job.updates // job.settings.log_steps + job.updates // job.settings.eval_steps
 
 
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
@@ -208,4 +160,4 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """The best adapter so far into its folder: the model's own weights, or a copy of the file ``weights``."""
     settings, fingerprint = job.settings, job.identity.base_model
-    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, job.taught, weights, fingerprint)
+    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, job.rows.taught, weights, fingerprint)

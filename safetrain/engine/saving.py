@@ -1,27 +1,36 @@
 """What a run leaves as it goes: records, the best adapter, checkpoints, and what is known of a bad update."""
 
 import dataclasses
+import json
 import math
 import os
+import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import BadUpdateError, TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.core.storage.files import sha256_of
+from safetrain.core.run_folder import WrittenSample
+from safetrain.core.storage.files import sha256_of, write_text
+from safetrain.core.storage.run_files import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.bad_updates import Refused, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch
-from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
-from safetrain.engine.rank_state import require_same_weights
+from safetrain.engine.evaluation import answer, measure_loss, nothing_to_measure, row_losses
+from safetrain.engine.ranks import require_same_weights
 from safetrain.engine.run import TrainingRun, save_best
 from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
 from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import work_of
+
+SAMPLES_TAKEN, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 8, 32  # of a model that is trained from scratch
 
 
 def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
@@ -58,20 +67,52 @@ def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
 
 
 def _take_samples(run: TrainingRun) -> None:
-    """Let a model that is trained from scratch write; one sample is told, all go to a file."""
-    recorder, step = run.watcher.recorder, run.state.step
-    if run.samples is None:
+    """Let a model that is trained from scratch go on from nothing, and from beginnings of documents to validate on.
+
+    One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
+    """
+    job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base / "tokenizer.json"
+    ends = job.rows.taught.stop_ids if job.rows.taught else ()
+    if job.settings.method != PRETRAIN or not run.ranks.writes or not ends or not file.is_file():
         return
+    from tokenizers import Tokenizer  # only here: an engine that writes no samples starts without it
+
+    def beat(_done: float) -> None:
+        recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(step))
+
+    tokenizer, prompts, path = Tokenizer.from_file(str(file)), _prompts(job.valid, ends), job.output / SAMPLES
     with recorder.phase(Phase.EVALUATE, Work(step)):
-        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
-    if found:
-        run.disk.write(run.samples.size_bytes, step, run.samples.write)
-    for sample in found[-1:]:
-        run.watcher.say(f"step {step} writes: {sample.prompt}[{sample.text.strip()}]".replace("\n", " "))
+        made = answer(run.model, prompts, frozenset(ends), SAMPLE_TOKENS, run.layout.most_tokens, beat)
+    pairs = [(tokenizer.decode(prompt[1:]), tokenizer.decode(ids)) for prompt, ids in zip(prompts, made, strict=True)]
+    samples = [*samples_before(path, step), *(WrittenSample(step, prompt, text) for prompt, text in pairs)]
+    text = "".join(f"{json.dumps(vars(each), ensure_ascii=False)}\n" for each in samples)
+    run.disk.write(len(text.encode()), step, lambda: write_text(path, text))
+    prompt, written = pairs[-1]
+    run.watcher.say(f"step {step} writes: {prompt}[{written.strip()}]".replace("\n", " "))
+
+
+def _prompts(valid: TokenRows, ends: tuple[int, ...]) -> list[list[int]]:
+    """The token that documents begin with, then a few documents' first tokens."""
+    some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * SAMPLES_TAKEN)).round().astype(int).tolist()
+    opened = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in ends]
+    beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in opened if len(ids) > PROMPT_TOKENS]
+    return [[statistics.mode([int(ids[0]) for ids in opened] or ends[:1])], *beginnings[:SAMPLES_TAKEN]]
+
+
+def samples_before(path: Path, step: int) -> list[WrittenSample]:
+    """What the file holds of earlier steps, up to a line that is not a sample: a person may have changed it."""
+    found = list[WrittenSample]()
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.split("\n")[:-1]:  # a text may hold other characters that splitlines() divides at
+        try:
+            found.append(WrittenSample(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return [each for each in found if each.step < step]
 
 
 def save(run: TrainingRun) -> None:
-    """Write a checkpoint, unless the newest is of this state; wait for room where the disk is full.
+    """Write a checkpoint, unless the newest has this state; wait for room where the disk is full.
 
     Several ranks compare their weights first.
     """
@@ -90,8 +131,8 @@ def save(run: TrainingRun) -> None:
 
 def _write_checkpoint(run: TrainingRun) -> None:
     job = run.job
-    best = best_file(run.state, job.adapters / ADAPTER_FILE, job.output)
-    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
+    best, keep = best_file(run.state, job.adapters / ADAPTER_FILE, job.output), job.asked.survival.keep_checkpoints
+    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, keep)
 
 
 def stop_at(run: TrainingRun, refused: Refused) -> BadUpdateError:
@@ -135,7 +176,7 @@ def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> 
     """The loss on the rows to validate on, from this rank's part of them: the same bits on all ranks."""
     data = run.job.valid
     labels = int(data.label_counts.sum(dtype=np.int64))
-    if not labels:  # on every rank alike
+    if not labels:  # the same on every rank
         raise nothing_to_measure()
     rows = data.take(np.asarray(data.by_length)[run.share.of(data.inputs(data.by_length))])
     summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0

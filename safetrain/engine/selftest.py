@@ -1,6 +1,6 @@
 """One real forward and backward pass of a model, against mlx-lm's own layers and a plain cross-entropy.
 
-``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS [LIMIT]`` prints one JSON object. A process of its own,
+``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS [LIMIT]`` prints one JSON object. A separate process,
 because what it looks for may kill it, under the memory limit of a training.
 """
 
@@ -19,8 +19,8 @@ from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
+from safetrain.engine.cpu.blas import load_fast_blas
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
@@ -28,7 +28,7 @@ SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the
 
 @dataclass(frozen=True)
 class SelftestResult:
-    """What one pass gave, beside the reference. Differences are relative."""
+    """One pass compared with the reference. Differences are relative."""
 
     layers_with_adapter: int
     packs_rows: bool
@@ -47,7 +47,7 @@ def main() -> None:
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     load_fast_blas()
-    from safetrain.engine.limits import keep_to_room
+    from safetrain.engine.backend import keep_to_room
 
     folder, rows, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     keep_to_room(int(sys.argv[4]) if len(sys.argv) > 4 else None)
@@ -104,7 +104,8 @@ def _textbook(
     import mlx.nn as nn
 
     from safetrain.engine.backend import device
-    from safetrain.engine.upstream.reference import add_lora, plain_model
+    from safetrain.engine.upstream.layers import add_lora
+    from safetrain.engine.upstream.loading import plain_model
 
     module = plain_model(folder, in_float32=device().computes_in_float32)
     add_lora(module, lora.num_layers, lora.rank, lora.scale, keys)

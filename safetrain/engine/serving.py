@@ -16,8 +16,8 @@ from safetrain.core.memory.answering import served_cache_bytes
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
 from safetrain.core.signals import handling
+from safetrain.engine.backend import room_bytes, set_limits
 from safetrain.engine.conversation import open_tuned
-from safetrain.engine.limits import room_bytes, set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.serving import Listening, OneModel, Served, serve
@@ -29,7 +29,7 @@ CONNECT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ServeJob:
-    """What to serve, and where."""
+    """The model to serve, and the address."""
 
     served: Served
     base: Path
@@ -83,14 +83,14 @@ def _interrupt(_number: int) -> None:
 def _listening(host: str, port: int) -> Listening:
     where = f"{host}:{port}"
     try:
-        # On a Mac two programs can have one port, if one of them has it for all addresses: so it is asked, too.
+        # On a Mac two programs can have one port, if one of them has it for all addresses, so that is checked too.
         if port and _answers(ANY_ADDRESS.get(host, host), port):
             raise OSError(errno.EADDRINUSE, "something answers there")
         return Listening(host, port)
     except OSError as error:
         if error.errno in TAKEN:
             do = f"choose another with --port {port + 1 if port < 65535 else 8080}, or end the other program"
-            raise ConfigError("The port is taken.", where=where, do=do) from None
+            raise ConfigError("The port is in use.", where=where, do=do) from None
         if error.errno in REFUSED:
             raise ConfigError(
                 f"This port may not be used: {error.strerror}.", where=where, do="choose one above 1023 with --port"

@@ -38,7 +38,7 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
-RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, each on a line of its own
+RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, one on each line
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
 START = Cursor(0, 0)
 MLX = importlib.metadata.version("mlx")
@@ -79,14 +79,14 @@ SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in 
 
 
 def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int) -> int:
-    """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, all the records."""
+    """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, all records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
     return 2 * weights + moments + text_bytes(records)
 
 
 def text_bytes(records: int) -> int:
-    """Of state.json or of the metrics file, with so many records."""
+    """Bytes of state.json or of the metrics file with ``records`` records."""
     return OTHER_TEXT_BYTES + RECORD_BYTES * records
 
 
@@ -136,7 +136,7 @@ def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
     raise TrainingError(
         f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint holds it.",
         where=str(adapter),
-        do="leave the folder alone while training runs; the same command continues from the last checkpoint",
+        do="do not touch the folder while training runs; the same command continues from the last checkpoint",
     )
 
 
@@ -161,11 +161,11 @@ def load_checkpoint(
     *,
     shortened: bool = False,
 ) -> TrainState | None:
-    """Put an unfinished run's state back, from its newest whole checkpoint; None when there is none.
+    """Put an unfinished run's state back, from its newest whole checkpoint; None without one.
 
-    A damaged checkpoint is set aside and ``say`` told. Raises TrainingError when the run is another one. A finished run
-    is continued only where ``num_epochs`` is longer now and nothing else differs. ``shortened``: rows may be shorter
-    than before, because the memory ladder was allowed to make them so.
+    A damaged checkpoint is set aside and reported by ``say``. Raises TrainingError if the run is another one. A
+    finished run is continued only where ``num_epochs`` is longer now and nothing else differs. ``shortened``: rows may
+    be shorter than before, because the memory ladder was allowed to make them so.
     """
     pointer = read_run_state(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
@@ -186,7 +186,7 @@ def load_checkpoint(
             f"The checkpoint is that of another version: {error}", where=str(folder), do=START_OVER
         ) from error
     if (before := _state_in(folder).get("mlx", MLX)) != MLX:
-        say(f"this run was begun with mlx {before}: with {MLX} it goes on the same but for rounding")
+        say(f"this run was begun with mlx {before}: with {MLX} it continues, equal up to rounding")
     if longer:
         state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run is elsewhere now
         say(f"train.num_epochs is longer than before: the run goes on from step {state.step} (or {START_OVER})")

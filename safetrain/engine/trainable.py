@@ -1,4 +1,4 @@
-"""From a base model to one that trains: its trainable part, what computes its gradients, its optimizer."""
+"""Makes a base model trainable: its trainable part, what computes its gradients, its optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,22 @@ from safetrain.engine.adapters import LINEAR, add_layers, measure_rows
 from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx
-from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients
-from safetrain.engine.upstream.experts import EXPERTS
-from safetrain.engine.upstream.loading import is_quantized
-from safetrain.engine.upstream.weight_readers import without_adapter
-from safetrain.engine.whole_model import of_whole_model
+from safetrain.engine.update import Gradients, Tracer
+from safetrain.engine.upstream.layers import EXPERTS, without_adapter
+from safetrain.engine.upstream.loading import is_quantized, training_refusal
 
 
 def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, Gradients]:
-    """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
+    """Open the base as the settings want it, its trainable part in place, and what computes its gradients.
+
+    Raises ModelError for a family that is not trained.
+    """
+    if refusal := training_refusal(base):
+        raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
     model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
     return model, equip(model, settings, recorder, tracer)
-
-
-def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
-    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
-    make = of_whole_model if settings.method == PRETRAIN else of_mlx
-    optimizer = make(settings.optimizer, settings.weight_decay)
-    here = device()
-    return BlockOptimizer(optimizer, compiled=here.compiles, streams=here.shards)
 
 
 def equip(
@@ -62,8 +55,8 @@ def _pass_dtype(settings: TrainSettings) -> mx.Dtype:
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
     """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze blocks (full) or all (pretrain).
 
-    Only the top ``lora.num_layers`` blocks are concerned, but for pretrain. What is trained is float32 whatever the
-    base is; adapters' initial values depend on ``seed`` alone. Raises ConfigError or ModelError where there is nothing
+    Only the top ``lora.num_layers`` blocks train, except in pretraining. Trained weights are float32 whatever the
+    base is; adapters' initial values depend only on ``seed``. Raises ConfigError or ModelError where there is nothing
     to train.
     """
     blocks = model.module.layers

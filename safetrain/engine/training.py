@@ -15,10 +15,11 @@ from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
+from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
 from safetrain.engine.ranks import Contribution, Ranks
-from safetrain.engine.run import Job, StopRequested, TrainingRun, Watcher, open_run
+from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
 from safetrain.engine.saving import record, save, stop_at
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights
@@ -30,7 +31,7 @@ FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, what
 
 @dataclass(frozen=True)
 class Result:
-    """How a finished run went."""
+    """The result of a finished run."""
 
     metrics: TrainingMetrics
     state: TrainState
@@ -74,7 +75,7 @@ def _train_steps(run: TrainingRun) -> None:
     upcoming: Update | None = None
     while True:
         _record_if_due(run)
-        last, stop = state.step == run.total_steps or out_of_patience(run), run.stop()
+        last, stop = state.step == run.job.updates or out_of_patience(run), run.stop()
         due = last or stop or state.step % settings.save_steps == 0
         if state.step and due:
             save(run)
@@ -99,7 +100,7 @@ def _record_if_due(run: TrainingRun) -> None:
     state, settings = run.state, run.job.settings
     if state.recorded_step == state.step:
         return
-    validate = state.step in (0, run.total_steps) or state.step % settings.eval_steps == 0
+    validate = state.step in (0, run.job.updates) or state.step % settings.eval_steps == 0
     if validate or state.step % settings.log_steps == 0:
         record(run, rate_after(run, state.step - 1) if state.step else 0.0, validate=validate)
 
@@ -107,12 +108,12 @@ def _record_if_due(run: TrainingRun) -> None:
 def rate_after(run: TrainingRun, step: int) -> float:
     """Learning rate of the update after ``step`` updates."""
     settings = run.job.settings
-    return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.total_steps, settings.schedule)
+    return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.job.updates, settings.schedule)
 
 
 def _interrupted(run: TrainingRun) -> InterruptedRun:
     step, number = run.state.step, run.stop()
-    what = f"Stopped at step {step} of {run.total_steps}"
+    what = f"Stopped at step {step} of {run.job.updates}"
     return InterruptedRun(
         number, f"{what}; the state is saved." if step else f"{what}, before an update was made.", do=SAME_COMMAND
     )
@@ -124,7 +125,7 @@ def make_update(run: TrainingRun, update: Update, rate: float) -> tuple[Update |
     run.model.module.train()
     mx.reset_peak_memory()
     loss, gradient = run.gradients.of(update, state.step, run.check_stop)
-    upcoming = update_of(run, next_cursor(run)) if state.step + 1 < run.total_steps else None
+    upcoming = update_of(run, next_cursor(run)) if state.step + 1 < run.job.updates else None
     if run.ranks.together:
         loss, gradient = _of_all_ranks(run, update, loss, gradient)
     result = measure(loss, gradient)
@@ -192,7 +193,7 @@ def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float
         return
     state.trained_tokens += update.trained_tokens
     state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)
-    if state.step > run.total_steps - max(1, round(FINAL_SHARE * run.total_steps)):
+    if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
         state.final_loss += result.summed_loss
         state.final_tokens += update.trained_tokens
     state.window_loss += result.summed_loss

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -12,6 +14,8 @@ from safetrain.core.records.fusing import HEADER, Likeness, describe, require_ef
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+
+MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on the sample
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class ExportJob:
     compute_dtype: str | None = field(default=None, kw_only=True)  # of a GPU
 
     def open(self, folder: Path) -> BaseModel:
-        """A model as it is asked, dequantized where there is room."""
+        """A model for questions, dequantized if memory allows."""
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 
@@ -42,16 +46,18 @@ class TunedModel:
     own: Likeness  # to itself
 
     def likeness_of(self, model: BaseModel) -> Likeness:
-        """Of another model to the tuned one."""
+        """Compare another model with the tuned one."""
         return likeness(look(model, self.rows, self.job.most_tokens, self.reference), self.reference.seen)
 
     def describe_rows(self) -> str:
-        """One line: what is compared."""
-        labels = counted(len(self.reference.seen.keys), "label")
-        return f"on {counted(len(self.rows), 'validation row')} with {labels}, beside the tuned model:"
+        """One sentence: what is measured, and on which sample."""
+        labels, of = counted(len(self.reference.seen.keys), "label"), len(self.job.rows)
+        some = f"; evenly spread among {of:,}" if len(self.rows) < of else ""
+        rows = counted(len(self.rows), "validation row")
+        return f"Loss and predictions are compared with the tuned model's on {rows} ({labels}{some})."
 
     def measure_base(self, files: ModelFiles, say: Callable[[str], None]) -> Likeness:
-        """Open the base alone, and begin a table with it; raises ModelError where the adapter changes nothing."""
+        """Open the base, and begin a table with it; raises ModelError where the adapter changes nothing."""
         base = self.likeness_of(self.job.open(self.job.base))
         gc.collect()
         require_effect(base, str(self.job.adapter))
@@ -61,12 +67,18 @@ class TunedModel:
         return base
 
 
-def measure_tuned(
-    job: ExportJob, files: ModelFiles, rows_for: Callable[[TokenRows, ModelFiles, BaseModel], TokenRows] = measured_rows
-) -> TunedModel:
+def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel) -> TokenRows:
+    """As many rows, evenly spread, as memory and a few seconds on a CPU allow, and ``LEAST_ROWS`` at least."""
+    rows = measured_rows(rows, files, model)
+    operations = 2 * files.parameters * int(rows.lengths.sum(dtype=np.int64))
+    count = min(len(rows), max(LEAST_ROWS, len(rows) * MOST_OPERATIONS // operations))
+    return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
+
+
+def measure_tuned(job: ExportJob, files: ModelFiles) -> TunedModel:
     """Look at the tuned model, which is gone from memory afterwards."""
     model = job.open(job.base)
-    rows = rows_for(job.rows, files, model)
+    rows = sample_of(job.rows, files, model)
     if job.adapter is not None:
         apply_adapter(model, job.adapter)
     reference = refer_to(model, rows, job.most_tokens)

@@ -1,7 +1,8 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,26 +10,81 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
+from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
-from safetrain.engine.backend import device, side_by_side
+from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
+from safetrain.engine.cpu.streams import side_by_side
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.randomness import key_of
 from safetrain.engine.row_attention import Block, PackedRows
-from safetrain.engine.tracing import Tracer
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one update measured."""
+    """The measurements of one update."""
 
     summed_loss: float  # nats over all labels of the update
     grad_norm: float  # of the mean gradient, before clipping
+
+
+class Tracer:
+    """Evaluates forward pass, loss and backward pass one by one, so that a death in an update has a name (train.trace).
+
+    A record and a line before and after each. The numbers are those of an untraced run: the same graph, in three
+    pieces.
+    """
+
+    def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
+        self._recorder, self._say = recorder, say
+        self.work = Work()
+
+    def begin(self, work: Work) -> None:
+        """Call before the graph of a part is built."""
+        self.work = work
+        self._write(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
+
+    def observe(self, hidden: mx.array) -> mx.array:
+        """Call with what the forward pass gives."""
+        mx.eval(hidden)
+        self._write(Phase.FORWARD, Edge.AFTER, f"output {tuple(hidden.shape)} {str(hidden.dtype).split('.')[-1]}")
+        self._write(Phase.LOSS, Edge.BEFORE, "")
+        return hidden
+
+    def loss(self, loss: mx.array) -> mx.array:
+        """Call with the loss."""
+        mx.eval(loss)
+        self._write(Phase.LOSS, Edge.AFTER, "")
+        self._write(Phase.BACKWARD, Edge.BEFORE, "")
+        return loss
+
+    def end(self, gradient: Any) -> None:
+        """Call with the gradient."""
+        mx.eval(gradient)
+        self._write(Phase.BACKWARD, Edge.AFTER, "")
+
+    @contextmanager
+    def optimizer(self, step: int) -> Iterator[None]:
+        """Around the optimizer's work; the loop itself writes the records."""
+        self.work = Work(step)
+        self._tell(Phase.OPTIMIZER, Edge.BEFORE, "")
+        yield
+        self._tell(Phase.OPTIMIZER, Edge.AFTER, "")
+
+    def _write(self, phase: Phase, edge: Edge, detail: str) -> None:
+        self._recorder.write(phase, edge, self.work)
+        self._tell(phase, edge, detail)
+
+    def _tell(self, phase: Phase, edge: Edge, detail: str) -> None:
+        memory = f"mlx {mx.get_active_memory() / 2**20:,.0f} MiB"
+        when = f"trace: step {self.work.step} micro-batch {self.work.micro_batch}"
+        when = when if self.work.rows else f"trace: step {self.work.step}"
+        self._say(f"{when}: {edge.name.lower()} {phase.label}{': ' + detail if detail else ''} ({memory})")
 
 
 class ShardGradient:
@@ -189,7 +245,7 @@ def norm_of(gradient: Gradient) -> mx.array:
 
 @mx.compile
 def _root_of_sum(squares: list[mx.array]) -> mx.array:
-    """In few kernels, where mlx adds many numbers in one."""
+    """Add many numbers in few kernels."""
     return mx.sqrt(sum(squares, mx.array(0.0)))
 
 

@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
-from safetrain.core.records.job import TrainJob, identity_of
-from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
+from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import (
     StepRecord,
     TrainingOutcome,
@@ -26,15 +24,15 @@ from safetrain.core.records.metrics import (
     write_summary,
 )
 from safetrain.core.records.proof import describe_proof
-from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL, from_json, read_record, write_record
 from safetrain.core.storage.run_files import JOB, RECORDER, rank_folder
 from safetrain.core.tracebacks import with_traceback
-from safetrain.engine.blas import Blas, load_fast_blas
 from safetrain.engine.child_process import limit_memory, set_up_child
+from safetrain.engine.cpu.blas import Blas, load_fast_blas
+from safetrain.engine.job import Job, describe, load_job, memory_of
 
 if TYPE_CHECKING:
     from safetrain.engine.ranks import Ranks
@@ -46,7 +44,7 @@ RANK = "MLX_RANK"  # set by mlx.launch
 def main(arguments: list[str]) -> int:
     """``arguments``: the flight folder, the event pipe (a descriptor or a path), the supervisor's process id.
 
-    Process id 0 is whoever has started this one, as mlx.launch does on another machine.
+    Process id 0 stands for the process that started this one, as mlx.launch does on another machine.
     """
     rank = int(os.environ.get(RANK, "0"))
     flight = Path(arguments[0])
@@ -94,8 +92,7 @@ def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
     """Meet the other ranks, take rank 0's job, train."""
     blas = load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.rank_state import versions
-    from safetrain.engine.ranks import backend_here, join
+    from safetrain.engine.ranks import backend_here, join, versions
 
     ranks = join(backend_here() if job is None else job.rank_backend, recorder)
     ranks.require_same(versions())  # first of all: another version may not understand the job
@@ -109,7 +106,7 @@ def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe
 
 
 def _train(
-    job: TrainJob,
+    asked: TrainJob,
     recorder: Recorder,
     pipe: EventPipe,
     stop: StopRequest,
@@ -117,58 +114,55 @@ def _train(
     ranks: "Ranks | None" = None,
 ) -> None:
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NO_WORK))
+        job = load_job(asked, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NO_WORK))
     with recorder.phase(Phase.LOAD_MODEL):
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.proof import passes_over, prove
-        from safetrain.engine.rank_state import facts_of
-        from safetrain.engine.ranks import ALONE
-        from safetrain.engine.run import Watcher, job_of
+        from safetrain.engine.ranks import ALONE, facts_of
+        from safetrain.engine.run import Watcher
         from safetrain.engine.state import mark_finished
         from safetrain.engine.training import train_with
-    settings, rows, ranks = loaded.settings, loaded.rows, ranks or ALONE
-    digests = rows.train_digest, rows.valid_digest
-    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), order_fingerprint())
+    settings, rows, ranks = job.settings, job.rows, ranks or ALONE
     if ranks.together:
-        ranks.require_same(facts_of(identity))
-    memory = memory_of(loaded, device().name)
+        ranks.require_same(facts_of(job.identity))
+    memory = memory_of(job, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
-
+    limit = asked.mlx_limit_bytes or memory.mlx_limit_bytes
+    job = dataclasses.replace(job, asked=dataclasses.replace(job.asked, mlx_limit_bytes=limit))
     bits = rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
 
     def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
-        words = describe(loaded, predicted, blas.name, adaptation)
-        pipe.send(Begun(loaded.updates, resumed_from_step, words, settings.eval_steps, passes_over(rows.valid), bits))
+        words = describe(job, predicted, blas.name, adaptation)
+        pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(rows.valid), bits))
 
     def say(text: str) -> None:
         pipe.send(Said(text))
 
-    training = job_of(loaded, identity, paths.OUTPUT, paths.ADAPTERS, job.mlx_limit_bytes or memory.mlx_limit_bytes)
     watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
-    result = train_with(training, watcher, ranks)
+    result = train_with(job, watcher, ranks)
     if result is None:  # rank 0 has what follows
         return
-    proof = prove(training, result.tuned, watcher, result.metrics.steps)
+    proof = prove(job, result.tuned, watcher, result.metrics.steps)
     say(describe_proof(proof))
     metrics = result.metrics
     if bits:
         metrics = dataclasses.replace(metrics, best_valid_bits_per_byte=metrics.best_valid_loss * bits)
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, metrics)
-        outcome = _outcome(loaded, result, predicted, blas.name)
+        outcome = _outcome(job, result, predicted, blas.name)
         write_summary(paths.SUMMARY, TrainingSummary(settings, metrics, outcome, proof))
-        mark_finished(paths.OUTPUT, metrics.steps, identity)
+        mark_finished(job.output, metrics.steps, job.identity)
     pipe.send(Finished(metrics.steps))
 
 
-def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
-    job, rows, state = loaded.job, loaded.rows, result.state
+def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
+    asked, rows, state = job.asked, job.rows, result.state
     return TrainingOutcome(
-        base_model=job.base,
+        base_model=asked.base,
         train_rows=len(rows.train),
         valid_rows=len(rows.valid),
         valid_rows_available=rows.valid_rows_available,
@@ -182,10 +176,10 @@ def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> 
         predicted_peak_bytes=predicted,
         blas=blas,
         padding_share=round(1 - state.input_tokens / state.computed_tokens, 4),
-        stopped_early=state.step < loaded.updates,
+        stopped_early=state.step < job.updates,
         base_valid_loss=state.records[0].valid_loss or 0.0,
-        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
-        gpu_rungs=job.gpu_rungs,
+        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in asked.rungs),
+        gpu_rungs=asked.gpu_rungs,
     )
 
 

@@ -44,7 +44,7 @@ SMALLEST_BASE_MILLIONS = 1.0
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What memory and speed depend on of a training's rows."""
+    """The figures of a training's rows that memory and speed depend on."""
 
     longest_row: int  # tokens
     mean_tokens: float  # that a row feeds
@@ -74,7 +74,7 @@ class PlannedTraining:
         return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
 
     def backend(self, *, checkpointing: bool, dequantize_base: bool) -> Backend:
-        """How a candidate computes."""
+        """The way that a candidate computes."""
         return backend_of(
             self.model, self.machine.backend, dequantize_base, self.train.method,
             checkpointing=checkpointing, optimizer=self.train.optimizer,
@@ -224,7 +224,7 @@ class Shortage:
 
     @property
     def needed_bytes(self) -> int:
-        """With margin and the process around it."""
+        """Peak memory with its margin and the process around it, in bytes."""
         terms = predicted_peak(self.model, self.lora, self.shape, self.backend)
         return with_margin(terms) + self.budget.process_bytes
 
@@ -239,7 +239,7 @@ class Shortage:
 
 
 def what_would_fit(shortage: Shortage) -> list[str]:
-    """Changes of which each alone would make it fit, with what it would need then."""
+    """Single changes that would each make it fit, with the memory needed then."""
     tokens = shortage.shape.tokens
     fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, tokens))
     if fewer is not None:
@@ -291,10 +291,10 @@ def _fewer_bits(shortage: Shortage) -> str:
 
 
 def _smaller_base(shortage: Shortage) -> str:
-    """In proportion: weights, adapter and activations all shrink with the base."""
+    """Scale in proportion: weights, adapter and activations all shrink with the base."""
     process = shortage.budget.process_bytes
     share = shortage.budget.mlx_bytes / max(1, shortage.needed_bytes - process)
     millions = share * shortage.model.parameters / 1e6
     if millions < SMALLEST_BASE_MILLIONS:
-        return f"a machine with more memory (Python and mlx alone take {size_text(process)})"
+        return f"a machine with more memory (Python and mlx take {size_text(process)})"
     return f"a base of about {millions:,.0f} million parameters or fewer"

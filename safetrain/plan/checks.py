@@ -81,7 +81,7 @@ def require_known(identifiers: Sequence[str], known: Sequence[str]) -> None:
         if identifier not in known:
             near = difflib.get_close_matches(identifier.upper(), known, n=1)
             raise ConfigError(
-                f"There is no check called {identifier}.",
+                f"Unknown check {identifier}.",
                 where="preflight.downgrade",
                 expected="" if near else f"one of {', '.join(known)}",
                 do=f"did you mean {near[0]}?" if near else "",
@@ -131,7 +131,7 @@ def failure(report: PreflightReport) -> PreflightError:
     failed = [check.id for check in report.checks if check.status == FAIL]
     unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
     if report.exit_code == 2:
-        return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see what is said of them above")
+        return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see their lines above")
     if not failed:
         return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
     matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)

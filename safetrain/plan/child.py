@@ -35,7 +35,7 @@ OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 Kind = TypeVar("Kind")
 # Of core: what decides how much an update takes.
-CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py", "records/loaded_job.py")
+CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 NOT_INSTALLED = "not installed"  # in the place of a version
 
@@ -94,7 +94,7 @@ def run_lines(
 
 
 def ran_out_of_memory(ended: str) -> bool:
-    """Whether a child that ended so has run out of memory, as far as that can be told."""
+    """Whether a child that ended so has run out of memory, as far as that is known."""
     if ended.startswith(KILLED):
         return any(ended.startswith(f"{KILLED} {number:d}") for number in MEMORY_SIGNALS)
     return any(word in ended.lower() for word in OUT_OF_MEMORY)
@@ -166,7 +166,7 @@ def answers_about(kind: str, *words: str) -> Path:
 
 
 def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
-    """An earlier answer; None where there is none, or one of another form."""
+    """An earlier answer; None if it is missing or of another form."""
     try:
         return read_record(path, kind)
     except (OSError, ValueError, TypeError):

@@ -49,18 +49,18 @@ class DryRunner:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a dry run took, or why there is no answer."""
+    """A dry run's measurements, or why they are missing."""
 
     measured: DryRun | None
     ended: str  # how the process ended without an answer
-    ran_out_of_memory: bool  # as far as that can be told
+    ran_out_of_memory: bool  # as far as that is known
     seconds: float  # that it took, with Python's own start
 
 
 def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seconds: float = 0.0) -> Answer | None:
     """Make the largest updates of the job under its limits; the answer is remembered for these ``rows`` (a digest).
 
-    ``seconds``: how long it is expected to take, which is said beforehand. None where the runner makes no dry runs.
+    ``seconds``: how long it is expected to take, which is printed beforehand. None where the runner makes no dry runs.
     """
     path = answers_about("dry_runs", model.fingerprint, runner.machine) / f"{_key_of(job, rows)}.json"
     known = read_answer(path, Answer)
@@ -78,7 +78,7 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     if answer.measured is not None:
         peak = size_text(answer.measured.peak_bytes)
         runner.say(f"dry run: {answer.measured.update_seconds:.2f} s an update, peak {peak}")
-    # A process that the kernel killed, or that has no limit of its own, may have died of other programs' memory.
+    # A process that the kernel killed, or that has no own limit, may have died of other programs' memory.
     limited, by_kernel = job.survival.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
     if answer.measured is not None or own_fault:
@@ -89,7 +89,7 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
 def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
     """The most that a dry run may take on macOS, where no limit of a process covers Metal's memory.
 
-    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without train.memory_limit_gb it is the
+    Elsewhere the process limits itself (engine/backend.py: ``keep_to_room``). Without train.memory_limit_gb it is the
     budget and a little more: mlx holds buffers that it does not use, up to its limit.
     """
     most = own_limit_bytes or int(CAP_SLACK * budget_bytes)

@@ -1,4 +1,4 @@
-"""`safetrain estimate` and `info`: the memory of a training on this or another machine, by a model's headers alone."""
+"""`safetrain estimate` and `info`: the memory of a training on this or another machine, by a model's headers."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """With margin and the process around it."""
+        """Peak memory with its margin and the process around it, in bytes."""
         return with_margin(self.terms) + self.budget.process_bytes
 
     @property
@@ -73,7 +73,7 @@ def asked_run(
     model: ModelFiles, backend: str, method: str = "lora", rank: int = 16, *, recompute: bool = False,
     num_layers: int | None = None, accumulate: bool = True, optimizer: str = "adam", compute_dtype: str | None = None,
 ) -> TrainingOptions:  # fmt: skip
-    """A run as it is asked for, its base dequantized on a CPU; raises ConfigError for what cannot be trained so."""
+    """A requested run, its base dequantized on a CPU; raises ConfigError for what cannot be trained so."""
     for key, value in (("method", method), ("optimizer", optimizer), ("compute_dtype", compute_dtype)):
         _require_choice(key, value)
     require_computable(compute_dtype, backend)
@@ -90,7 +90,7 @@ def _require_choice(key: str, value: str | None) -> None:
     choices = next(field for field in dataclasses.fields(Train) if field.name == key).metadata[CHOICES]
     allowed = describe_allowed("train", key)
     if value not in choices and not (value is None and allowed.endswith("or null")):
-        raise ConfigError(f"There is no --{key.replace('_', '-')} {value}.", expected=allowed)
+        raise ConfigError(f"Unknown value: --{key.replace('_', '-')} {value}.", expected=allowed)
 
 
 def estimate(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> Estimate:

@@ -67,7 +67,7 @@ class PretrainingEstimate:
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole training."""
+        """Time of the whole training."""
         return self.tokens / self.tokens_per_second if self.tokens_per_second else None
 
     def kwh(self, place: TrainingPlace) -> float | None:
@@ -90,7 +90,7 @@ def refuse_contradictions(
         if alone:
             raise ConfigError(f"{alone} is about pretraining.", do="add --pretrain, as --pretrain 85m")
     elif model is not None:
-        raise ConfigError("A model is named twice.", got=str(model), do="name it by --pretrain alone")
+        raise ConfigError("A model is named twice.", got=str(model), do="name it only by --pretrain")
     elif machine is not None and all_machines:
         raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
 
@@ -98,7 +98,7 @@ def refuse_contradictions(
 def tell_ranks(
     console: Console, place: TrainingPlace, model: ModelFiles, run: TrainingOptions, rows: int, tokens: int
 ) -> None:
-    """What the ranks of ``place`` bring to a fine-tuning, on updates of 16 rows of ``tokens``, or of more ``rows``."""
+    """The gain of the ranks of ``place`` for fine-tuning with updates of 16 rows of ``tokens``, or of more ``rows``."""
     trained, rows = trained_parameters(model, run.lora, run.method), max(rows, ROWS_PER_UPDATE)
     flops = rows * tokens * flops_per_token(model, tokens, trained, recompute=run.checkpointing)
     update = shared_update(place.speed, flops, trained, place.machine.backend, rows)
@@ -128,11 +128,9 @@ def tell_ranks(
 
 def _pay_text(update: SharedUpdate, paying: int) -> str:
     if paying == 1:
-        return f"A second rank does not pay: it brings less than {LEAST_GAIN:g} of what a rank does alone."
+        return f"A second rank does not pay: it brings less than {LEAST_GAIN:g} of one rank's speed."
     why = f"an update has {update.rows} rows" if paying == update.rows else "then the rest of an update weighs more"
-    return (
-        f"Up to {paying} ranks pay: those added bring on average {LEAST_GAIN:g} or more of what one does alone; {why}."
-    )
+    return f"Up to {paying} ranks pay: those added bring on average {LEAST_GAIN:g} or more of one rank's speed; {why}."
 
 
 def tell_pretraining(
@@ -146,7 +144,7 @@ def tell_pretraining(
     if everywhere or (where.name is None and not where.memory_gb and not paths.MACHINE.is_file()):
         wheres = [dataclasses.replace(where, name=each, memory_gb=None) for each in profile_names()]
         if not wheres:
-            raise ConfigError("There are no machines to ask about here.", do="go to the project's root, or --machine")
+            raise ConfigError("No machines found.", do="go to the project's root, or --machine")
     else:
         wheres = [where]
     places = [each.place(model, PRETRAIN) for each in wheres]
@@ -161,14 +159,14 @@ def tell_pretraining(
 def model_to_pretrain(name: str) -> ModelFiles:
     """A folder or config.json, or a size as 400m, with the shape that `safetrain create` gives it.
 
-    Raises ConfigError for a name that is neither, ModelError for a folder that is no model.
+    Raises ConfigError for a name that is neither, ModelError for a folder without a model.
     """
     if Path(name).exists():
         return read_model_plan(Path(name))
     parameters = parameters_named(name)
     if parameters is None:
         raise ConfigError(
-            "There is no such model to pretrain.",
+            "Unknown model to pretrain.",
             where="--pretrain",
             expected=f"{', '.join(PRESETS)}, another size as 30m, or a model's folder",
             got=name,
@@ -195,7 +193,7 @@ def estimate_pretraining(
 def _tokens_per_second(
     model: ModelFiles, place: TrainingPlace, tokens: int, length: int, per_token: float
 ) -> float | None:
-    """Of all ranks together."""
+    """Peak memory of all ranks together."""
     rows, measured = windows_per_update(model, tokens, length), place.speed.step_seconds is not None
     flops = rows * length * per_token
     update = shared_update(place.speed, flops, model.parameters, place.machine.backend, rows)

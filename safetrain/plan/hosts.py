@@ -42,7 +42,7 @@ def is_shared(train: Train) -> bool:
 
 
 def facts_here(model: Path) -> Facts:
-    """What ranks must have alike, of this machine in this folder."""
+    """The facts of this machine and folder that must be equal on all ranks."""
     facts = {"Python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
     try:
         facts[DATA] = " ".join(open_store(store_path(paths.VALIDATED, split)).digest for split in ("train", "valid"))
@@ -74,7 +74,7 @@ def host_checks(train: Train, model: Path) -> tuple[list[Check], Hosts | None]:
 
 
 def ask_host(name: str, model: Path) -> Facts | str:
-    """Its facts, by ssh without a password, in the same folder with the same Python as here; or why there are none."""
+    """Its facts, by ssh without a password, in the same folder with the same Python as here; or why not."""
     passed = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
     there = shlex.join(["env", *passed, sys.executable, "-m", MODULE, str(model)])
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
@@ -114,7 +114,7 @@ def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
     if not known:
         return skipped("HOSTS-EQUAL", "the same on all machines", "no other machine answered")
     found = [text for name, facts in known.items() for text in differences(name, facts, here)]
-    same = f"versions, data and model are alike on {1 + len(known)} machines"
+    same = f"versions, data and model are equal on {1 + len(known)} machines"
     return verdict("HOSTS-EQUAL", "the same on all machines", not found, True, "; ".join(found) or same,
                    f"{', '.join(here)} as on this machine", MODULE,
                    "copy data/validated and the model there, and install the same packages: "
@@ -122,7 +122,7 @@ def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
 
 
 def differences(name: str, there: Facts, here: Facts) -> list[str]:
-    """In which of the facts a machine differs from this one, in words."""
+    """The facts in which a machine differs from this one, in words."""
     found = []
     for key, ours in here.items():
         theirs = there.get(key, NONE_THERE)

@@ -14,9 +14,9 @@ SPARE_BYTES = 2**30
 
 
 def fetch_model(hub_id: str, into: Path) -> Path:
-    """Download ``hub_id`` into a folder of its own below ``into``; continues an interrupted download.
+    """Download ``hub_id`` into a new folder below ``into``; continues an interrupted download.
 
-    All its files are of one commit, which is written down: what the hub calls main may change meanwhile.
+    All its files come from one commit, which is written down: what the hub calls main may change meanwhile.
 
     Raises ModelError when the hub has no such model or cannot be reached, MachineError when the disk is too small.
     """
@@ -64,7 +64,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
 
 def _require_same_source(folder: Path, hub_id: str) -> None:
-    """A folder of this name that came from elsewhere is not taken for the model that was asked for."""
+    """A folder of this name that came from elsewhere is not mistaken for the requested model."""
     found = source_of(folder)
     if found[:1] != [hub_id]:
         raise ModelError(

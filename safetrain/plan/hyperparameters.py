@@ -1,4 +1,4 @@
-"""Values that are not searched for, with reasons: by data and model alone, but for the type that is computed in."""
+"""Values that are not searched for, with reasons: by data and model; the computing type by the machine."""
 
 import math
 
@@ -86,7 +86,7 @@ def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
     """The pin, or what suits machine and base; None: the type that the base is stored in.
 
-    A model that is trained whole is computed in bfloat16 on a GPU, where that is no slower: its weights stay float32.
+    A model that is trained whole is computed in bfloat16 on a GPU, if that is not slower: its weights stay float32.
     """
     if train.method == PRETRAIN and machine.backend != "cpu":
         return train.compute_dtype or machine.compute_dtype or "bfloat16"

@@ -1,4 +1,4 @@
-"""What only a Mac is asked before a training: how short of memory it is, its power, and whether its kernel panics."""
+"""Checks that only a Mac needs before a training: memory pressure, power, kernel panics."""
 
 import platform
 import sys

@@ -1,4 +1,4 @@
-"""What this machine is, and how much memory a training may use on it; mlx is asked in a child process."""
+"""What this machine is, and how much memory a training may use on it; a child process reads mlx's facts."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise
 
 @dataclass(frozen=True)
 class Probe:
-    """What the engine's probe said; ``loads`` and ``trains`` are None when no model was asked for."""
+    """What the engine's probe said; ``loads`` and ``trains`` are None if no model was given."""
 
     backend: str
     device: str
@@ -119,7 +119,7 @@ def chip_name() -> str:
 def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:
     """The answer of ``python -m module``; None and the reason where mlx does not work.
 
-    Whether the model loads and trains is asked once for this model and installation. A model larger than the memory
+    Whether the model loads and trains is tried once for this model and installation. A model larger than the memory
     that is left is not loaded: the checks say so, and the machine does not swap.
     """
     path = answer_path(model.fingerprint) if model else None
@@ -130,7 +130,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
         probe = Probe(**run_json(module, [], TIMEOUT_SECONDS))
     except ChildFailed as error:
         return None, str(error)
-    if known is not None:  # free GPU memory is asked every time
+    if known is not None:  # free GPU memory is read every time
         return replace(probe, loads=known.loads, load_seconds=known.load_seconds, trains=known.trains), ""
     if model is None or path is None or level == "quick":
         return probe, ""

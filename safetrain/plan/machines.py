@@ -56,7 +56,7 @@ class TrainingPlace:
 
 @dataclass(frozen=True)
 class Where:
-    """The machine that is asked about: a name of conf/machine, None for this one; and how many, linked how."""
+    """The machine to estimate for: a name of conf/machine, None for this one; and how many, linked how."""
 
     name: str | None
     macos_26: bool
@@ -79,7 +79,7 @@ class Where:
 
 
 def profile_names(folder: Path = PROFILES) -> list[str]:
-    """Machines that can be asked about."""
+    """Machines that conf/machine describes."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
@@ -87,11 +87,11 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """A machine by its name; raises ConfigError with the names there are."""
     names, path = profile_names(folder), folder / f"{name}.yaml"
     if not names:
-        raise ConfigError("There are no machines to ask about here.", where=str(folder), do="go to the project's root")
+        raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(
-            f"There is no machine called {name}.",
+            f"Unknown machine {name}.",
             where=str(folder),
             expected=f"one of {', '.join(names)}",
             do=f"did you mean {near[0]}?" if near else f"add {path}, or say --memory-gb",
@@ -120,7 +120,7 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
 
 
 def speed_of_profile(profile: Profile) -> Speed:
-    """By conf/machine."""
+    """A machine of conf/machine."""
     where = PROFILES / f"{profile.name}.yaml"
     if profile.tflops is None:
         return Speed(None, f"not known: no tflops in {where}")

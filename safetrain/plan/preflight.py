@@ -82,12 +82,12 @@ def examine(
     machine = settle(read_machine_now(probe), before)
     checks += [*engine_checks(machine, probe), *last]
     if model is None:
-        checks += _open(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "there is no whole model")
+        checks += _open(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "the model is not whole")
         return checks, machine
     checks += [load_check(probe, level), train_check(model, probe)]
     checks.append(static_check(model, machine))
     if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
-        why = "there are no data" if data is None else "the weights do not fit, or cannot be trained"
+        why = "the data is missing" if data is None else "the weights do not fit, or cannot be trained"
         return [*checks, skipped("MEM-FIT", "training fits", why, critical=checks[-2].status != FAIL)], machine
     runner = DryRunner(dry_run_module if level == "certify" else "", machine_text(machine), say)
     return [*checks, *_fit_checks(train, lora, PlanInputs(data, machine, model, rows), runner, hosts)], machine
@@ -232,7 +232,7 @@ def train_check(model: ModelFiles, probe: Probe) -> Check:
 
 
 def static_check(model: ModelFiles, machine: Machine) -> Check:
-    """Whether the weights alone fit."""
+    """Whether even the weights fit."""
     fits = model.static_bytes < machine.memory_budget_bytes
     return verdict("MEM-STATIC", "weights fit", fits, True, f"weights {size(model.static_bytes)}",
                    f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
@@ -240,7 +240,7 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
 
 
 def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> Check:
-    """The whole training, as recommend_config plans it: what does not fit is an error, unless it was asked for."""
+    """The training as recommend_config plans it: an error if it does not fit, unless train.oversize allows it."""
     process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     found = f"{size(planned.predicted_peak_bytes + process)}"
@@ -298,7 +298,7 @@ def _death_check(output: Path) -> Check:
         return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",
                      "", source, "safetrain diagnose")  # fmt: skip
     found, pointer = read_postmortem(output), output / POINTER
-    # training_state.json is no output of DVC, so its time is that of the last training here
+    # training_state.json is not an output of DVC, so its time is that of the last training here
     finished_since = found is not None and is_finished(output) and pointer.stat().st_mtime > found.ended_seconds
     if found is None or finished_since:
         return Check("RUN-PREV", "previous run", PASS, False, "no crash since the last finished run", source=source)

@@ -35,7 +35,7 @@ class PretrainingPlan:
 
 
 def wanted_tokens(parameters: int, tokens_per_parameter: float) -> int:
-    """Tokens that a model of so many parameters wants."""
+    """Training tokens for a model of ``parameters`` parameters."""
     return math.ceil(parameters * tokens_per_parameter)
 
 

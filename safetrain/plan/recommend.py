@@ -131,7 +131,7 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> 
 
 
 def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
-    """How many rows, tokens and labels the length costs; nothing where it cuts none."""
+    """The rows, tokens and labels that the length cuts; empty if it cuts no row."""
     for name, whole in (("train", rows.train.documents), ("valid", rows.valid)):
         cut = whole.cut(length)
         if not cut.cut_rows:
@@ -145,7 +145,7 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
 
 
 def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
-    """What memory and speed depend on of the rows."""
+    """The figures of the rows that memory and speed depend on."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
     count = min(data.train.rows, train.max_examples or data.train.rows)
     rectangles = in_rectangles(model, machine.backend)
@@ -176,7 +176,7 @@ def window_length(model: ModelFiles, train: Train | None = None) -> int:
 
 
 def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
-    """Windows of an update of a pretraining on so many tokens; a power of two."""
+    """Windows per update of a pretraining on ``tokens`` tokens; a power of two."""
     return 2 ** max(0, round(math.log2(tokens_per_update(model.parameters, tokens) / length)))
 
 
@@ -187,7 +187,7 @@ def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: 
 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
-    """Disk for a training of so many numbers: checkpoints of float32 weights, the best ones, two moments; and these."""
+    """Disk for the checkpoints of ``trained`` float32 weights with two moments, and for the best weights."""
     kept = keep_checkpoints + KEPT_BESIDE
     return (kept * 4 + 1) * FLOAT32 * trained + kept * 2**20
 
@@ -255,7 +255,7 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[LoraSettings
         "scale": "2: alpha = 2 x rank; the learning rate is chosen together with it",
         "dropout": "0: few passes over the data do not need it",
         "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
-        "targets": "all linear layers: attention alone learns less (LoRA without regret)",
+        "targets": "all linear layers: only attention learns less (LoRA without regret)",
     }
     reasons = {f"lora.{key}": text if getattr(pins, key) is None else SET for key, text in texts.items()}
     return resolve_lora(pins, LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,))), reasons

@@ -97,7 +97,7 @@ class _Search:
         self.question = question
         self._inputs, self._lora, self._runner = inputs, lora, runner
         self.found, self.passed = list[Fit](), list[tuple[Fit, Recommendation]]()
-        self.unmeasured: Fit | None = None  # to be taken by the closed form, because a dry run gave no answer
+        self.unmeasured: Fit | None = None  # to be used by the closed form, because a dry run gave no answer
         self.made, self._more = 0, 0  # dry runs in all, and after one that has passed
         self._spent_seconds = self._last_seconds = 0.0
         self._most_bytes = math.inf  # of a predicted peak that is still worth a dry run
@@ -153,7 +153,7 @@ class _Search:
         return within and self._last_seconds < saved
 
     def _affordable_first(self, fits: list[Fit]) -> list[Fit]:
-        """The same order, but at the end those whose dry run alone takes more than planning may."""
+        """The same order, but at the end those whose dry run takes more than planning may."""
 
         def too_long(fit: Fit) -> bool:
             dry_run, update = self._expected(fit)
@@ -181,7 +181,7 @@ class _Search:
         return total_updates(self.question.rows.count, fit.rows_per_update, chosen.num_epochs, chosen.max_steps)
 
     def _job(self, fit: Fit) -> TrainJob:
-        """What the dry run trains: the same settings, under a slightly smaller memory limit."""
+        """The settings of the dry run: the same, under a slightly smaller memory limit."""
         train, chosen = self.question.train, self.closed_form(fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         survival = Survival(True, False, 1, None if limit is None else int(limit * (1 - SPARED)))

@@ -15,7 +15,7 @@ ATTENTION_PASSES = 3  # scores and their result, forward once and backward twice
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 MESSAGE_BYTES = 64 * 2**20  # a larger gradient is summed in several messages
 USUAL_LATENCY = 50e-6  # seconds until a small message is there, by TCP over Ethernet; assumed
-LEAST_GAIN = 0.5  # of what a rank does alone, that another one has to bring to pay
+LEAST_GAIN = 0.5  # of one rank's speed, that another one has to bring to pay
 MOST_RANKS = 1024
 BITS = 8
 # Bytes that move in memory for each trained number while the optimizer works: Adam reads weight, gradient and two
@@ -37,7 +37,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each rank with the next."""
+    """The link between a rank and the next."""
 
     gbps: float  # 10^9 bits a second, in each direction
     latency_seconds: float = USUAL_LATENCY
@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class SharedUpdate:
-    """An update as one rank makes it alone."""
+    """An update on one rank."""
 
     compute_seconds: float  # for the gradient of all rows; ranks share it
     fixed_seconds: float  # for what every rank does whole: clipping, optimizer
@@ -55,7 +55,7 @@ class SharedUpdate:
 
 @dataclass(frozen=True)
 class RankTime:
-    """An update over so many ranks."""
+    """An update over several ranks."""
 
     wire_bytes: int  # that each rank sends, and receives
     exchange_seconds: float
@@ -75,7 +75,7 @@ def flops_per_token(model: ModelFiles, length: int, trained: int, *, recompute: 
 
     6 for each weight that is trained, 4 for a frozen one below an adapter (Kaplan et al. 2020, arXiv:2001.08361), and
     attention, half of the 12 x layers x width x length of PaLM (arXiv:2204.02311, appendix B), because a token sees
-    only those before it. Adapters have weights of their own, beside the base's.
+    only those before it. Adapters have their own weights, next to the base's.
     """
     weights = multiplied_weights(model)
     attention = FORWARD * ATTENTION_PASSES * model.num_layers * model.num_heads * model.head_dim * length
@@ -98,7 +98,7 @@ def shared_update(speed: Speed, flops: float, trained: int, backend: str, rows: 
 
 
 def wire_bytes(gradient_bytes: int, ranks: int) -> int:
-    """That each of ``ranks`` sends, and receives, to sum a gradient: 2 (N - 1) / N of it."""
+    """Bytes that each of ``ranks`` sends, and receives, to sum a gradient: 2 (N - 1) / N of it."""
     return math.ceil(2 * (ranks - 1) / ranks * gradient_bytes)
 
 
@@ -119,9 +119,9 @@ def time_of(update: SharedUpdate, ranks: int, link: Link) -> RankTime:
 
 
 def most_that_pay(update: SharedUpdate, link: Link, most: int = MOST_RANKS) -> int:
-    """The most ranks of which each one added brings at least half of what a rank does alone.
+    """The most ranks of which each one added brings at least half of one rank's speed.
 
-    Ranks are added together where one alone changes nothing (the fifth of 16 rows does, the ninth does not).
+    Ranks are added together where a single one changes nothing (the fifth of 16 rows does, the ninth does not).
     """
     paying, speed = 1, 1.0
     for ranks in range(2, min(most, update.rows) + 1):

@@ -39,7 +39,7 @@ def test_a_process_that_measures_has_the_limit_that_a_training_has() -> None:
 import resource
 from safetrain.engine.child_process import limit_memory
 limit_memory(2**30)
-from safetrain.engine.limits import keep_to_room
+from safetrain.engine.backend import keep_to_room
 keep_to_room(2**30)
 keep_to_room(2**31)
 print(resource.getrlimit(resource.RLIMIT_DATA)[0])

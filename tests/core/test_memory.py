@@ -32,9 +32,8 @@ from safetrain.core.memory.terms import (
 from safetrain.core.model.files import TensorHeader, read_model_files
 from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSettings
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx, of_whole_model
 from safetrain.engine.trainable import make_trainable
-from safetrain.engine.whole_model import of_whole_model
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.updates import worst_update

@@ -69,7 +69,7 @@ def gate(
     """What the stage writes into ``into/validated``, and its report; ``context``: other than the model's own."""
     settings = DataSettings(severities=severities, shares={"valid": shares[0], "test": shares[1]}, **more)
     model = model if context is None else with_context(into / "model", context)
-    return validate([source], model, settings, into / "validated").report(source)
+    return validate([source], model, settings, into / "validated").report
 
 
 def by_id(findings: Sequence[Finding]) -> dict[str, Finding]:

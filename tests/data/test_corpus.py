@@ -8,7 +8,7 @@ import pytest
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
-from safetrain.data.corpus import MOST_TOKENS, read_tokenized, split_runs
+from safetrain.data.corpus import MOST_TOKENS, split_runs
 from safetrain.data.findings import Severities
 from safetrain.data.folders import corpus_of
 from safetrain.data.tokenize import DataSettings
@@ -21,7 +21,7 @@ DOCUMENTS = tokenized()
 
 
 def validate(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> DataReport:
-    return validate_data([source], EMBEDDED, DataSettings(severities=Severities(downgrade)), into).report(source)
+    return validate_data([source], EMBEDDED, DataSettings(severities=Severities(downgrade)), into).report
 
 
 def rows_of(into: Path, split: str) -> list[list[int]]:
@@ -166,22 +166,15 @@ def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None
     assert [finding.id for finding in report.findings] == ["TOKENIZER-DIFFERS"]
 
 
-@pytest.mark.parametrize(("first", "name"), [("Unknown Tokenizer|2|2", ""), ("gpt2|2", "gpt2"), ("gpt2", "gpt2")])
-def test_metadata_names_the_tokenizer(first: str, name: str, tmp_path: Path) -> None:
-    path = write_ds(tmp_path / "a.ds", DOCUMENTS[:3])
-    (tmp_path / "a.ds.metadata").write_text(f"{first}\n12\n12 T")
-    assert read_tokenized(path).tokenizer == name
-
-
 @pytest.mark.parametrize("lengths", [[1] * 4, [10**6] * 40, [3, 5_000_000, 10, 10, 10**7, 1], [0, 5, 0, 5, 5, 0]])
 @pytest.mark.parametrize("share", [0.02, 0.5])
 def test_splits_are_disjoint_whole_and_none_is_empty(lengths: list[int], share: float) -> None:
     ends = [np.cumsum(lengths), np.cumsum(lengths[::-1])]
     runs = split_runs(ends, ["train", "train"], {"valid": share, "test": share})
-    seen = [(run.file, number) for found in runs.values() for run in found for number in range(run.first, run.stop)]
+    seen = [(file, number) for found in runs.values() for file, documents in found for number in documents]
     assert sorted(seen) == [(file, number) for file in (0, 1) for number in range(len(lengths))]
     sizes = {
-        name: sum(lengths[:: 1 - 2 * run.file][number] for run in found for number in range(run.first, run.stop))
+        name: sum(lengths[:: 1 - 2 * file][number] for file, documents in found for number in documents)
         for name, found in runs.items()
     }
     assert all(size > 0 for size in sizes.values())

@@ -93,7 +93,7 @@ def test_a_fault_that_many_rows_share_is_told_once(write_jsonl: Write) -> None:
     with pytest.raises(DataError, match="The data has 31 bad rows") as caught:
         read_rows(path)
     assert str(caught.value).count("unknown keys (question, reply to)") == 1
-    assert f"the same in 29 more rows: {path}:2; {path}:3; {path}:4; {path}:5; {path}:6; …" in str(caught.value)
+    assert f"{path}:1; {path}:2; {path}:3; {path}:4; {path}:5; {path}:6; … (30 rows): " in str(caught.value)
     assert f"{path}:31:2: not valid JSON" in str(caught.value)
 
 

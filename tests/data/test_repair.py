@@ -9,7 +9,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import repair as repair_module
-from safetrain.data.command import FixOptions, fix, refuse_without_fix
+from safetrain.data.command import fix, refuse_idle
 from safetrain.data.containers import Placed
 from safetrain.data.forms import checked_columns
 from safetrain.data.repair import RepairOptions, repair
@@ -110,7 +110,7 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str)
 def test_one_file_is_repaired_at_a_time(tmp_path: Path) -> None:
     for paths in ([tmp_path], [tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(ConfigError, match="repairs one file"):
-            fix(paths, tmp_path / "c", EMBEDDED, DataSettings(), FixOptions())
+            fix(paths, tmp_path / "c", EMBEDDED, DataSettings(), "", drop_bad=False)
 
 
 def test_what_parts_lines_is_not_joined(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no name"):
         repair(tmp_path / "a.jsonl", Path())
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
-        refuse_without_fix(FixOptions("REFUSALS", drop_bad=True))
-    refuse_without_fix(FixOptions())
+        refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")
+    refuse_idle({"--drop": "", "--drop-bad": False}, "Without")
 
 
 @pytest.mark.parametrize("depth", [200, 900, 985, 2000])

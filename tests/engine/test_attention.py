@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from safetrain.core.memory.terms import Tiles
-from safetrain.engine import row_attention
+from safetrain.engine import tiles
 from safetrain.engine.batches import _gather
+from safetrain.engine.cpu.attention import powers_of
 from safetrain.engine.layout import FusedAttention, fused_attention
 from safetrain.engine.row_attention import Block, PackedRows, Way
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
@@ -85,7 +86,7 @@ def test_every_way_is_the_plain_one(
     parts = given(sum(widths), *heads)
     expected = plain(widths, window, parts)
     for lines, most_queries in ((1, 512), (3, 128)):
-        monkeypatch.setattr(row_attention, "GPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
+        monkeypatch.setattr(tiles, "GPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
         monkeypatch.setattr(Tiles, "lines", lambda *_sizes, lines=lines: lines)
         assert farthest(both_passes(blocks_of(widths, way), window, parts), expected) <= 1e-6
 
@@ -100,7 +101,7 @@ def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
     for found, expected in zip(both_passes(blocks, None, after), both_passes(blocks, None, before), strict=True):
         assert (found[:32] == expected[:32]).all()
         assert np.abs(found[found != 0]).min() > np.finfo(np.float32).tiny
-    powers = np.array(row_attention._powers(mx.arange(-200.0, 1.0)))
+    powers = np.array(powers_of(mx.arange(-200.0, 1.0)))
     assert (powers[:100] == 0).all()
     assert powers[powers > 0].min() * 1e-9 > np.finfo(np.float32).tiny
 

@@ -10,8 +10,8 @@ import pytest
 from models.recipe import build
 from safetrain.core.model.files import read_model_files
 from safetrain.data.texts import training_texts
-from safetrain.engine.upstream.convert import quantize
 from safetrain.engine.upstream.loading import load
+from safetrain.engine.upstream.saving import quantize
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape
 from tests.conftest import EMBEDDED, ROOT

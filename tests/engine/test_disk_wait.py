@@ -19,7 +19,8 @@ from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.metrics import append_csv, start_csv
 from safetrain.engine import disk_wait
 from safetrain.engine.disk_wait import SPARE_BYTES, DiskWait
-from safetrain.engine.run import Job, Watcher
+from safetrain.engine.job import Job
+from safetrain.engine.run import Watcher
 from safetrain.engine.training import train
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
 

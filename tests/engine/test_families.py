@@ -2,27 +2,31 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.gated_delta import gated_delta_update
 
+from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapter_folder import apply_adapter, save_adapter
 from safetrain.engine.model import open_base
-from safetrain.engine.probe import gradient_fault, training_fault
+from safetrain.engine.probe import gradient_fault, load, training_fault
 from safetrain.engine.selftest import _spread, examine
-from safetrain.engine.trainable import adapted_names, make_trainable
-from safetrain.engine.upstream.recurrences import by_stretches
+from safetrain.engine.trainable import adapted_names, make_trainable, prepare
+from safetrain.engine.upstream.functions import delta_rule_in_stretches
+from safetrain.engine.upstream.layers import without_adapter
 from safetrain.engine.upstream.saving import adapt_for_a_consumer
-from safetrain.engine.upstream.weight_readers import without_adapter
 from safetrain.plan.selftest import judge
+from tests.engine.exact import SETTINGS
 from tests.support.families import build_family
 
-FAMILIES = ("afm7", "gemma3n", "jamba", "nanochat", "qwen3_next", "rwkv7", "youtu_llm")
+FAMILIES = ("afm7", "gemma3n", "nanochat", "qwen3_next", "rwkv7", "youtu_llm")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,7 +36,7 @@ def test_a_family_passes_the_self_test(family: str, tmp_path: Path) -> None:
     assert all(verdict.passed for verdict in judge(dataclasses.asdict(found))), judge(dataclasses.asdict(found))
 
 
-@pytest.mark.parametrize("family", ["afm7", "gemma3n", "jamba", "rwkv7"])
+@pytest.mark.parametrize("family", ["afm7", "gemma3n", "rwkv7"])
 def test_what_was_trained_is_counted_and_opens_in_mlx_lm(family: str, tmp_path: Path) -> None:
     from mlx_lm.utils import load_adapters, load_model
 
@@ -68,48 +72,38 @@ def test_layers_whose_weight_the_model_reads_carry_no_adapter(tmp_path: Path) ->
 def test_a_weight_that_a_model_stores_is_the_one_it_had(tmp_path: Path) -> None:
     model = open_base(build_family(tmp_path / "model", "gemma3n"), dequantize=False)
     layer = model.module.layers[0].altup.prediction_coefs
-    before = layer.weight
-    mx.eval(model.module(mx.array([[1, 2, 3]])))
-    assert layer.weight is before
+    before = np.array(layer.weight)
+    assert np.abs(before).max() <= 1.0, "clipped"
+    mx.grad(lambda x: model.module.model.language_model.layers[0].altup.predict(x).sum())(mx.zeros((2, 1, 3, 64)))
+    assert np.array_equal(np.array(layer.weight), before)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 9, 10, 30])
 def test_stretches_give_what_one_recurrence_gives(tokens: int) -> None:
     mx.random.seed(1)
-    x, decay = mx.random.normal((2, tokens, 3)), mx.random.uniform(0, 1, (3,))
+    q, k, v = (mx.random.normal((2, tokens, 3, 8)) / 4 for _ in range(3))
+    a, b, log, bias = (mx.random.normal(shape) for shape in ((2, tokens, 3), (2, tokens, 3), (3,), (3,)))
 
-    def step(stretch: list[mx.array], state: mx.array, shared: list[mx.array]) -> tuple[mx.array, mx.array]:
-        made = []
-        for t in range(stretch[0].shape[1]):
-            state = state * shared[0] + stretch[0][:, t]
-            made.append(state)
-        return mx.stack(made, axis=1), state
+    def summed(rule: Any) -> Any:
+        def loss(*arrays: mx.array) -> mx.array:
+            values, state = rule(*arrays, use_kernel=False)
+            return mx.square(values).sum() + state.sum()
 
-    def whole(x: mx.array, decay: mx.array) -> mx.array:
-        values, state = step([x], mx.zeros((2, 3)), [decay])
-        return mx.square(values).sum() + state.sum()
+        return mx.value_and_grad(loss, tuple(range(7)))(q, k, v, a, b, log, bias)
 
-    def parts(x: mx.array, decay: mx.array) -> mx.array:
-        values, state = by_stretches(step, [x], mx.zeros((2, 3)), [decay])
-        return mx.square(values).sum() + state.sum()
-
-    expected, found = (mx.value_and_grad(function, (0, 1))(x, decay) for function in (whole, parts))
+    expected, found = summed(gated_delta_update), summed(delta_rule_in_stretches)
     for one, two in zip(tree_flatten(expected), tree_flatten(found), strict=True):
-        np.testing.assert_allclose(np.array(one[1]), np.array(two[1]), rtol=1e-5)
+        np.testing.assert_allclose(np.array(one[1]), np.array(two[1]), rtol=1e-4, atol=1e-5)
 
 
-def test_the_memory_of_jamba_s_recurrence_grows_as_the_tokens(tmp_path: Path) -> None:
-    """mlx-lm's own way keeps their square: four times the tokens, twelve times the memory."""
-    base = build_family(tmp_path / "model", "jamba", mamba_d_state=64)
-    mixer = open_base(base, dequantize=False).module.layers[0].mamba
-    gradient, peaks = mx.grad(lambda x: mx.square(mixer(x, None)).sum()), list[int]()
-    for tokens in (64, 256):
-        x = mx.random.normal((1, tokens, 64))
-        mx.eval(x)
-        mx.reset_peak_memory()
-        mx.eval(gradient(x))
-        peaks.append(mx.get_peak_memory() - mx.get_active_memory())
-    assert peaks[1] < 5 * peaks[0]
+def test_a_family_that_cannot_be_trained_in_reasonable_time_is_refused_by_name(tmp_path: Path) -> None:
+    base = build_family(tmp_path / "model", "jamba")
+    said = load(base)
+    assert said["trains"] is False
+    assert str(said["train_error"]).startswith("jamba is not trained: in mlx-lm the time and memory")
+    with pytest.raises(ModelError, match="jamba is not trained"):
+        prepare(base, SETTINGS)
+    assert open_base(base, dequantize=False).module(mx.array([[1, 2]])).shape[1] == 2, "it answers"
 
 
 def test_a_model_without_a_gradient_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

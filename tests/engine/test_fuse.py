@@ -134,33 +134,19 @@ def test_what_the_base_s_bits_hold_is_as_large_as_the_base(tmp_path: Path) -> No
 def test_a_small_adapter_that_4_bits_lose_is_refused_there_and_found_at_more(tmp_path: Path) -> None:
     """Every layer is changed by far less than a step of 4 bits."""
     base = build_model(tmp_path / "base", bits=4, **TINY)
-    adapter = adapter_of(base, tmp_path / "adapter", size=0.004)
+    adapter = adapter_of(base, tmp_path / "adapter", size=0.01)
     with pytest.raises(ModelError, match=r"does not keep what was learnt: 4 bits: loses more than 2 %") as caught:
         fused(job_of(base, adapter, tmp_path / "four", bits=4))
     assert "leave out --bits" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
     report, _ = fused(job_of(base, adapter, tmp_path / "out"))
-    assert report.chosen != "4 bits"
-    assert report.tried[0].refusal
-    taken = next(tried for tried in report.tried if tried.name == report.chosen)
-    assert taken.kept >= 0.98
-    assert all(tried.refusal or tried.size_bytes >= taken.size_bytes for tried in report.tried)
-    consumer_logits(tmp_path / "out")
-
-
-def test_single_layers_with_more_bits_open_in_mlx_lm(tmp_path: Path) -> None:
-    """Bits are given layer by layer, and config.json has them."""
-    base = build_model(tmp_path / "base", bits=4, **TINY)
-    adapter = adapter_of(base, tmp_path / "adapter", size=0.02)
-    report, _ = fused(job_of(base, adapter, tmp_path / "out", may_lose=0.1))
-    assert " at " in report.chosen, [tried.name for tried in report.tried]
+    assert [(tried.name, bool(tried.refusal)) for tried in report.tried] == [("4 bits", True), ("8 bits", False)]
+    assert report.chosen == "8 bits"
+    assert report.tried[1].kept >= 0.98
     entries = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
-    bits = {entry["bits"] for entry in entries.values() if isinstance(entry, dict)}
-    assert bits <= {5, 6, 8}
-    assert bits
-    assert entries["bits"] == 4
-    ours = open_base(tmp_path / "out", dequantize=True).module(mx.array(IDS))
-    np.testing.assert_allclose(consumer_logits(tmp_path / "out"), np.array(ours), atol=1e-4, rtol=1e-3)
+    assert entries["bits"] == 4  # of what no adapter is on
+    assert {entry["bits"] for entry in entries.values() if isinstance(entry, dict)} == {8}
+    consumer_logits(tmp_path / "out")
 
 
 def test_a_float_base_is_quantized_where_that_is_asked(tmp_path: Path) -> None:
@@ -178,6 +164,25 @@ def test_a_model_of_16_bits_stays_one(tmp_path: Path) -> None:
     fused(job_of(base, adapter, tmp_path / "out", may_lose=0.5))
     kinds = {tensor.dtype for tensor in read_model_files(tmp_path / "out").tensors}
     assert kinds == {"U32", "BF16"}
+
+
+def test_float16_has_its_own_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 % apart is rounding there. On a CPU both compute in float32, so that nothing of it adds up in deep models."""
+    base = build_model(tmp_path / "base", **TINY)
+    arrays = {name: value.astype(mx.float16) for name, value in load_arrays(base / "model.safetensors").items()}
+    adapter = adapter_of(base, tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text(
+        (adapter / "adapter_config.json").read_text().replace("base_fingerprint", "of_float32")
+    )
+    consumed = fusing.logits_for_a_consumer
+    monkeypatch.setattr(fusing, "logits_for_a_consumer", lambda *asked: 1.02 * consumed(*asked))
+    with pytest.raises(ModelError, match="mlx-lm computes something else"):
+        fused(job_of(base, adapter, tmp_path / "float32"))
+    mx.save_safetensors(str(base / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    fused(job_of(base, adapter, tmp_path / "float16"))
+    ours = open_base(base, dequantize=True).module(mx.array(IDS))[0]
+    np.testing.assert_allclose(np.array(consumed(base, IDS[0])), np.array(ours), atol=1e-4, rtol=1e-3)
+    assert {tensor.dtype for tensor in read_model_files(tmp_path / "float16").tensors} == {"F16"}
 
 
 def test_weights_go_into_several_files_where_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +211,12 @@ def test_writing_needs_no_float_copy_of_the_model(tmp_path: Path) -> None:
     )
     adapter = adapter_of(base, tmp_path / "adapter", lora=LoraSettings(4, 2.0, 0.0, 8, ("all-linear",)))
     files = read_model_files(base)
-    work = fusing._Fusing(job_of(base, adapter, tmp_path / "out"), files, print)
-    with work:
-        module, _, folds = work._read()
-        plan = fusing.own_plan(module, folds)
-        del module, folds
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        work._write(fusing.FusedCandidate("4 bits", plan), tmp_path / "candidate")
+    work = fusing._Fusing(job_of(base, adapter, tmp_path / "out"), files, tmp_path / "candidate", print)
+    _, plan = next(work._candidates())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    work._write(plan)
     assert mx.get_peak_memory() - before < files.static_bytes + 6 * 2**22  # the shard, and a few slices
     assert mx.get_peak_memory() - before < 4 * files.parameters
 

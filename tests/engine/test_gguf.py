@@ -1,11 +1,7 @@
-"""A tuned model as a GGUF file: the weights that were trained, nothing half written. llama.cpp opens it, if there."""
+"""A tuned model as a GGUF file: the weights that were trained, nothing half written; llama.cpp judges it."""
 
-import dataclasses
 import errno
-import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +10,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import psutil
 import pytest
 from mlx.utils import tree_flatten
 
@@ -29,13 +24,15 @@ from safetrain.core.records.exporting import GgufReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record  # noqa: E402
 from safetrain.engine.adapter_folder import ADAPTER_FILE  # noqa: E402
-from safetrain.engine.exchange import gguf_export, gguf_llama, gguf_vocabulary  # noqa: E402
+from safetrain.engine.exchange import gguf_export  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_families import GgufPart, family_of  # noqa: E402
-from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, opened_bytes, written  # noqa: E402
+from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, opened_bytes, require_whole, written  # noqa: E402
 from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
+from safetrain.engine.model import open_base  # noqa: E402
 from tests.engine.test_fuse import adapter_of as moved_adapter  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
+from tests.support.llama_judge import LlamaJudge, divergence  # noqa: E402
 from tests.support.tokenizers_made import CORPUS  # noqa: E402
 
 LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
@@ -55,12 +52,6 @@ def memory_limit() -> Iterator[None]:
     mx.set_memory_limit(before)
     yield
     mx.set_memory_limit(before)
-
-
-@pytest.fixture
-def llama_cpp() -> None:
-    """For tests that ask it."""
-    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
 
 
 def chats(folder: Path) -> TokenRows:
@@ -92,7 +83,7 @@ def said_in(out: Path, key: str) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> None:
-    """Read again, they compute what was trained; llama.cpp, where it is installed, computes that too."""
+    """Read again, they compute what was trained."""
     written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
     report = written.report
     assert report.read_back is not None
@@ -107,15 +98,28 @@ def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_splits_and_computes_as_the_training(name: str, tmp_path: Path) -> None:
-    written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
-    found = written.report.llama_cpp
-    assert found is not None
-    assert (found.same_splits, found.same_chats) == (found.texts, found.chats) == (len(CORPUS), 3)
-    assert found.likeness.divergence < 5e-3
-    assert found.likeness.same_tokens > 0.95
+def test_llama_cpp_splits_computes_and_writes_as_the_training(name: str, tmp_path: Path) -> None:
+    base = build(tmp_path / "base", name)
+    out, tokenizer = write(base, tmp_path / "m.gguf", kind="f16").out, ChatTokenizer(base)
+    judge, module = LlamaJudge(out), open_base(base, dequantize=True).module
+    for text in CORPUS:
+        assert judge.split(text) == tokenizer.encode_chat(text)
+        ids = tokenizer.encode_chat(text)[:256]
+        ours = np.array(module(mx.array([ids]))[0].astype(mx.float32))
+        assert divergence(ours, judge.logits(ids)) < 5e-3
+    chat = [{"role": "user", "content": "Qual é a capital de Portugal? 你好 🙂"}]
+    for messages in (chat, [*chat, {"role": "assistant", "content": "Lisboa."}, *chat]):
+        assert judge.render(messages) == tokenizer.template.write(messages, prompt=True)
+
+
+def test_gemma_2_sees_its_whole_text_in_llama_cpp_as_in_training(tmp_path: Path) -> None:
+    """llama.cpp would give half of its blocks a window of 4,096 tokens, and mlx-lm has none."""
+    base = build(tmp_path / "base", "gemma2", num_hidden_layers=1)
+    judge = LlamaJudge(write(base, tmp_path / "m.gguf", kind="f16").out, context=4700)
+    ids = np.random.default_rng(3).integers(3, read_model_files(base).vocab_size - 3, 4700).tolist()
+    ours = np.array(open_base(base, dequantize=True).module(mx.array([ids]))[0, -32:].astype(mx.float32))
+    assert divergence(ours, judge.logits(ids)[-32:]) < 5e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,6 +139,7 @@ def test_blocks_are_read_as_the_package_itself_dequantizes_them(kind: str, tmp_p
     weights = np.random.default_rng(1).normal(size=(6, 96)).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     blocks = gguf.quants.quantize(weights, KINDS[kind])
+    writer.add_token_list(["a"])
     writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=KINDS[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -146,8 +151,11 @@ def test_blocks_are_read_as_the_package_itself_dequantizes_them(kind: str, tmp_p
     again = mx.dequantize(found["up.weight"], found["up.scales"], found["up.biases"], group_size=32,
                           bits=8 if kind == "q8_0" else 4)  # fmt: skip
     np.testing.assert_allclose(np.array(again), gguf.quants.dequantize(blocks, KINDS[kind]), atol=1e-5)
+    require_whole(tmp_path / "m.gguf", [part], ["a"])
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is not in the file"):
-        arrays_in(tmp_path / "m.gguf", [GgufPart("blk.1.ffn_up.weight", "up", "weight", (6, 96))])
+        require_whole(tmp_path / "m.gguf", [GgufPart("blk.1.ffn_up.weight", "up", "weight", (6, 96))], ["a"])
+    with pytest.raises(ModelError, match="The vocabulary is not in the file"):
+        require_whole(tmp_path / "m.gguf", [part], ["b"])
 
 
 @pytest.mark.parametrize(("method", "bits"), [("lora", None), ("lora", 4), ("dora", 4), ("full", None)])
@@ -249,24 +257,14 @@ def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_written(
     monkeypatch.setattr(gguf_export, "host_room_bytes", lambda _memory: 1000)
     with monkeypatch.context() as patched:
         patched.delattr(gguf_export._GgufExport, "_write")
-        with pytest.raises(MachineError, match="would not fit into memory") as caught:
+        with pytest.raises(MachineError, match="would not fit into memory to be measured") as caught:
             write(base, tmp_path / "m.gguf", kind="f16")
     assert "--may-lose 100" in str(caught.value)
     assert not list(tmp_path.glob("*m.*"))
     found = write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0)
-    assert any("not opened again, nobody knows what it keeps" in line for line in found.said)
+    assert any("note: not measured: the file needs" in line for line in found.said)
     assert read_record(report_of(found.out), GgufReport).read_back is None
     assert modelfile_of(found.out).is_file()
-
-
-@pytest.mark.usefixtures("llama_cpp")
-def test_gemma_2_sees_its_whole_text_in_llama_cpp_as_in_training(tmp_path: Path) -> None:
-    """llama.cpp would give half of its blocks a window of 4,096 tokens, and mlx-lm has none."""
-    base = build(tmp_path / "base", "gemma2", num_hidden_layers=1)
-    rows = long_rows(base, 4700).take(np.array([1]))
-    report = export_gguf(dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=rows), print)
-    assert report.llama_cpp is not None
-    assert report.llama_cpp.likeness.loss == pytest.approx(report.tuned.loss, abs=0.05)  # with that window: 0.48 less
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,34 +295,6 @@ def test_what_is_there_stays(name: str, tmp_path: Path) -> None:
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_without_llama_cpp_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    written = write(build(tmp_path / "base", "llama, tied"), tmp_path / "m.gguf")
-    assert written.report.llama_cpp is None
-    assert written.said[-1].startswith("llama.cpp itself was not asked: pip install")
-    assert modelfile_of(written.out).read_text().startswith("FROM ./m.gguf\nTEMPLATE")
-    assert json.loads(report_of(written.out).read_text())["llama_cpp"] is None
-
-
-def long_rows(base: Path, tokens: int) -> TokenRows:
-    """Two rows whose answers begin behind ``tokens`` and more."""
-    ids = np.random.default_rng(3).integers(3, read_model_files(base).vocab_size - 3, tokens + 40)
-    return TokenRows.of(
-        [token_row(ids[:last].tolist(), [place >= first for place in range(last)])
-         for first, last in ((tokens + 20, tokens + 40), (tokens, tokens + 9))]
-    )  # fmt: skip
-
-
-@pytest.mark.usefixtures("llama_cpp")
-def test_prompts_that_are_all_long_are_compared_in_llama_cpp_too(tmp_path: Path) -> None:
-    base = build(tmp_path / "base", "llama, biases", max_position_embeddings=2048)
-    job = dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=long_rows(base, 1100))
-    found = export_gguf(job, print).llama_cpp
-    assert found is not None
-    assert (found.rows, found.labels) == (1, 9)  # the row whose answer comes first
-    assert found.likeness.divergence < 5e-3
-
-
 def test_a_fused_folder_s_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
     """fuse writes what was taught beside the model."""
     base = build(tmp_path / "base", "llama, biases")
@@ -336,52 +306,44 @@ def test_a_fused_folder_s_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
     assert end in (said_in(out, "tokenizer.ggml.eos_token_id"), said_in(out, "tokenizer.ggml.eot_token_id"))
 
 
-@pytest.mark.usefixtures("llama_cpp")
-def test_texts_that_llama_cpp_splits_otherwise_are_refused_unless_a_note_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    phi = build(tmp_path / "phi", "phi3")
-    monkeypatch.setattr(ChatTokenizer, "spell", lambda *_: "<|user|>\u2003wide")
-    found = write(phi, tmp_path / "phi.gguf", kind="f16").report.llama_cpp
-    assert found is not None
-    assert (found.same_splits, found.explained_splits) == (0, found.texts)
-    monkeypatch.undo()
-    monkeypatch.setitem(gguf_vocabulary.SPLITS, (gguf_vocabulary.LLAMA3, False), "gpt-2")  # as if that were wrong
-    base = build(tmp_path / "base", "llama, biases")
-    with pytest.raises(ModelError, match="splits texts otherwise than the training, and no known difference"):
-        write(base, tmp_path / "m.gguf", kind="f16")
-    assert not list(tmp_path.glob("m.*"))
-    assert write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0).out.is_file()
-
-
-@pytest.mark.usefixtures("llama_cpp")
-def test_what_llama_cpp_cannot_do_is_named(tmp_path: Path) -> None:
-    out = write(build(tmp_path / "base", "llama, biases"), tmp_path / "m.gguf").out
-    one = np.array([0])
-    wrong = gguf_llama.Request(np.array([10**6]), np.array([1]), one, one, one, one)
-    with pytest.raises(ModelError, match="opens the file that was written, and cannot compute with it"):
-        gguf_llama._ask(out, wrong, ["a"], [])
-    out.write_bytes(out.read_bytes()[:-5000])
-    with pytest.raises(ModelError, match=r"llama\.cpp cannot open the file"):
-        gguf_llama._ask(out, wrong, ["a"], [])
-
-
-STARTED = """
-import os, subprocess, sys
-command = [sys.executable, "-m", "safetrain.engine.exchange.llama_worker", "m.gguf", sys.argv[1], str(os.getpid())]
-worker = subprocess.Popen(command)
-print(worker.pid, flush=True)
-worker.wait()
+QUANTIZER = """#!{python}
+import sys, gguf
+source, target, kind = sys.argv[1:]
+if kind != "Q4_K_M":
+    sys.exit("no such type")
+reader = gguf.GGUFReader(source)
+writer = gguf.GGUFWriter(target, "llama")
+writer.add_token_list(reader.fields["tokenizer.ggml.tokens"].contents())
+for tensor in reader.tensors:
+    kind = gguf.GGMLQuantizationType.{kind} if tensor.data.ndim == 2 else gguf.GGMLQuantizationType.F32
+    values = gguf.quants.quantize(tensor.data.astype("float32"), kind)
+    writer.add_tensor(tensor.name, values, raw_dtype=kind)
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
 """
 
 
-@pytest.mark.usefixtures("llama_cpp")
-def test_llama_cpp_ends_with_the_export(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "request.npz")  # nobody writes into it: the worker waits
-    with subprocess.Popen([sys.executable, "-c", STARTED, tmp_path], stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
-        worker = psutil.Process(int(started.stdout.readline()))
-        assert started.stdout.readline() == "open\n"
-        started.kill()
-    psutil.wait_procs([worker], timeout=30)
-    assert not worker.is_running()
+def test_types_with_k_are_made_by_llama_quantize_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in its place, which writes blocks that safetrain itself does not write."""
+    base = build(tmp_path / "base", "llama, tied")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ConfigError, match="llama-quantize, which is not installed") as caught:
+        write(base, tmp_path / "m.gguf", kind="q4_k_m")
+    assert "brew install llama.cpp" in str(caught.value)
+    program = tmp_path / "bin" / "llama-quantize"
+    program.parent.mkdir()
+    program.write_text(QUANTIZER.format(python=sys.executable, kind="Q5_0"))
+    program.chmod(0o755)
+    report = write(base, tmp_path / "m.gguf", kind="q4_k_m").report
+    assert report.type == "q4_k_m"
+    assert report.read_back is not None
+    assert 1e-5 < report.read_back.divergence < 1
+    types = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert types["blk.0.ffn_up.weight"] == gguf.GGMLQuantizationType.Q5_0
+    with pytest.raises(ModelError, match=r"llama-quantize cannot make q6_k(?s:.*)no such type"):
+        write(base, tmp_path / "n.gguf", kind="q6_k")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "m.Modelfile", "m.gguf", "m.gguf.json",
+    ]  # fmt: skip

@@ -22,12 +22,13 @@ from safetrain.core.records.metrics import read_csv
 from safetrain.engine import update as update_module
 from safetrain.engine.batches import make_batch
 from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.job import Job
 from safetrain.engine.layout import FusedAttention, layout_for, training_layout
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.row_attention import Way
-from safetrain.engine.run import Job
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+from tests.support.jobs import with_rows
 from tests.support.random_models import build_model
 
 SMALL: dict[str, Any] = {
@@ -63,7 +64,7 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
         rows = [(row.ids[:SHORT] % FEW_TOKENS, row.trained[:SHORT]) for row in data]
         return TokenRows.of([token_row(ids.tolist(), trained.tolist()) for ids, trained in rows])
 
-    return dataclasses.replace(job, train=shortened(job.train.documents), valid=shortened(job.valid[:2]))
+    return with_rows(job, train=shortened(job.train.documents), valid=shortened(job.valid[:2]))
 
 
 def settings_with(**changes: Any) -> Any:

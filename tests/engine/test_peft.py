@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError
+from safetrain.core.records.exporting import REPORT, PeftReport
 from safetrain.core.records.peft_config import CONFIG, PICKLE, SAME_NAMES, WEIGHTS, PeftTargets, targets_of
-from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
-from safetrain.engine.effect import refer_to
 from safetrain.engine.exchange.peft_arrays import places_of, require_pairs
-from safetrain.engine.exchange.peft_asking import ask_peft, missing_packages
 from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
 from safetrain.engine.exchange.peft_import import PeftImportJob, PeftImportReport, import_peft
 from safetrain.engine.fuse import FuseJob, fuse_adapter
@@ -32,6 +30,7 @@ from tests.conftest import ROOT
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_fuse import IDS, LORA, adapter_of, consumer_logits, memory_limit, tuned_logits
 from tests.engine.test_training import rows
+from tests.support.peft_judge import dequantized_base, logits_of_peft
 from tests.support.random_models import TINY, build_model
 
 __all__ = ["memory_limit"]  # a fixture of every test here
@@ -146,9 +145,7 @@ def test_the_report_compares_what_was_opened_again_with_the_tuned_model(base: Pa
     assert report.exported.divergence < 1e-6 < report.base.divergence
     assert (report.exported.same_answers, report.rows, report.stop_ids) == (1.0, 6, (0, 7))
     assert report.exported.loss == pytest.approx(report.tuned.loss, abs=1e-5)
-    if missing_packages():
-        assert report.opened_by == OWN_READING
-        assert "PEFT itself was not asked: torch and peft are not installed" in "\n".join(said)
+    assert said[-1].endswith("holds")
 
 
 def test_an_imported_adapter_is_fused_and_opened_by_mlx_lm(base: Path, tmp_path: Path) -> None:
@@ -238,14 +235,14 @@ def test_adapters_of_16_bits_and_of_older_versions_are_read(base: Path, tmp_path
         ({"fan_in_fan_out": True}, "fan_in_fan_out is true"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices is"),
         ({"lora_bias": True}, "lora_bias is true"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is .*experts"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is"),
         ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication is"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
         ({"use_qalora": True}, "use_qalora is true"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base"),
         ({"init_lora_weights": "olora"}, "'olora', which changes the base"),
         ({"init_lora_weights": "loftq"}, "'loftq', which changes the base"),
-        ({"of_tomorrow": {"a": 1}}, "of_tomorrow is .* does not know"),
+        ({"of_tomorrow": {"a": 1}}, "of_tomorrow is"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
         ({"r": 0}, "r is 0"),
         ({"rank_pattern": {"(": 4}}, "cannot be read"),
@@ -282,10 +279,19 @@ def zeroed(part: str, value: float = 0.0) -> Change:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9), "belongs to the embedding"),
+        (
+            with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9),
+            "no linear layer .*embed_tokens",
+        ),
         (with_key("base_model.model.lm_head.lora_A.weight", 3, 64), "not whole.*lm_head"),
-        (with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64), "q_proj.base_layer.bias is no pair"),
-        (with_key(f"{BLOCKS}.0.input_layernorm.modules_to_save.weight", 64), "modules_to_save.weight is no pair"),
+        (
+            with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64),
+            "no linear layer .*base_layer.bias",
+        ),
+        (
+            with_key(f"{BLOCKS}.0.input_layernorm.modules_to_save.weight", 64),
+            "no linear layer .*modules_to_save.weight",
+        ),
         (lambda arrays: {name.replace("layers.1", "layers.7"): v for name, v in arrays.items()}, "layers.7"),
         (without("layers.1.mlp.down_proj.lora_B"), r"not whole.*layers\.1\.mlp\.down_proj"),
         (zeroed("lora_B"), "adapter of zeros"),
@@ -339,7 +345,7 @@ def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> Non
     weights.rename(source / PICKLE)
     with pytest.raises(ModelError, match="pickle") as caught:
         imported(source, base, tmp_path / "own")
-    assert "weights_only=True" in str(caught.value)
+    assert "safe_serialization=True" in str(caught.value)
     (source / PICKLE).unlink()
     with pytest.raises(ModelError, match=r"half written: adapter_model\.safetensors is missing"):
         imported(source, base, tmp_path / "own")
@@ -350,7 +356,7 @@ def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> Non
     (source / CONFIG).unlink()
     with pytest.raises(ModelError, match="one adapter: default"):
         imported(source, base, tmp_path / "own")
-    with pytest.raises(ModelError, match="no such folder"):
+    with pytest.raises(ModelError, match="does not exist"):
         imported(tmp_path / "nowhere", base, tmp_path / "own")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["peft"]
 
@@ -403,21 +409,10 @@ def test_targets_are_as_short_as_is_unambiguous() -> None:
     assert of("0.a.o_proj", "1.a.q_proj") == PeftTargets(("model.layers.0.a.o_proj", "model.layers.1.a.q_proj"), None)
 
 
-@pytest.mark.skipif(not missing_packages(), reason="PEFT is here")
-def test_what_peft_says_when_it_opens_nothing_is_passed_on(base: Path, tmp_path: Path) -> None:
-    few = rows(2, 2)
-    reference = refer_to(open_base(base, dequantize=True), few, 256)
-    with pytest.raises(ModelError, match=r"PEFT does not open(?s:.*)No module named 'peft'"):
-        ask_peft(base, tmp_path, few, reference)
-
-
-@pytest.mark.skipif(bool(missing_packages()), reason="PyTorch and PEFT are not installed: the extra peft")
 @pytest.mark.parametrize(("method", "bits"), [("lora", None), ("dora", 4)])
 def test_peft_itself_computes_the_tuned_model(method: str, bits: int | None, tmp_path: Path) -> None:
     base = build_model(tmp_path / "base", bits=bits, **TINY)
     adapter = adapter_of(base, tmp_path / "adapter", method, lora=LORA)
-    report, _ = exported(base, adapter, tmp_path / "out")
-    assert report.opened_by.startswith("peft ")
-    assert report.largest_difference is not None
-    assert report.largest_difference < 1e-3
-    assert report.exported.divergence < 1e-6
+    exported(base, adapter, tmp_path / "out")
+    of_peft = logits_of_peft(dequantized_base(base, tmp_path / "float"), tmp_path / "out", IDS)
+    np.testing.assert_allclose(of_peft, tuned_logits(base, adapter), atol=1e-3)

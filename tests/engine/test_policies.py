@@ -34,6 +34,7 @@ from tests.engine.test_training import (
     weights,
     with_first_token,
 )
+from tests.support.jobs import with_rows
 
 Build = Callable[..., Path]
 PROMPT = mx.array([rows(1, 3)[0].ids.tolist()])
@@ -137,7 +138,7 @@ def model_with_a_poisonous_token(build: Build, value: float) -> Path:
 def test_a_bad_update_is_written_down_and_the_same_command_stops_there_again(tiny_model: Build, tmp_path: Path) -> None:
     base = model_with_a_poisonous_token(tiny_model, float("inf"))
     job = job_in(tmp_path / "a", base)
-    job = dataclasses.replace(job, train=with_first_token(job.train.documents, 13, 4))
+    job = with_rows(job, train=with_first_token(job.train.documents, 13, 4))
     for _ in range(2):
         with pytest.raises(BadUpdateError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
             run(job)
@@ -162,7 +163,7 @@ def test_a_run_that_a_jump_has_stopped_goes_on_where_the_jump_is_allowed(tiny_mo
     def run_in(name: str, max_loss_jump: float | None) -> Result:
         job = job_in(tmp_path / name, base, dataclasses.replace(settings, max_loss_jump=max_loss_jump))
         identity = RunIdentity("base", "train", "valid", identity_of(job.settings))
-        return run(dataclasses.replace(job, train=train, identity=identity))
+        return run(dataclasses.replace(with_rows(job, train=train), identity=identity))
 
     run_in("whole", None)
     with pytest.raises(BadUpdateError, match="the loss jumped") as caught:

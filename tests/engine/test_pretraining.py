@@ -17,17 +17,19 @@ from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import Taught, adapter_method
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
+from safetrain.core.run_folder import WrittenSample
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.batches import fill, update_of_rows
+from safetrain.engine.job import Job
 from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
 from safetrain.engine.model import open_base
-from safetrain.engine.run import Job
-from safetrain.engine.samples import Samples
+from safetrain.engine.optimizer import of_whole_model
+from safetrain.engine.saving import samples_before
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import ShardGradient
-from safetrain.engine.whole_model import of_whole_model
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
+from tests.support.jobs import job_of, with_rows, with_survival
 from tests.support.random_models import TINY, build_model
 
 END = 0
@@ -47,10 +49,7 @@ def documents(count: int, seed: int) -> TokenRows:
 def job_in(folder: Path, base: Path, settings: TrainSettings = PRETRAIN) -> Job:
     identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
     train, valid = (TokenWindows(documents(*of), settings.max_seq_length, frozenset({END})) for of in ((24, 1), (6, 2)))
-    return Job(
-        base, train, valid.some(1000), settings, identity, folder, folder / "adapters", False,
-        taught=Taught((END,), ""),
-    )  # fmt: skip
+    return with_rows(job_of(folder, base, train, valid.some(1000), settings, identity), taught=Taught((END,), ""))
 
 
 def plain_gradient(module: Any, pieces: TokenRows) -> tuple[float, dict[str, np.ndarray]]:
@@ -150,20 +149,17 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
     train = TokenWindows(TokenRows.of([*shown[:6], hidden, *shown[6:]]), 24, frozenset({END}))
     labels = [int(train.pieces([window]).label_counts.sum()) for window in range(len(train))]
     assert labels.count(0) > 3
-    result = run(dataclasses.replace(job, train=train))
+    result = run(with_rows(job, train=train))
     assert (result.metrics.steps, result.state.trained_tokens) == (len(train), sum(labels))
-    nothing = dataclasses.replace(job, valid=TokenRows.of([hidden]), output=tmp_path / "c")
+    nothing = dataclasses.replace(with_rows(job, valid=TokenRows.of([hidden])), output=tmp_path / "c")
     with pytest.raises(DataError, match="no token is a label"):
-        run(dataclasses.replace(nothing, restart=True))
+        run(with_survival(nothing, restart=True))
 
 
 def test_a_file_of_samples_that_is_torn_stops_nothing(tmp_path: Path) -> None:
-    written = Samples(tmp_path, documents(3, 1), (END,), tmp_path / "samples.jsonl")
     path = tmp_path / "samples.jsonl"
     path.write_text('{"step": 2, "prompt": "", "text": "a"}\n{"step": 9, "prompt": "", "text": "b"}\n{"step": 3, "pro')
-    written.begin(4)
-    written.write()
-    assert path.read_text() == '{"step": 2, "prompt": "", "text": "a"}\n'
+    assert samples_before(path, 4) == [WrittenSample(2, "", "a")]
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

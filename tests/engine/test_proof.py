@@ -12,11 +12,13 @@ from safetrain.core.errors import InterruptedRun, ModelError, TrainingError
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.proof import ComparedWith, Proof, describe_proof, require_proof
 from safetrain.engine.arrays import load_arrays, save_arrays
+from safetrain.engine.job import Job
 from safetrain.engine.proof import MOST_TOKENS, prove
-from safetrain.engine.run import Job, Watcher
+from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result
 from tests.engine.exact import SETTINGS
 from tests.engine.test_training import job_in, rows, run
+from tests.support.jobs import with_rows
 
 Build = Callable[..., Path]
 
@@ -72,7 +74,7 @@ def test_a_long_proof_says_how_far_it_is(tiny_model: Build, tmp_path: Path, monk
 
 def test_few_tokens_of_many_rows_are_compared(tiny_model: Build, tmp_path: Path) -> None:
     job = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=1))
-    many = dataclasses.replace(job, valid=rows(300, 4))
+    many = with_rows(job, valid=rows(300, 4))
     tuned = run(many).tuned
     assert MOST_TOKENS / 2 < tuned.rows.lengths.sum() < 1.2 * MOST_TOKENS < many.valid.lengths.sum()
 

@@ -1,4 +1,4 @@
-"""What a server holds beside the weights stays within the memory that there is."""
+"""What a server holds beside the weights stays within memory, and which Host headers it answers."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from safetrain.core.memory.answering import served_cache_bytes
-from safetrain.engine.upstream.serving import OneModel, Served, kept_prompts
+from safetrain.engine.upstream.serving import OneModel, Served, kept_prompts, may_name
 
 
 def provider(cache_bytes: int) -> OneModel:
@@ -34,3 +34,22 @@ def test_kept_prompts_stay_within_their_bytes(room: float, kept: int) -> None:
         prompts.insert_cache("one", [number, 1, 2], [prompt_cache(256)])
         assert prompts.nbytes <= room * one
     assert len(prompts) == kept
+
+
+@pytest.mark.parametrize(
+    ("header", "host", "answered"),
+    [
+        ("localhost:8080", "127.0.0.1", True),
+        ("127.0.0.1:8080", "127.0.0.1", True),
+        ("[::1]:8080", "::1", True),
+        ("192.168.1.5:8080", "0.0.0.0", True),
+        ("Mine.local:8080", "mine.local", True),
+        ("", "127.0.0.1", True),
+        ("attacker.example:8080", "127.0.0.1", False),
+        ("attacker.example", "0.0.0.0", False),
+        ("localhost.attacker.example", "127.0.0.1", False),
+        ("[::1", "127.0.0.1", False),
+    ],
+)
+def test_a_host_header_of_another_name_is_refused(header: str, host: str, answered: bool) -> None:
+    assert may_name(header, host) == answered

@@ -16,19 +16,21 @@ import pytest
 from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.job import identity_of
+from safetrain.core.records.job import Rung, identity_of, memory_shape
 from safetrain.core.records.metrics import StepRecord, read_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.storage.run_files import POINTER
-from safetrain.engine.run import Job, Watcher, open_run, records_of_run
+from safetrain.engine.job import Job
+from safetrain.engine.run import Watcher, open_run, records_of_run
 from safetrain.engine.saving import save
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, mark_finished
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.training import Result
 from tests.engine.exact import SETTINGS, STILL, distance, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same, weights
+from tests.support.jobs import with_rows
 from tests.support.random_models import build_model
 
 STEPS, LONGER, STOPPED_AT, SAVED_BEFORE = 9, 12, 5, 4  # 12 rows, 4 per update, 3 epochs or 4
@@ -77,7 +79,7 @@ def broken(tmp_path: Path, interrupted: Path) -> Path:
 def job_of(folder: Path, base: Path, **changed: Any) -> Job:
     """A job with the identity that the training process gives it."""
     settings = dataclasses.replace(SETTINGS, **changed)
-    return dataclasses.replace(job_in(folder, base, settings), train=ROWS, identity=identity(settings))
+    return dataclasses.replace(with_rows(job_in(folder, base, settings), train=ROWS), identity=identity(settings))
 
 
 def identity(settings: TrainSettings) -> RunIdentity:
@@ -254,7 +256,8 @@ def test_a_finished_run_is_never_in_the_way(
     job = job_of(tmp_path / "done", base)
     mark_finished(job.output, run(job).metrics.steps, job.identity)
     again = job_of(job.output, base, **changed)
-    assert run(dataclasses.replace(again, settings=dataclasses.replace(again.settings, max_steps=2))).metrics.steps == 2
+    short = dataclasses.replace(again.asked, settings=dataclasses.replace(again.settings, max_steps=2))
+    assert run(dataclasses.replace(again, asked=short)).metrics.steps == 2
 
 
 @pytest.mark.parametrize("change", [Path.unlink, flip, cut], ids=["removed", "a bit flipped", "cut"])
@@ -352,14 +355,16 @@ def test_a_run_that_used_a_removed_setting_is_refused_by_its_name() -> None:
 def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Path) -> None:
     """The memory ladder's last rung: the same rows at another length, and nothing else."""
     shorter = job_of(broken, base, max_seq_length=16)
-    cut_job = dataclasses.replace(shorter, train=shorter.train.documents.cut(16))
+    cut_job = with_rows(shorter, train=shorter.train.documents.cut(16))
+    rung = Rung(memory_shape(job_of(broken, base).settings), STOPPED_AT, "")
+    allowed = dataclasses.replace(cut_job, asked=dataclasses.replace(cut_job.asked, rungs=(rung,)))
     with pytest.raises(TrainingError, match=r"differs in: max_seq_length \(\d+ before, 16 now\)"):
         run(cut_job)
     for key, name in (("base_model", "base model"), ("training_rows", "training rows")):
         identity = dataclasses.replace(cut_job.identity, **{key: "another"})
         with pytest.raises(TrainingError, match=f"differs in: {name}"):
-            run(dataclasses.replace(cut_job, shortened=True, identity=identity))
-    result = run(dataclasses.replace(cut_job, shortened=True))
+            run(dataclasses.replace(allowed, identity=identity))
+    result = run(allowed)
     assert (result.state.resumed_from_step, result.metrics.steps) == (STOPPED_AT, STEPS)
 
 

@@ -10,9 +10,10 @@ import pytest
 from safetrain.core.recorder import Edge, FlightRecord, Phase, read_flight
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.backend import device
-from safetrain.engine.run import Job
+from safetrain.engine.job import Job
 from tests.engine.exact import SETTINGS, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+from tests.support.jobs import with_rows, with_survival
 
 Build = Callable[..., Path]
 PARTS = [
@@ -33,13 +34,13 @@ KINDS = {
 
 def job_of(folder: Path, base: Path, settings: TrainSettings = SHORT) -> Job:
     """Rows so long that an update of 2 x 2 has two micro-batches."""
-    return dataclasses.replace(job_in(folder, base, settings), train=rows_of(*range(36, 60, 2)))
+    return with_rows(job_in(folder, base, settings), train=rows_of(*range(36, 60, 2)))
 
 
 def traced(folder: Path, base: Path, settings: TrainSettings = SHORT) -> tuple[list[str], list[FlightRecord]]:
     """What a traced run has said and recorded."""
     said: list[str] = []
-    run(dataclasses.replace(job_of(folder, base, settings), trace=True), say=said.append)
+    run(with_survival(job_of(folder, base, settings), trace=True), say=said.append)
     found = read_flight(folder / "recorder.bin")
     return said, list(found.records)
 

@@ -21,12 +21,14 @@ from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.core.storage.run_files import remove_half_written
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
+from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.run import Job, Watcher
+from safetrain.engine.run import Watcher
 from safetrain.engine.state import mark_finished
 from safetrain.engine.trainable import make_trainable
 from safetrain.engine.training import Result, train
 from tests.engine.exact import SETTINGS
+from tests.support.jobs import job_of, with_rows, with_survival
 
 Build = Callable[..., Path]
 
@@ -47,7 +49,8 @@ def with_first_token(data: TokenRows, row: int, token: int) -> TokenRows:
 
 def job_in(folder: Path, base: Path, settings: TrainSettings = SETTINGS, restart: bool = False) -> Job:
     identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
-    return Job(base, rows(18, 1), rows(5, 2), settings, identity, folder, folder / "adapters", restart)
+    job = job_of(folder, base, rows(18, 1), rows(5, 2), settings, identity)
+    return with_survival(job, restart=True) if restart else job
 
 
 def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print) -> Result:
@@ -222,7 +225,7 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
     job = job_in(tmp_path / "a", base)
     poisoned = with_first_token(job.train.documents, 13, 4)
     with pytest.raises(TrainingError, match="was not applied: the loss is not a number") as caught:
-        run(dataclasses.replace(job, train=poisoned))
+        run(with_rows(job, train=poisoned))
     named = str(caught.value).split("rows ")[1].split(" of data/validated/train.jsonl")[0]
     assert "14" in named.split(", ")
     assert len(named.split(", ")) == 4
@@ -230,7 +233,7 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
 
 def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp_path: Path) -> None:
     taught = Taught((2, 7), "<think>\n\n</think>\n\n")
-    run(dataclasses.replace(job_in(tmp_path / "a", tiny_model()), taught=taught))
+    run(with_rows(job_in(tmp_path / "a", tiny_model()), taught=taught))
     adapters = tmp_path / "a" / "adapters"
     assert read_taught(adapters) == taught
     assert json.loads((adapters / "chat.json").read_text())["stop_ids"] == [2, 7]

@@ -14,11 +14,12 @@ from mlx.utils import tree_flatten
 
 from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
-from safetrain.engine.loss import ShardLoss, chunked_loss, cross_entropy, measured_losses
+from safetrain.engine.cpu.powers import cross_entropy
+from safetrain.engine.loss import ShardLoss, chunked_loss, measured_losses
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, key_of
 from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
-from safetrain.engine.upstream import split
+from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.packing import call_packed
 from tests.engine.exact import (
     LAYOUTS,
@@ -323,9 +324,13 @@ def test_a_head_that_is_dequantized_in_slices_gives_the_same_numbers(
 ) -> None:
     base, quantized = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
     loss, gradient = loss_and_gradient(*prepared(base, quantized), UNEQUAL)
-    monkeypatch.setattr(split, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
+    monkeypatch.setattr(adaptation, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
     model, gradients = prepared(base, quantized)
-    assert [part.shape[0] for part in split._dequantized_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
+    assert [part.shape[0] for part in adaptation._dequantized_slices(model.module.model.embed_tokens)] == [
+        1000,
+        1000,
+        48,
+    ]
     sliced, same = loss_and_gradient(model, gradients, UNEQUAL)
     assert sliced == pytest.approx(loss, rel=1e-6)
     assert distance(same, gradient) <= 1e-5

@@ -10,30 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm import sample_utils, server, tokenizer_utils
-from mlx_lm.models import activations, bailing_moe_linear, base, cache, gated_delta, jamba, llama, rwkv7, switch_layers
+from mlx_lm.models import activations, base, cache, gated_delta, llama, switch_layers
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.activations import swiglu
+from safetrain.engine.cpu.powers import swiglu
 from safetrain.engine.model import BaseModel, open_skeleton
 from safetrain.engine.randomness import Randomness
 from safetrain.engine.row_attention import Block, PackedRows
-from safetrain.engine.upstream import packing, recurrences
-from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts
+from safetrain.engine.upstream import functions, packing
 from safetrain.engine.upstream.generation import Continuations
+from safetrain.engine.upstream.layers import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts
 from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
-from safetrain.engine.upstream.parts import few_blocks, head_size, trunk_of
-from safetrain.engine.upstream.rebind import globals_used, rebind
+from safetrain.engine.upstream.probing import few_blocks, head_size, trunk_of
 from safetrain.engine.upstream.serving import USUAL
-from safetrain.engine.upstream.weight_readers import READ_DIRECTLY
 from tests.support.families import config_of
 from tests.support.random_models import TINY
 
@@ -51,14 +48,9 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (load_model, ["model_path", "lazy"], "loading.py"),
         (_get_classes, ["config"], "loading.py"),
         (dequantize_model, ["model"], "loading.py"),
-        (switch_layers._gather_sort, ["x", "indices"], "experts.py"),
-        (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "experts.py"),
+        (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "layers.py"),
         (base.scaled_dot_product_attention, parameters(packed_attention), "packing.py"),
         (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "packing.py"),
-        (bailing_moe_linear.recurrent_gla, parameters(recurrences._recurrent_gla), "recurrences.py"),
-        (jamba.JambaMambaMixer.ssm_step, ["self", "x", "A", "state"], "recurrences.py"),
-        (rwkv7.Rwkv7TimeMixing._wkv7, parameters(recurrences._wkv7), "recurrences.py"),
-        (rwkv7._wkv7_step_ops, ["r", "w", "k", "v", "a", "b", "state"], "recurrences.py"),
         (cache.make_prompt_cache, ["model"], "generation.py"),
         (cache.can_trim_prompt_cache, ["cache"], "generation.py"),
         (cache.trim_prompt_cache, ["cache", "num_tokens"], "generation.py"),
@@ -70,7 +62,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (server.APIHandler._set_completion_headers, ["self", "status_code"], "serving.py"),
         (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
         (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
-        (linear_to_lora_layers, ["model", "num_layers", "config"], "reference.py"),
+        (linear_to_lora_layers, ["model", "num_layers", "config"], "layers.py"),
     ],
 )  # fmt: skip
 def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expected: list[str], file: str) -> None:
@@ -78,8 +70,8 @@ def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expecte
 
 
 def test_the_gated_delta_rule_takes_what_it_is_given() -> None:
-    theirs, ours = parameters(gated_delta.gated_delta_update), parameters(recurrences._gated_delta_update)
-    assert theirs[:9] == [{"a_log": "A_log"}.get(name, name) for name in ours[:9]], f"{MOVED}recurrences.py"
+    theirs, ours = parameters(gated_delta.gated_delta_update), parameters(functions.delta_rule_in_stretches)
+    assert theirs[:9] == [{"a_log": "A_log"}.get(name, name) for name in ours[:9]], f"{MOVED}functions.py"
     assert "use_kernel" in theirs
 
 
@@ -88,16 +80,12 @@ def test_the_fast_swiglu_is_theirs() -> None:
     np.testing.assert_allclose(np.array(swiglu(gate, x)), np.array(activations.swiglu(gate, x)), rtol=1e-5)
 
 
-def test_layers_call_functions_that_can_be_replaced() -> None:
-    """As globals of their module, which are the very ones that are imported there."""
-    for call, original in (
-        (llama.Attention.__call__, base.scaled_dot_product_attention),
-        (llama.MLP.__call__, activations.swiglu),
-        (switch_layers.SwiGLU.__call__, activations.swiglu),
-        (switch_layers.SwitchGLU.__call__, switch_layers._gather_sort),
-        (switch_layers.SwitchMLP.__call__, switch_layers._gather_sort),
-    ):
-        assert list(globals_used(call, {original: original}).values()) == [original], f"{MOVED}rebind.py"
+def test_files_use_our_functions_by_the_names_that_they_import() -> None:
+    assert functions.replace(build(LLAMA, bfloat16=False)), f"{MOVED}functions.py"
+    assert llama.scaled_dot_product_attention is packing.packed_attention
+    assert llama.swiglu is functions.fast_swiglu
+    assert base.scaled_dot_product_attention is packing.scaled_dot_product_attention, "mlx-lm's own file is as it was"
+    assert functions.replace(build(LLAMA, bfloat16=False)), "once more"
 
 
 def model_files() -> Iterator[types.ModuleType]:
@@ -112,8 +100,8 @@ def model_files() -> Iterator[types.ModuleType]:
 def test_every_attention_of_the_known_name_is_the_known_one() -> None:
     """Else a family's rows would be padded, without an error: in all of mlx-lm's files."""
     own = [each.__name__ for each in model_files()
-           if getattr(each, "scaled_dot_product_attention", packing.scaled_dot_product_attention)
-           is not packing.scaled_dot_product_attention]  # fmt: skip
+           if getattr(each, "scaled_dot_product_attention", packing.packed_attention)
+           not in (packing.scaled_dot_product_attention, packing.packed_attention)]  # fmt: skip
     assert not own, f"{MOVED}packing.py"
 
 
@@ -125,27 +113,13 @@ def test_every_linear_layer_whose_weight_a_model_reads_is_known() -> None:
         for code in re.split(r"^class ", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
             linear = set(re.findall(r"self\.(\w+) = nn\.Linear\(", code))
             read = set(re.findall(r"self\.(\w+)\.weight\b", code))
-            assert linear & read <= READ_DIRECTLY | on_top, f"{MOVED}weight_readers.py: {file.stem}"
-
-
-def test_a_function_of_the_same_name_is_left_alone() -> None:
-    """A model file with a swiglu of its own keeps it."""
-    own: dict[str, Any] = {"swiglu": lambda gate, x: nn.silu(gate) * (x + 1)}
-    exec("def call(self, gate, x):\n    return swiglu(gate, x)\n", own)
-    layer = type("OwnMlp", (nn.Module,), {"__call__": own["call"]})()
-    gate, x = mx.random.normal((3, 4)), mx.random.normal((3, 4))
-    before, kind = np.array(layer(gate, x)), type(layer)
-    assert rebind(layer, {activations.swiglu: swiglu}) == 0
-    assert type(layer) is kind
-    assert np.array_equal(np.array(layer(gate, x)), before)
-    assert rebind(layer, {own["swiglu"]: swiglu}) == 1
-    np.testing.assert_allclose(np.array(layer(gate, x)), np.array(swiglu(gate, x)))
+            assert linear & read <= READ_DIRECTLY | on_top, f"{MOVED}layers.py: {file.stem}"
 
 
 def test_a_model_has_the_parts_that_are_asked_for() -> None:
     module = build(LLAMA, bfloat16=False)
     assert trunk_of(module) is module.model
-    assert module.layers == module.model.layers, f"{MOVED}parts.py"
+    assert module.layers == module.model.layers, f"{MOVED}probing.py"
     assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
@@ -154,7 +128,7 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
         assert not fewer
 
 
-def test_a_layer_asks_a_cache_for_what_ours_has() -> None:
+def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model runs on one that has nothing else, and hands it to the attention."""
     seen, ours = list[str](), PackedRowsCache(PackedRows(mx.array([0, 1, 0]), (Block(0, 2, 1, 2), Block(2, 3, 1, 1))))
 
@@ -164,7 +138,7 @@ def test_a_layer_asks_a_cache_for_what_ours_has() -> None:
             return getattr(ours, name)
 
     module = build(LLAMA, bfloat16=False)
-    rebind(module, {base.scaled_dot_product_attention: lambda queries, *_, **__: queries})
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
     module(mx.array([[1], [2], [3]]), cache=[Watched()] * len(module.layers))
     asked_for = {name for name in seen if not name.startswith("__")}
     assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}packing.py"
@@ -188,7 +162,7 @@ def test_experts_have_what_is_read_of_them() -> None:
     quantized = plain.to_quantized(group_size=32, bits=4)
     assert type(quantized) is switch_layers.QuantizedSwitchLinear
     for name in ("weight", "scales", "biases", "bits", "group_size", "mode", "global_scale"):
-        assert hasattr(quantized, name), f"{MOVED}experts.py: {name}"
+        assert hasattr(quantized, name), f"{MOVED}layers.py: {name}"
     x, indices = mx.random.normal((1, 6, 1, 1, 64)), mx.array([[[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]])
     expected = np.array(quantized(x, indices))
     quantized.__class__ = ExpertsDequantizedPerUse

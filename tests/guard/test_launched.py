@@ -110,8 +110,8 @@ def test_the_rank_that_died_is_named_and_none_is_left(output: Path, died: int) -
 
 def test_a_rank_that_ends_because_its_peer_has_gone_is_not_the_cause(output: Path) -> None:
     gone = 'Failed("EngineError", "Rank 1 is gone: the ranks cannot exchange numbers any more", 9)'
-    lost = f"time.sleep(0.3)\npipe.send({gone})\nos._exit(9)"
-    ending = run(output, lost, "time.sleep(0.6)\nos.abort()")
+    lost = f"time.sleep(0.45)\npipe.send({gone})\nos._exit(9)"
+    ending = run(output, lost, "time.sleep(0.3)\nos.abort()")
     assert (ending.rank, ending.return_code) == (1, -signal.SIGABRT)
 
 

@@ -318,7 +318,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         create_model(tmp_path / "new", TINY, of_text(tmp_path / "missing.txt"), 1)
     with pytest.raises(ConfigError, match="type of weights"):
         tiny(tmp_path / "new", dtype="float16")
-    with pytest.raises(ModelError, match="no tokenizer"):
+    with pytest.raises(ModelError, match="tokenizer is missing"):
         create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), tmp_path, 1)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists already"):

@@ -13,8 +13,8 @@ from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.records.loaded_job import load_job, own_largest_update
 from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.job import load_job, own_largest_update
 from safetrain.plan.child import Cap, run_lines
 from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, cap_of, remove_remains, scratch_folder, try_out
 from tests.stores import write_stores

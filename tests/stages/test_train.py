@@ -1,6 +1,7 @@
 """What train believes of a plan: a dry run for what it was made of and anything smaller, and nothing more."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -9,11 +10,12 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory, planned_memory
+from safetrain.core.memory.run import PlannedMemory, RunMemory, planned_memory
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.records.loaded_job import LoadedJob, memory_of
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import OwnOrder, Recommendation, TrainSettings, resolve
+from safetrain.engine.job import Job, memory_of
 from safetrain.guard.ladder import PlannedUpdate, needed_bytes
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
@@ -45,25 +47,29 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows[:3], 16, 2, None)
     survival, planned = Survival(False, False, 2, None), PlannedMemory(settings, largest, 10**8)
-    job = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
-    loaded = LoadedJob(job, model, TrainingRows(rows, rows[:3]), settings, 8)
-    found = memory_of(loaded, "cpu")
+    asked = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
+
+    def memory(**changes: Any) -> RunMemory:
+        identity = RunIdentity("", "", "", "")
+        return memory_of(
+            Job(dataclasses.replace(asked, **changes), TrainingRows(rows, rows[:3]), identity, model), "cpu"
+        )
+
+    found = memory()
     counted = sum(term.size_bytes for term in found.terms if term.exact)
     assert 0.9 * 10**8 < found.peak_bytes <= 10**8  # the plan knew the largest update of several orders of the rows
     assert counted < found.mlx_limit_bytes == pytest.approx(0.98 * found.peak_bytes)
     own = largest_update(rows, rows[:3], 16, 2, None, (settings.seed,))
-    met = dataclasses.replace(job, planned=dataclasses.replace(planned, own_order=OwnOrder(own, 97_654_321)))
-    assert memory_of(dataclasses.replace(loaded, job=met), "cpu").peak_bytes == 97_654_321
-    other = dataclasses.replace(loaded, job=met, settings=dataclasses.replace(settings, seed=settings.seed + 1))
-    assert memory_of(other, "cpu").peak_bytes != 97_654_321  # another order than was measured
+    met = dataclasses.replace(planned, own_order=OwnOrder(own, 97_654_321))
+    assert memory(planned=met).peak_bytes == 97_654_321
+    other = dataclasses.replace(settings, seed=settings.seed + 1)
+    assert memory(planned=met, settings=other).peak_bytes != 97_654_321  # another order than was measured
     fewer = dataclasses.replace(planned, largest_update=dataclasses.replace(largest, tokens=largest.tokens // 2))
-    small = dataclasses.replace(loaded, job=dataclasses.replace(job, planned=fewer))
-    larger = memory_of(small, "cpu")
+    larger = memory(planned=fewer)
     assert 1.2 * 10**8 < larger.peak_bytes < 2 * 10**8
     assert found.mlx_limit_bytes < larger.mlx_limit_bytes < larger.peak_bytes
-    tight = dataclasses.replace(small.job, memory_budget=MemoryBudget(larger.peak_bytes))
     with pytest.raises(MachineError, match="do not fit"):
-        memory_of(dataclasses.replace(small, job=tight), "cpu")
+        memory(planned=fewer, memory_budget=MemoryBudget(larger.peak_bytes))
 
 
 def test_another_method_than_the_plan_s_needs_more() -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 load_fast_blas()  # before mlx
 import mlx.core as mx  # noqa: E402
@@ -30,11 +30,19 @@ from safetrain.engine.batches import (  # noqa: E402
     Share,
     update_at,
 )
-from safetrain.engine.rank_state import facts_of  # noqa: E402
-from safetrain.engine.ranks import Contribution, Ranks, join  # noqa: E402
-from safetrain.engine.run import Job, Watcher  # noqa: E402
+from safetrain.engine.job import Job  # noqa: E402
+from safetrain.engine.ranks import (  # noqa: E402
+    Contribution,
+    Ranks,
+    facts_of,
+    join,
+    require_same_weights,
+)
+from safetrain.engine.run import Watcher  # noqa: E402
+from safetrain.engine.trainable import adapter_weights, set_adapter_weights  # noqa: E402
 from safetrain.engine.training import train_with  # noqa: E402
 from tests.engine.exact import STILL, flat, prepared, rows_of  # noqa: E402
+from tests.support.jobs import job_of  # noqa: E402
 
 LENGTHS = (40, 33, 29, 21, 17, 12, 9, 9, 7, 6, 31, 8, 11)  # 13 rows, 4 in an update: one in the last
 VALID = (23, 14, 8)
@@ -45,7 +53,7 @@ LAYOUT = BatchLayout(64)
 
 def job_in(folder: Path, base: Path, settings: TrainSettings = SHORT) -> Job:
     identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
-    return Job(base, rows_of(*LENGTHS), rows_of(*VALID), settings, identity, folder, folder / "adapters", False)
+    return job_of(folder, base, rows_of(*LENGTHS), rows_of(*VALID), settings, identity)
 
 
 def watcher_in(folder: Path, rank: int, stop_at: int | None = None) -> Watcher:
@@ -159,7 +167,11 @@ def differs(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 def drifts(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The weights of the last rank are others than those of the rest."""
-    ranks.require_same_weights(bytes([ranks.rank == ranks.size - 1] * 16), 7)
+    model = prepared(folder / "model", SHORT)[0]
+    name, weight = next(iter(adapter_weights(model).items()))
+    other = weight + (ranks.rank == ranks.size - 1)
+    set_adapter_weights(model, adapter_weights(model) | {name: other})
+    require_same_weights(ranks, model, 7)
     return {}
 
 

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import Taught, fingerprint, write_taught
-from safetrain.core.records.exporting import GgufReport
+from safetrain.core.records.exporting import GgufReport, PeftReport
 from safetrain.core.records.fusing import REPORT, FuseReport, Likeness, Tried
-from safetrain.core.records.peft_report import PeftReport
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -58,12 +57,12 @@ def made(project: Path, kind: str) -> Path:
         write_record(folder / REPORT, report)
     elif kind == "peft":
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
-        peft = PeftReport(base, "x", 4, base, of_adapter, "PEFT", 10, 90, LIKE, LIKE, LIKE, 1.0, None, (1,))
+        peft = PeftReport(base, "x", 4, base, of_adapter, 10, 90, LIKE, LIKE, LIKE, 1.0, (1,))
         write_record(folder / "export_report.json", peft)
     else:
         (folder / "tuned.gguf").touch()
         names = ("tuned.gguf", "q8_0", 9, "llama", "gpt2", base, "x", of_adapter)
-        write_record(folder / "tuned.gguf.json", GgufReport(*names, 10, 90, LIKE, LIKE, LIKE, 1.0, None, ()))
+        write_record(folder / "tuned.gguf.json", GgufReport(*names, 10, 90, LIKE, LIKE, LIKE, 1.0, ()))
     return folder
 
 

@@ -179,7 +179,7 @@ def plain_answers(template: ChatTemplate, controls: Controls, tools: Sequence[An
 
 
 def common_prefix(one: str, two: str) -> int:
-    """How many characters two texts share from their beginning, up to a border of words and control strings."""
+    """Count the characters that two texts share from their beginning, up to a border of words and control strings."""
     most = next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     return max(set(borders(one, most)) & set(borders(two, most)), default=0)
 

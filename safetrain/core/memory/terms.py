@@ -268,7 +268,7 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
     """What the optimizer keeps between updates (mlx/optimizers/optimizers.py: ``init_single``).
 
     Adam keeps two moments of each number, SGD and Muon one. A model that is trained whole by Muon has Adam's two of
-    what is no matrix inside a block (engine/whole_model.py). Adafactor keeps a mean for each row and column of a
+    what is no matrix inside a block (engine/optimizer.py). Adafactor keeps a mean for each row and column of a
     matrix: of an adapter about one number in ``rank``.
     """
     trained = trained_parameters(model, lora, backend.method)

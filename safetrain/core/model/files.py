@@ -18,7 +18,7 @@ from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/split.py (tests/engine/test_architectures.py)
+TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 

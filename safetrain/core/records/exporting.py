@@ -1,23 +1,10 @@
-"""The report next to an exported file: how it compares with the tuned model."""
+"""Reports next to exported files, OUT.gguf.json and export_report.json: how they compare with the tuned model."""
 
 from dataclasses import dataclass
 
 from safetrain.core.records.fusing import Likeness
 
-
-@dataclass(frozen=True)
-class LlamaCpp:
-    """llama.cpp's own results with the file, on some of the rows."""
-
-    version: str  # of llama-cpp-python
-    texts: int  # that were split
-    same_splits: int  # of these: into the training's own tokens
-    explained_splits: int  # of the others: those that a note of the file is about
-    chats: int  # that were rendered
-    same_chats: int
-    rows: int
-    labels: int
-    likeness: Likeness
+REPORT = "export_report.json"  # of PEFT
 
 
 @dataclass(frozen=True)
@@ -38,5 +25,22 @@ class GgufReport:
     tuned: Likeness
     read_back: Likeness | None  # the file's weights, read again and computed by mlx; None where memory is too small
     kept: float | None  # share of what was learnt; None without an adapter, or where nothing was read back
-    llama_cpp: LlamaCpp | None  # None where it is not installed
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PeftReport:
+    """export_report.json: the exported adapter, read again, beside base and tuned model on the same rows."""
+
+    base_model: str
+    base_fingerprint: str
+    base_bits: int | None  # that the adapter was trained on; PEFT then has a float base
+    base_name: str  # in PEFT's configuration
+    adapter_fingerprint: str
+    rows: int
+    labels: int
+    base: Likeness
+    tuned: Likeness
+    exported: Likeness
+    kept: float  # share of what was learnt
+    stop_ids: tuple[int, ...]  # tokens that end an answer, by the training

@@ -47,7 +47,7 @@ def backend_of_ranks(hosts: Hosts, device: str) -> str:
             "Ranks of several machines have a CUDA device each, and mlx.launch gives all of a machine the same one.",
             expected="each machine once in train.hostfile",
             got=", ".join(hosts.names),
-            do="name each machine once; or train on one machine, where each rank gets a device of its own",
+            do="name each machine once; or train on one machine, where each rank gets its own device",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""What the supervising process tells the training process, as one file."""
+"""The job file: the settings that the supervising process hands to the training process."""
 
 import dataclasses
 import json

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,6 @@ READ = frozenset({
     "alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern",
     "task_type", "use_dora", "use_rslora",
 })  # fmt: skip
-NO_COUNTERPART = {  # keys that have none where they are set, and what they do
-    "modules_to_save": "whole layers trained beside the pairs",
-    "trainable_token_indices": "trained rows of the embedding",
-    "target_parameters": "pairs on parameters that are not linear layers, such as a mixture's experts",
-    "layer_replication": "blocks that stand twice in the model",
-    "lora_bias": "a bias in each pair",
-    "alora_invocation_tokens": "an adapter that only acts after certain tokens",
-    "arrow_config": "several adapters at once",
-    "use_bdlora": "block-diagonal pairs",
-    "use_qalora": "inputs pooled before the pair",
-    "kasa_config": "pairs with their own singular values",
-    "megatron_config": "a model of Megatron",
-}
 SET_NOWHERE: tuple[object, ...] = (None, False, "", [], {})
 
 
@@ -103,11 +90,12 @@ def read_peft_config(folder: Path) -> PeftShape:
         raise _refused(where, f"bias is {config['bias']!r}: trained biases beside the pairs", "none")
     if config.get("fan_in_fan_out"):
         raise _refused(where, "fan_in_fan_out is true: weights stored the other way round", "false")
-    _refuse_starts(where, config.get("init_lora_weights", True))
+    start = config.get("init_lora_weights")
+    if not isinstance(start, bool) and start is not None and start not in PLAIN_STARTS:
+        raise _refused(where, f"init_lora_weights is {start!r}, which changes the base's own weights", "true or false")
     for key, value in config.items():
         if key not in IGNORED | READ and value not in SET_NOWHERE:
-            why = NO_COUNTERPART.get(key, "a setting that this version does not know")
-            raise _refused(where, f"{key} is {json.dumps(value)[:60]}: {why}", f"an adapter without {key}")
+            raise _refused(where, f"{key} is {json.dumps(value)[:60]}", f"an adapter without {key}")
     try:
         return _shape(config)
     except (KeyError, TypeError, ValueError, re.error) as error:
@@ -130,11 +118,10 @@ def config_of(shape: PeftShape, targets: PeftTargets) -> dict[str, Any]:
 def targets_of(adapted: Mapping[str, int], linear: Mapping[str, int], depth: int) -> PeftTargets:
     """The shortest names that mean just the layers in ``adapted``, of all in ``linear``; both by path: the block."""
     blocks = sorted(set(adapted.values()))
-    shortened: tuple[Callable[[str], str], ...] = (_last_word, _in_block)
-    for shorten in shortened:
-        names = {shorten(path) for path in adapted}
-        meant = {path for path, block in linear.items() if block in blocks and shorten(path) in names}
-        if meant == set(adapted):
+    for start in (r".*\.", r".*?\.\d+\."):  # q_proj, then self_attn.q_proj, of model.layers.3.self_attn.q_proj
+        short = {path: re.sub(f"^{start}", "", path) for path in linear}
+        names = {short[path] for path in adapted}
+        if {path for path, block in linear.items() if block in blocks and short[path] in names} == set(adapted):
             return PeftTargets(tuple(sorted(names)), None if len(blocks) == depth else tuple(blocks))
     return PeftTargets(tuple(sorted(adapted)), None)
 
@@ -169,22 +156,11 @@ def _no_weights(folder: Path) -> ModelError:
             f"The weights are a pickle ({PICKLE}), which may run any code when it is opened.",
             where=str(folder),
             expected=WEIGHTS,
-            do="where you trust it, with PyTorch and safetensors: python -c \"import torch; from safetensors.torch "
-            f"import save_file; save_file(torch.load('{PICKLE}', weights_only=True), '{WEIGHTS}')\"",
-        )  # fmt: skip
+            do="save the adapter again in PEFT: save_pretrained(folder, safe_serialization=True)",
+        )
     return ModelError(
         f"The adapter is half written: {WEIGHTS} is missing.", where=str(folder), do="copy the whole folder again"
     )
-
-
-def _refuse_starts(where: str, start: object) -> None:
-    if not isinstance(start, bool) and start is not None and start not in PLAIN_STARTS:
-        raise ModelError(
-            f"This adapter has no counterpart: init_lora_weights is {start!r}, which changes the base's own weights.",
-            where=where,
-            expected=f"true, false, {', '.join(PLAIN_STARTS)}",
-            do="save it in PEFT with path_initial_model_for_weight_conversion, which makes a plain pair of it",
-        )
 
 
 def _shape(config: Mapping[str, Any]) -> PeftShape:
@@ -222,12 +198,3 @@ def _refused(where: str, what: str, expected: str) -> ModelError:
         expected=expected,
         do="merge it into its base in PEFT (merge_and_unload), and use that model",
     )
-
-
-def _last_word(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _in_block(path: str) -> str:
-    """self_attn.q_proj of model.layers.3.self_attn.q_proj."""
-    return re.sub(r"^.*?\.\d+\.", "", path)

@@ -97,7 +97,7 @@ class OwnOrder:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the largest updates of a training took, in bytes and seconds."""
+    """Peak memory and time of a training's largest updates, in bytes and seconds."""
 
     peak_bytes: int  # of mlx's allocator, over the updates
     footprint_bytes: int  # of the process (core/memory/process.py), loading and validating included
@@ -165,7 +165,7 @@ def read_recommendation(path: Path) -> Recommendation:
 
 
 def recommendation_from(value: dict[str, Any]) -> Recommendation:
-    """From the JSON of recommended_config.json; raises KeyError, TypeError, AttributeError for anything else."""
+    """Read the JSON of recommended_config.json; raises KeyError, TypeError, AttributeError for anything else."""
     reasons = [{"key": key, "text": text} for key, text in value["reasons"].items()]
     return from_json(Recommendation, {**value, "reasons": reasons})
 

@@ -2,6 +2,9 @@
 
 import gc
 import math
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,11 +15,11 @@ import gguf
 import numpy as np
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import MachineError, ModelError
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.errors import ConfigError, MachineError, ModelError
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import Taught, adapter_scale, fingerprint, read_taught, require_base
+from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
 from safetrain.core.storage.files import (
@@ -28,9 +31,9 @@ from safetrain.core.storage.files import (
     write_text,
 )
 from safetrain.engine.adapter_folder import adapter_arrays
-from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
+from safetrain.engine.backend import set_limits
+from safetrain.engine.exchange.gguf_chat import chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
-from safetrain.engine.exchange.gguf_llama import ask_llama
 from safetrain.engine.exchange.gguf_shape import require_known, rope_tensors, write_shape
 from safetrain.engine.exchange.gguf_tensors import (
     FILE_TYPES,
@@ -40,17 +43,18 @@ from safetrain.engine.exchange.gguf_tensors import (
     forget,
     kind_of,
     opened_bytes,
+    require_whole,
     written,
 )
-from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
+from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of, write_vocabulary
 from safetrain.engine.folding import Folds, folds_of
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer
-from safetrain.engine.tuned import ExportJob, measure_tuned
+from safetrain.engine.tuned import ExportJob, TunedModel, measure_tuned
 from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, rebuilt
 
-LLAMA_TIMES, LLAMA_MORE = 10, 0.01  # it rounds what goes through the model too, mlx-lm in float32 does not
+QUANTIZER, QUANTIZED_FROM = "llama-quantize", "f16"  # llama.cpp's program, for types that KINDS has not
+LAST_WORDS = 400  # of it, where it fails
 STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a model whose name has this
 
 
@@ -58,7 +62,7 @@ STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a mo
 class GgufJob(ExportJob):
     """What to write, and how much of what was learnt may be lost."""
 
-    kind: str = "q8_0"
+    kind: str = "q8_0"  # of KINDS, or one that llama-quantize makes
     may_lose: float = 0.02  # share of what was learnt
 
 
@@ -81,6 +85,12 @@ def export_gguf(job: GgufJob, say: Callable[[str], None]) -> GgufReport:
     beside = (report_of(job.out), modelfile_of(job.out))
     for path in (job.out, *beside):
         require_new(path, "choose another name, or remove it")
+    if job.kind not in KINDS and shutil.which(QUANTIZER) is None:
+        raise ConfigError(
+            f"{job.kind} is made by llama.cpp's {QUANTIZER}, which is not installed.",
+            do="install it: brew install llama.cpp (or build github.com/ggml-org/llama.cpp); or choose --type q8_0 or "
+            "q4_0, which safetrain writes itself",
+        )
     files = read_model_files(job.base)
     family = family_of(files.model_type, str(job.base))
     if job.adapter is not None:
@@ -100,56 +110,46 @@ class _GgufExport:
 
     def __init__(self, job: GgufJob, files: ModelFiles, family: Family, say: Callable[[str], None]) -> None:
         self._job, self._files, self._family, self._say = job, files, family, say
-        self._taught: Taught | None = read_taught(job.adapter or job.base)  # fuse writes it beside its model
+        self._kind = KINDS.get(job.kind, KINDS[QUANTIZED_FROM])
+        self._taught = read_taught(job.adapter or job.base)  # fuse writes it beside its model
         self._tokenizer = ChatTokenizer(job.base)
-        self._chat: GgufChat = chat_of(self._tokenizer, self._taught, job.base)
+        self._chat = chat_of(self._tokenizer, self._taught, job.base)
 
     def to(self, path: Path) -> GgufReport:
         """Measure the tuned model, write it to ``path``, and measure what was written."""
-        set_limits(self._job.mlx_limit_bytes)
+        job = self._job
+        set_limits(job.mlx_limit_bytes)
         module, config, folds = self._read()
         args = text_model(module)[0].args
         require_known(self._family, args)
         vocabulary = self._vocabulary(args.vocab_size)
         parts = parts_of(module, self._family)
-        kind = KINDS[self._job.kind]
-        do = "free some space, choose a folder on another disk, or fewer bits with --type"
-        size = sum(bytes_of(part, kind) for part in parts)
-        require_room(path.parent, size, "There is too little room for the GGUF file.", do)
-        opened = self._opened_bytes(sum(opened_bytes(part, kind) for part in parts))
-        self._tuned = measure_tuned(self._job, self._files)
-        self._base: Likeness | None = None
-        if self._job.adapter is not None:
-            self._base = self._tuned.measure_base(self._files, self._say)
-        else:
-            self._say(self._tuned.describe_rows())
-        self._write(path, module, folds, parts, vocabulary)
+        opened = self._require_room(path, parts)
+        tuned = measure_tuned(job, self._files)
+        base = tuned.measure_base(self._files, self._say) if job.adapter is not None else None
+        if base is None:
+            self._say(tuned.describe_rows())
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
+            whole = path if job.kind in KINDS else Path(scratch) / path.name
+            self._write(whole, module, folds, parts, vocabulary)
+            if whole != path:
+                _quantize(whole, path, job.kind)
         del module, folds
         gc.collect()
-        size = path.stat().st_size
-        found = kept = llama = None
-        if opened:
-            found, kept = self._read_back(path, config, parts, opened)
-            llama = ask_llama(
-                path, self._tuned.rows, self._tuned.reference, self._tokenizer, self._taught, self._say,
-                explains=vocabulary.explains, may_differ=self._job.may_lose >= 1,
-            )  # fmt: skip
-            if llama is not None:
-                self._require_same(llama.likeness.divergence, found.divergence)
-        job = self._job
-        adapter = fingerprint(job.adapter) if job.adapter is not None else ""
-        rows = self._tuned.rows
+        require_whole(path, parts, vocabulary.tokens)
+        found, kept = self._measure(path, config, parts, tuned, base) if opened else (None, None)
+        adapter, rows = fingerprint(job.adapter) if job.adapter is not None else "", tuned.rows
         report = GgufReport(
-            job.out.name, job.kind, size, self._family.architecture, f"{vocabulary.model}, {vocabulary.pre}",
-            str(job.base), self._files.fingerprint, adapter, len(rows), int(rows.label_counts.sum()),
-            self._base, self._tuned.own, found, kept, llama, vocabulary.notes,
+            job.out.name, job.kind, path.stat().st_size, self._family.architecture,
+            f"{vocabulary.model}, {vocabulary.pre}", str(job.base), self._files.fingerprint, adapter, len(rows),
+            int(rows.label_counts.sum()), base, tuned.own, found, kept, vocabulary.notes,
         )  # fmt: skip
         write_text(modelfile_of(job.out), modelfile(job.out, self._chat, self._tokenizer, self._taught))
         write_record(report_of(job.out), report)
         return report
 
     def _read(self) -> tuple[Any, dict[str, Any], Folds]:
-        """The base and what the adapter does to it, both unread on the disk, and the base's configuration."""
+        """The base, its configuration and what the adapter does to it; weights stay unread on the disk."""
         with errors_told("open the model", str(self._job.base)):
             module, config = load(self._job.base)
         adapter = self._job.adapter
@@ -164,8 +164,27 @@ class _GgufExport:
             self._say(f"note: {note}")
         return vocabulary
 
+    def _require_room(self, path: Path, parts: list[GgufPart]) -> bool:
+        """Whether memory holds the file; raises DiskFullError, and MachineError where it must and does not."""
+        do = "free some space, choose a folder on another disk, or fewer bits with --type"
+        disk = sum(bytes_of(part, self._kind) for part in parts)
+        require_room(path.parent, disk, "There is too little room for the GGUF file.", do)
+        size, room = sum(opened_bytes(part, self._kind) for part in parts), host_room_bytes(read_memory())
+        if size > room and self._job.may_lose < 1:
+            raise MachineError(
+                "The GGUF file would not fit into memory to be measured; nothing was written.",
+                expected=size_text(size),
+                got=f"{size_text(room)} available",
+                do="close other programs, choose fewer bits with --type, or write it unmeasured with --may-lose 100",
+            )
+        if size > room:
+            self._say(f"note: not measured: the file needs {size_text(size)} of memory, {size_text(room)} is free")
+        else:
+            set_limits(self._job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
+        return size <= room
+
     def _write(self, path: Path, module: Any, folds: Folds, parts: list[GgufPart], vocabulary: Vocabulary) -> None:
-        kind, inner = KINDS[self._job.kind], text_model(module)[0]
+        kind, inner = self._kind, text_model(module)[0]
         writer = gguf.GGUFWriter(path, self._family.architecture)
         try:
             writer.add_type("model")
@@ -173,7 +192,7 @@ class _GgufExport:
             writer.add_file_type(FILE_TYPES[kind])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             write_shape(writer, self._family, inner)
-            _write_vocabulary(writer, vocabulary)
+            write_vocabulary(writer, vocabulary)
             write_chat(writer, self._chat, self._tokenizer, vocabulary)
             extra = rope_tensors(inner)
             for name, values in extra.items():
@@ -192,65 +211,47 @@ class _GgufExport:
         finally:
             writer.close()
 
-    def _opened_bytes(self, size: int) -> int:
-        """``size``, or 0 where the file is not to be opened again; raises MachineError where it must and cannot."""
-        room = host_room_bytes(read_memory())
-        if size <= room:
-            return size
-        if self._job.may_lose < 1:
-            raise MachineError(
-                "The GGUF file would not fit into memory, so nobody could say what it keeps; nothing was written.",
-                expected=size_text(size),
-                got=f"{size_text(room)} available",
-                do="close other programs, choose fewer bits with --type, or write it unmeasured with --may-lose 100",
-            )
-        fits = f"{size_text(size)} do not fit into the {size_text(room)} of memory that are available"
-        self._say(f"note: the file is not opened again, nobody knows what it keeps: {fits}")
-        return 0
-
-    def _read_back(
-        self, path: Path, config: dict[str, Any], parts: list[GgufPart], opened: int
+    def _measure(
+        self, path: Path, config: dict[str, Any], parts: list[GgufPart], tuned: TunedModel, base: Likeness | None
     ) -> tuple[Likeness, float | None]:
         """What the file's own weights are like, and the share that they keep; raises ModelError where it is small."""
-        set_limits(self._job.mlx_limit_bytes + max(0, opened - self._files.static_bytes))
+        job, rows = self._job, len(tuned.rows)
         with errors_told("open what was written", str(path)):
             module = ready_to_compute(
                 rebuilt(config, arrays_in(path, parts)),
                 dequantize=dequantize_to_answer(self._files),
-                compute_dtype=self._job.compute_dtype,
+                compute_dtype=job.compute_dtype,
             )
-        found = self._tuned.likeness_of(BaseModel(module, frozenset(), adapt(module)))
-        kept = kept_share(self._base, self._tuned.own, found) if self._base is not None else None
-        why = refusal(1.0 if kept is None else kept, found, self._job.may_lose)
-        why = why if self._job.may_lose < 1 or not math.isfinite(found.loss) else ""
-        name, rows, size = f"{self._job.out.name} ({self._job.kind})", len(self._tuned.rows), path.stat().st_size
+        found = tuned.likeness_of(BaseModel(module, frozenset(), adapt(module)))
+        kept = kept_share(base, tuned.own, found) if base is not None else None
+        why = refusal(1.0 if kept is None else kept, found, job.may_lose)
+        why = why if job.may_lose < 1 or not math.isfinite(found.loss) else ""
+        name = f"{job.out.name} ({job.kind})"
+        size, same = path.stat().st_size, f"{round(found.same_answers * rows)} of {rows} answers the same"
         if kept is None:
-            same = f"the same answer in {round(found.same_answers * rows)} of {counted(rows, 'row')}"
-            self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({self._tuned.own.loss:.4f} before), {same}")
+            self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({tuned.own.loss:.4f} before), {same}")
         else:
             self._say(describe(name, size, kept, found, rows, why or "holds"))
         self._say(f"its divergence from the tuned model: {found.divergence:.1e} nats per label")
         if why:
             raise ModelError(
-                f"This GGUF file does not keep what was learnt: {self._job.kind}: {why}.",
-                where=str(self._job.out),
-                expected="" if kept is None else f"at least {100 * (1 - self._job.may_lose):g} % kept",
+                f"This GGUF file does not keep what was learnt: {job.kind}: {why}.",
+                where=str(job.out),
+                expected="" if kept is None else f"at least {100 * (1 - job.may_lose):g} % kept",
                 got="" if kept is None else f"{100 * kept:.1f} %",
                 do="choose more bits (--type q8_0, bf16, f16), or take it as it is with --may-lose 100",
             )
         return found, kept
 
-    def _require_same(self, in_llama: float, in_mlx: float) -> None:
-        """Raise ModelError where llama.cpp computes something else from the weights than mlx does."""
-        most = LLAMA_TIMES * in_mlx + LLAMA_MORE
-        if not in_llama <= most and self._job.may_lose < 1:
-            raise ModelError(
-                "llama.cpp computes something else from this file than was trained.",
-                where=self._family.architecture,
-                expected=f"a divergence below {most:.1e} nats per label",
-                got=f"{in_llama:.1e}; mlx, with the same weights: {in_mlx:.1e}",
-                do="keep it as an MLX model (safetrain fuse), and report this model's architecture",
-            )
+
+def _quantize(source: Path, target: Path, kind: str) -> None:
+    """By llama-quantize; raises ModelError with its last words where it fails."""
+    command = [QUANTIZER, str(source), str(target), kind.upper()]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        words = " ".join((done.stderr or done.stdout).split())[-LAST_WORDS:]
+        do = "choose --type q8_0 or q4_0, which safetrain writes itself"
+        raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {done.returncode}", do=do)
 
 
 def _name(job: GgufJob, family: Family, vocabulary: Vocabulary) -> str:
@@ -259,14 +260,3 @@ def _name(job: GgufJob, family: Family, vocabulary: Vocabulary) -> str:
     if family.architecture == "phi3" and vocabulary.strips_behind:
         return name if STRIPPING in name.lower() else f"{name} ({STRIPPING})"
     return name.lower().replace("phi-3", "phi 3").replace("phi3", "phi 3") if "phi" in name.lower() else name
-
-
-def _write_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores:
-        writer.add_token_scores(vocabulary.scores)
-    if vocabulary.merges:
-        writer.add_token_merges(vocabulary.merges)

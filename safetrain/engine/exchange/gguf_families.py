@@ -40,7 +40,7 @@ TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 
 @dataclass(frozen=True)
 class Family:
-    """How llama.cpp knows a family. ``block``: names of the parts of a block by their paths in mlx-lm."""
+    """A model family in llama.cpp's names. ``block``: names of the parts of a block by their paths in mlx-lm."""
 
     architecture: str
     block: Mapping[str, str] = field(default_factory=lambda: dict(LLAMA_BLOCK))

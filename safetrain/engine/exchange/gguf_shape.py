@@ -18,7 +18,7 @@ PLAIN_ROTATIONS = ("default", "linear")
 
 
 def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> None:
-    """What llama.cpp builds ``module``, mlx-lm's text model, from."""
+    """The metadata from which llama.cpp builds ``module``, mlx-lm's text model."""
     args = module.args
     head = _head_width(args)
     context = getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT
@@ -59,7 +59,7 @@ def _write_own(writer: gguf.GGUFWriter, architecture: str, module: Any, context:
 
 
 def rope_tensors(module: Any) -> dict[str, np.ndarray]:
-    """What llama.cpp divides the frequencies by, (rotated / 2,) float32, where they are not the plain ones."""
+    """Divisors of the rotary frequencies for llama.cpp, (rotated / 2,) float32, if they are not the plain ones."""
     args, kind = module.args, _rotation(module.args)
     if kind == "llama3":
         rope = module.layers[0].self_attn.rope
@@ -101,7 +101,7 @@ def require_known(family: Family, args: Any) -> None:
 
 def _unknown(what: str, expected: str) -> ModelError:
     return ModelError(
-        f"llama.cpp computes this model otherwise than it was trained: {what}.",
+        f"llama.cpp computes this model differently than it was trained: {what}.",
         expected=expected,
         do="keep it as an MLX model: safetrain fuse",
     )

@@ -1,6 +1,6 @@
 """Weights in a GGUF file: one at a time folded, quantized and written, and read again as mlx computes with them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def kind_of(part: GgufPart, kind: Kind) -> Kind:
 
 
 def bytes_of(part: GgufPart, kind: Kind) -> int:
-    """In a file of ``kind``."""
+    """Bytes of the tensor in a file of ``kind``."""
     block, size = gguf.GGML_QUANT_SIZES[kind_of(part, kind)]
     return int(np.prod(part.shape)) // block * size
 
@@ -99,19 +99,24 @@ def _layer(module: Any, path: str) -> Any:
     return module
 
 
-def arrays_in(file: Path, parts: list[GgufPart]) -> dict[str, mx.array]:
-    """The weights of a file by their names in mlx-lm; quantized ones with scales and biases in float32.
+def require_whole(file: Path, parts: list[GgufPart], tokens: Sequence[str]) -> None:
+    """Raise ModelError unless a file, read again, has every weight in its shape, and the vocabulary."""
+    reader = gguf.GGUFReader(file)
+    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+    for part in parts:
+        if shapes.get(part.name) != part.shape:
+            raise ModelError(f"{part.name} is not in the file as it was written.", where=str(file),
+                             expected=str(part.shape), got=str(shapes.get(part.name)))  # fmt: skip
+    if reader.fields["tokenizer.ggml.tokens"].contents() != list(tokens):
+        raise ModelError("The vocabulary is not in the file as it was written.", where=str(file))
 
-    Raises ModelError where a weight is missing, or of another shape.
-    """
+
+def arrays_in(file: Path, parts: list[GgufPart]) -> dict[str, mx.array]:
+    """The weights of a whole file by their names in mlx-lm; q8_0 and q4_0 with scales and biases in float32."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     found: dict[str, mx.array] = {}
     for part in parts:
-        tensor = tensors.get(part.name)
-        shape = None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
-        if tensor is None or shape != part.shape:
-            raise ModelError(f"{part.name} is not in the file as it was written.", where=str(file),
-                             expected=str(part.shape), got=str(shape))  # fmt: skip
+        tensor = tensors[part.name]
         data = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()]
         name = f"{part.path}.{part.kind}"
         if tensor.tensor_type in BITS:
@@ -127,6 +132,8 @@ def arrays_in(file: Path, parts: list[GgufPart]) -> dict[str, mx.array]:
 def _plain(data: np.ndarray, kind: Kind, part: GgufPart) -> mx.array:
     if kind == Kind.BF16:
         return mx.array(np.ascontiguousarray(data).view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
+    if kind not in KINDS.values() and kind != Kind.F32:  # by llama-quantize
+        return mx.array(gguf.quants.dequantize(np.ascontiguousarray(data), kind).astype(np.float16))
     values: np.ndarray = np.ascontiguousarray(data).view(np.float16 if kind == Kind.F16 else np.float32)
     return mx.array((values - part.added).astype(values.dtype).reshape(part.shape))
 

@@ -1,16 +1,15 @@
 """A tokenizer as llama.cpp takes it: pieces, their types, merges or scores, and how texts are split before.
 
-llama.cpp knows a fixed list of ways to split a text (src/llama-vocab.cpp). One that is none of them would be split
-otherwise than in training without a word, so it is refused.
+llama.cpp knows a fixed list of ways to split a text (src/llama-vocab.cpp). Another one would be split
+differently than in training without a word, so it is refused.
 """
 
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gguf import TokenType
+from gguf import GGUFWriter, TokenType
 
 from safetrain.core.errors import ModelError
 
@@ -26,7 +25,7 @@ TEKKEN = f"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*" + r"|\p{N}" + SLASHE
 GPT4O = f"{START}{UPPER}*{LOWER}+{CONTRACTIONS}?|{START}{UPPER}+{LOWER}*{CONTRACTIONS}?" + r"|\p{N}{1,3}" + SLASHES
 GPT2 = "as GPT-2"
 DIGITS_GPT2 = "single digits, then as GPT-2"
-SPLITS = {  # by the pattern, and whether whole words are taken before merges
+SPLITS = {  # by the pattern, and whether whole words come before merges
     (LLAMA3, True): "llama-bpe",
     (LLAMA3, False): "dbrx",
     (QWEN2, False): "qwen2",
@@ -42,18 +41,7 @@ NO_PREFIX = (None, "")
 NOT_STRIPPING, PHI_END = ("<unk>", "<s>", "<|endoftext|>"), "</s>"  # by name, in a model that is called Phi-3
 
 
-@dataclass(frozen=True)
-class Difference:
-    """What llama.cpp does otherwise, in words, and whether a text can show it."""
-
-    note: str
-    can_be_in: Callable[[str], object]  # what is true of such a text
-
-
-NOT_NFC = Difference(
-    "texts that are not in Unicode's form NFC are split otherwise: llama.cpp does not normalize",
-    lambda text: not unicodedata.is_normalized("NFC", text),
-)
+NOT_NFC = "texts that are not in Unicode's form NFC are split otherwise: llama.cpp does not normalize"
 
 
 @dataclass(frozen=True)
@@ -69,16 +57,7 @@ class Vocabulary:
     unknown_id: int | None = None
     space_before: bool | None = None  # a space is put before every text that does not follow a text
     strips_behind: bool = False  # white space behind special tokens is dropped
-    differences: tuple[Difference, ...] = ()  # what llama.cpp does otherwise, in rare texts
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The differences in words."""
-        return tuple(each.note for each in self.differences)
-
-    def explains(self, text: str) -> bool:
-        """Whether a difference can be why llama.cpp splits ``text`` otherwise."""
-        return any(each.can_be_in(text) for each in self.differences)
+    notes: tuple[str, ...] = ()  # what llama.cpp does otherwise, in rare texts
 
 
 def vocabulary_of(definition: Mapping[str, Any], size: int, *, chats: bool, where: str) -> Vocabulary:
@@ -93,26 +72,38 @@ def vocabulary_of(definition: Mapping[str, Any], size: int, *, chats: bool, wher
         raise _unknown("its pieces have a prefix or suffix", "plain pieces", where)
     tokens, types = _pieces(definition, size)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    strips, differences = _stripping(definition)
+    strips, notes = _stripping(definition)
     unknown = model["vocab"].get(model.get("unk_token") or "")
     if model.get("byte_fallback"):
         before, more = _space_before(definition, chats=chats, where=where)
         types = [TokenType.BYTE if BYTE.fullmatch(token) else kind for token, kind in zip(tokens, types, strict=True)]
         if types.count(TokenType.BYTE) != 256:
             raise _unknown("it lacks pieces for single bytes", "256 of them", where)
-        scores, differences = _scores(tokens, model["merges"]), (*differences, *more)
+        scores, notes = _scores(tokens, model["merges"]), (*notes, *more)
         return Vocabulary(
-            "llama", "default", tuple(tokens), tuple(map(int, types)), (), scores, unknown, before, strips, differences
+            "llama", "default", tuple(tokens), tuple(map(int, types)), (), scores, unknown, before, strips, notes
         )
     normalizer = definition.get("normalizer")
     if normalizer is not None and normalizer["type"] != "NFC":
         raise _unknown(f"texts are changed before they are split ({normalizer['type']})", "NFC, or nothing", where)
     if normalizer is not None:
-        differences += (NOT_NFC,)
+        notes += (NOT_NFC,)
     pre = _split_name(definition, where)
     return Vocabulary(
-        "gpt2", pre, tuple(tokens), tuple(map(int, types)), tuple(merges), (), unknown, None, strips, differences
+        "gpt2", pre, tuple(tokens), tuple(map(int, types)), tuple(merges), (), unknown, None, strips, notes
     )
+
+
+def write_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+    """Into a file's head."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
 
 
 def _pieces(definition: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
@@ -142,7 +133,7 @@ def _scores(tokens: list[str], merges: list[Any]) -> tuple[float, ...]:
     return tuple(-float(ranks[token]) if token in ranks else UNREACHED for token in tokens)
 
 
-def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bool, tuple[Difference, ...]]:
+def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bool, tuple[str, ...]]:
     """Whether llama.cpp is to put a space before texts, and what it does otherwise then."""
     steps = _flat(definition.get("normalizer"), "normalizers")
     splits = _flat(definition.get("pre_tokenizer"), "pretokenizers")
@@ -155,32 +146,26 @@ def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> 
     if kinds == ["Replace"] and plain and harmless:
         return False, ()
     if not steps and [split["type"] for split in splits] == ["Metaspace"] and splits[0]["replacement"] == SPACE:
-        special = [token["content"] for token in definition["added_tokens"]]
-        return _metaspace(splits[0], special, chats=chats, where=where)
+        return _metaspace(splits[0], chats=chats, where=where)
     found = f"texts are changed by {kinds or 'nothing'}, split by {[split['type'] for split in splits] or 'nothing'}"
     raise _unknown(found, f"spaces that become {SPACE}", where)
 
 
-def _metaspace(
-    split: Mapping[str, Any], special: list[str], *, chats: bool, where: str
-) -> tuple[bool, tuple[Difference, ...]]:
+def _metaspace(split: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bool, tuple[str, ...]]:
     scheme = split["prepend_scheme"]
     if split.get("split", True):
         raise _unknown("it splits at every space", "whole texts", where)
     if scheme == "never":
         return False, ()
     if scheme == "always":
-        note = "a text that begins with a space, behind a special token, gets a second one in llama.cpp"
-        return True, (Difference(note, re.compile(f"(?:^|{_any_of(special)}) ").search),)
+        return True, ("a text that begins with a space, after a special token, gets a second one in llama.cpp",)
     if chats:
-        note = "a text outside of a chat begins without the space that the training put there"
-        return False, (Difference(note, lambda text: not text.startswith(tuple(special))),)
-    note = "a text behind a special token gets a space that the training did not put there"
-    return True, (Difference(note, re.compile(_any_of(special)).search),)
+        return False, ("a text outside of a chat begins without the space that the training put there",)
+    return True, ("a text after a special token gets a space that the training did not put there",)
 
 
 def _split_name(definition: Mapping[str, Any], where: str) -> str:
-    """How llama.cpp calls the way in which texts are split."""
+    """llama.cpp's name for the way that texts are split."""
     pattern = _split_pattern(_flat(definition.get("pre_tokenizer"), "pretokenizers"))
     whole = bool(definition["model"].get("ignore_merges"))
     name = SPLITS.get((pattern, whole))
@@ -210,25 +195,19 @@ def _flat(step: Mapping[str, Any] | None, inside: str) -> list[Mapping[str, Any]
     return list(step[inside]) if step["type"] == "Sequence" else [step]
 
 
-def _stripping(definition: Mapping[str, Any]) -> tuple[bool, tuple[Difference, ...]]:
+def _stripping(definition: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
     """Whether special tokens drop white space as Phi-3's do, which llama.cpp knows, and those that do it otherwise."""
     added = {token["content"]: token for token in definition["added_tokens"]}
     right = {text for text, token in added.items() if token["rstrip"]}
     as_phi = set(NOT_STRIPPING) <= set(added) and right == set(added) - set(NOT_STRIPPING) and PHI_END in right
     odd = [text for text, token in added.items() if token["lstrip"] or token["single_word"]]
     odd += [] if as_phi else sorted(right)
-    found: tuple[Difference, ...] = ()
+    notes: tuple[str, ...] = ()
     if as_phi:
-        note = "wide and other rare spaces behind a special token are dropped here, and not in llama.cpp"
-        found = (Difference(note, re.compile(rf"{_any_of(right)}\s*[^\S \t\n\v\f\r]").search),)
+        notes = ("wide and other rare spaces after a special token are dropped here, and not in llama.cpp",)
     if odd:
-        note = f"white space beside {', '.join(odd[:5])} is dropped here, and not in llama.cpp"
-        found += (Difference(note, re.compile(rf"\s{_any_of(odd)}|{_any_of(odd)}\s").search),)
-    return as_phi, found
-
-
-def _any_of(tokens: Iterable[str]) -> str:
-    return f"(?:{'|'.join(map(re.escape, tokens))})"
+        notes += (f"white space beside {', '.join(odd[:5])} is dropped here, and not in llama.cpp",)
+    return as_phi, notes
 
 
 def _unknown(what: str, expected: str, where: str) -> ModelError:

@@ -20,8 +20,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapters import LINEAR, shape_of
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.experts import EXPERTS
-from safetrain.engine.upstream.weight_readers import without_adapter
+from safetrain.engine.upstream.layers import without_adapter
 
 ROOT = "base_model.model."
 KEY = re.compile(r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$")
@@ -97,9 +96,9 @@ def from_peft(folder: Path, shape: PeftShape, model: BaseModel) -> Imported:
     Ranks and scales that differ become one: zeros are added to pairs, and B is multiplied. Where blocks or layers
     have no pair, LoRA gets one of zeros, which training never moves.
     """
-    pairs, places = _pairs_of(folder, shape, model), places_of(model)
+    pairs, places = _pairs_of(folder, shape), places_of(model)
     for path, pair in pairs.items():
-        _require_place(path, pair, shape, places, model, folder)
+        _require_place(path, pair, shape, places, folder)
     rank = max(pair.a.shape[0] for pair in pairs.values())
     scales = {path: shape.scale_of(path) for path in pairs}
     scale = Counter(scales.values()).most_common(1)[0][0]
@@ -120,12 +119,12 @@ def from_peft(folder: Path, shape: PeftShape, model: BaseModel) -> Imported:
     return Imported("dora" if shape.dora else "lora", lora, weights, _notes(pairs, scales, wanted, rank, scale))
 
 
-def _pairs_of(folder: Path, shape: PeftShape, model: BaseModel) -> dict[str, Pair]:
+def _pairs_of(folder: Path, shape: PeftShape) -> dict[str, Pair]:
     parts: dict[str, dict[str, mx.array]] = {}
     for key, value in _arrays_in(folder).items():
         match = KEY.match(key)
         if match is None:
-            raise _no_place(key, model, folder)
+            raise _no_place(key, folder)
         parts.setdefault(match[1], {})[match[2]] = value
     expected = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if shape.dora else set())
     for path, found in parts.items():
@@ -165,30 +164,20 @@ def _arrays_in(folder: Path) -> dict[str, mx.array]:
     return arrays
 
 
-def _no_place(key: str, model: BaseModel, folder: Path) -> ModelError:
-    """For what is no pair on a linear layer of a block."""
-    experts = any(isinstance(layer, EXPERTS) for _, layer in model.module.named_modules())
-    what = f"the base has no linear layer {key} in a block"
-    if "embed" in key or "lm_head" in key:
-        what = f"{key} belongs to the embedding or the head"
-    elif ".experts." in key or (experts and ".mlp." in key):
-        what = f"{key} belongs to a mixture's experts"
-    elif not key.startswith(ROOT) or ".lora_" not in key:
-        what = f"{key} is no pair of LoRA"
+def _no_place(key: str, folder: Path) -> ModelError:
+    """For what is not a pair on a linear layer of a block."""
     return ModelError(
-        f"This adapter does not fit: {what}.",
+        f"This adapter does not fit: the base has no linear layer in a block for {key}.",
         where=str(folder / WEIGHTS),
-        expected="pairs on linear layers of the base's blocks",
-        do="give the base that it was trained on with --model; what is more than pairs is merged in PEFT "
-        "(merge_and_unload)",
+        expected="pairs of LoRA on linear layers of the base's blocks",
+        do="give the base that it was trained on with --model; more than pairs (embedding, head, experts, whole "
+        "layers) is merged in PEFT (merge_and_unload)",
     )
 
 
-def _require_place(
-    path: str, pair: Pair, shape: PeftShape, places: Mapping[str, LayerPlace], model: BaseModel, folder: Path
-) -> None:
+def _require_place(path: str, pair: Pair, shape: PeftShape, places: Mapping[str, LayerPlace], folder: Path) -> None:
     if path not in places:
-        raise _no_place(f"{ROOT}{path}.lora_A", model, folder)
+        raise _no_place(path, folder)
     place, rank = places[path], shape.rank_of(path)
     expected: list[tuple[str, tuple[int, ...], mx.array]] = [
         ("lora_A", (rank, place.inputs), pair.a),

@@ -22,7 +22,7 @@ NO_CHANGE = 1e-5  # of the largest logit: what float32 rounds
 
 @dataclass(frozen=True)
 class PeftImportJob:
-    """What to bring in, on which base, and where to."""
+    """A PEFT adapter to import, its base, and the folder to write."""
 
     source: Path  # that PEFT wrote
     base: Path

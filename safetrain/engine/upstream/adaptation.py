@@ -1,27 +1,61 @@
-"""Makes a model of mlx-lm ready for this engine, and says how far it lets itself."""
+"""Makes a model of mlx-lm ready for this engine, and says how far it lets itself.
 
+A model is split into what makes hidden states and the head that makes logits, so that the head sees labels only. That
+both together are the model is found by comparing numbers on a few tokens; a model that differs keeps its own way.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+
+from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.backend import device
-from safetrain.engine.upstream.asking import Refusal
-from safetrain.engine.upstream.loading import complete
-from safetrain.engine.upstream.packing import enable_packing
-from safetrain.engine.upstream.recurrences import train_in_stretches
-from safetrain.engine.upstream.split import SplitModel, split
-from safetrain.engine.upstream.weight_readers import restore_weights
+from safetrain.engine.cpu.quantized import EmbeddingDequantizedPerUse, LinearDequantizedPerUse
+from safetrain.engine.frozen import dequantized
+from safetrain.engine.upstream.functions import replace
+from safetrain.engine.upstream.layers import clip_once, complete
+from safetrain.engine.upstream.packing import PROBE_ROWS, packing_refusal
+from safetrain.engine.upstream.probing import Refusal, asked, few_words, through_few_blocks, trunk_of
+
+Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
+LogitsTransform = Callable[[mx.array], mx.array]  # what is done to logits after the head
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """``head()(trunk(ids))`` is the model; ids (rows, tokens), hidden states (rows, tokens, width).
+
+    A head is made for one pass: quantized weights are dequantized once in it, not once a chunk. It also caps or scales
+    the logits, where the model does.
+    """
+
+    trunk: Callable[..., mx.array]
+    head: Callable[[], Head]
+    vocabulary: int
+    matrix: "HeadMatrix | None"  # of a head that is one product with it
+
+
+@dataclass(frozen=True)
+class HeadMatrix:
+    """A head as a function of its matrix, so that the matrix can be trained."""
+
+    now: Callable[[], mx.array]  # (vocabulary, width)
+    head_of: Callable[[mx.array], Head]
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What the engine does with a model in a way of its own. A refusal says why it does not, empty where it does."""
+    """What the engine computes in its own way for a model. A refusal says why it does not, empty where it does."""
 
     packing_refusal: str  # rows of different lengths as one list of tokens; else as padded rectangles
-    split: SplitModel | None  # so that logits are made of labels alone
+    split: SplitModel | None  # so that logits are made only for labels
     split_refusal: str
 
     def describe(self) -> str:
-        """In words: rows packed, head split."""
+        """The adaptation in words: rows packed, head split."""
         packed = "rows packed" if device().packs_without_padding else "rows in rectangles of few shapes"
         rows = f"rows padded ({self.packing_refusal})" if self.packing_refusal else packed
         return f"{rows}, {f'head not split ({self.split_refusal})' if self.split_refusal else 'head split'}"
@@ -32,10 +66,83 @@ def adapt(module: Any) -> Adaptation:
     complete(module)
     module.freeze()
     module.eval()
-    restore_weights(module)
-    train_in_stretches(module)
-    packing_refusal = enable_packing(module)
+    clip_once(module)
+    has_attention = replace(module)
+    packing = packing_refusal(module, device().attention_ways) if has_attention else "no attention of mlx-lm's"
     try:
-        return Adaptation(packing_refusal, split(module), "")
+        return Adaptation(packing, split(module), "")
     except Refusal as refusal:
-        return Adaptation(packing_refusal, None, str(refusal))
+        return Adaptation(packing, None, str(refusal))
+
+
+def split(module: Any) -> SplitModel:
+    """The two parts; raises Refusal when the model does more than apply one after the other.
+
+    Models of mlx-lm name them ``model`` and ``lm_head``, or apply the embedding once more. Some also cap the logits
+    (Gemma 2), or scale them (Cohere, Granite).
+    """
+    trunk = trunk_of(module)
+    if trunk is None:
+        raise Refusal("its parts have other names")
+    owner = getattr(module, "lm_head", None)
+    embedding = getattr(trunk, "embed_tokens", None)
+    head = getattr(embedding, "as_linear", None) if owner is None else owner
+    if not callable(head):  # Talkie's is an array
+        raise Refusal("its head is not a layer")
+    ids = mx.array(PROBE_ROWS[:1])
+    weights: Any = embedding if owner is None else owner
+
+    def finish_of() -> tuple[LogitsTransform | None, int]:
+        with few_words(module, {id(part): part for part in (embedding, weights)}.values()):
+            parts, whole = asked(lambda: head(trunk(ids))), asked(module, ids)
+            found = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), whole))
+            return next(found, None), whole.shape[-1]
+
+    finish, width = through_few_blocks(module, finish_of)
+    if finish is None:
+        raise Refusal("its logits are not those of its head")
+    vocabulary = max(width, weights.weight.shape[0] if "weight" in weights else 0)
+    return SplitModel(trunk, lambda: _head_of(weights, head, finish), vocabulary, _matrix_of(weights, finish))
+
+
+def _finishes(module: Any) -> Iterator[LogitsTransform]:
+    """What the model may do to its logits, by the names that mlx-lm's arguments have."""
+    yield lambda logits: logits
+    arguments = getattr(module, "args", None)
+    cap, scale, divisor = (
+        getattr(arguments, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    )
+    if cap:
+        yield lambda logits: mx.tanh(logits / cap) * cap
+    if scale:
+        yield lambda logits: logits * scale
+    if divisor:
+        yield lambda logits: logits / divisor
+
+
+def _matrix_of(owner: Any, finish: LogitsTransform) -> HeadMatrix | None:
+    """None for a head that is quantized, or adds a bias."""
+    if type(owner) not in (nn.Linear, nn.Embedding) or "bias" in owner:
+        return None
+    return HeadMatrix(lambda: owner.weight, lambda matrix: lambda hidden: finish(hidden @ matrix.T))
+
+
+def _head_of(owner: Any, head: Head, finish: LogitsTransform) -> Head:
+    if not isinstance(owner, (LinearDequantizedPerUse, EmbeddingDequantizedPerUse)) or "bias" in owner:
+        return lambda hidden: finish(head(hidden))
+    slices = _dequantized_slices(owner)
+    return lambda hidden: finish(mx.concatenate([hidden @ weight.T for weight in slices], axis=-1))
+
+
+def _dequantized_slices(owner: Any) -> list[mx.array]:
+    """The head's weight in float32, as all numbers are where weights are dequantized per use: on CPU.
+
+    Slice by slice, and now: what a slice is made of, three times its size, is gone before the next, and before logits.
+    """
+    rows, quantized_width = owner.weight.shape
+    row_bytes = FLOAT32 * quantized_width * 32 // owner.bits
+    size, slices = max(1, head_slice_bytes(rows * row_bytes) // row_bytes), []
+    for start in range(0, rows, size):
+        slices.append(dequantized(owner, slice(start, start + size)).astype(mx.float32))
+        mx.eval(slices[-1])
+    return slices

@@ -15,14 +15,14 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from safetrain.engine.upstream.asking import Refusal, asked, refusals, through_few_blocks
 from safetrain.engine.upstream.packing import TOLERANCE_16_BIT
+from safetrain.engine.upstream.probing import Refusal, asked, refusals, through_few_blocks
 
 # Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens that are
 # read at a time, of all prompts together (twice as many where these are more than 16), which bounds what activations
 # take: a multiple, as mlx-lm's caches want it.
 CACHE_STEP, PREFILL_TOKENS = 32, 512
-# The last is padded behind tokens of its own; the first is read by itself, as it is so much longer.
+# The last is padded after its tokens; the first is read by itself, as it is so much longer.
 PROBE_ROWS = (tuple(range(2, CACHE_STEP + 12)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
 PAD_ID, ROUNDING = 0, 1e-4  # the second relative to the largest logit: nothing but the order of sums differs
 
@@ -48,14 +48,14 @@ class Continuations:
         return self._module(tokens[:, None], cache=self._caches)[:, -1, :]
 
     def keep(self, rows: Sequence[int], tokens: mx.array) -> mx.array:
-        """Go on with these rows alone; gives their ``tokens``. Only of ``padded`` prompts."""
+        """Continue only these rows; gives their ``tokens``. Only for ``padded`` prompts."""
         chosen = mx.array(list(rows))
         for cache in self._caches:
             cache.filter(chosen)
         return tokens[chosen]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """The caches of these prompts, whose lengths are alike.
+        """The caches of these prompts, which have equal lengths.
 
         Logits of a prompt with a large vocabulary are larger than all of a training; mlx does not make them, as nobody
         asks for them.
@@ -137,7 +137,7 @@ def chooser(temperature: float, top_p: float, seed: int | None) -> Callable[[mx.
 
 
 def padding_refusal(module: Any) -> str:
-    """Why padded prompts are not continued as each alone is; empty where they are."""
+    """Why padded prompts do not continue as each does by itself; empty if they do."""
     try:
         return through_few_blocks(module, lambda: "" if _agree(module) else "other numbers than one by one")
     except Refusal as refusal:

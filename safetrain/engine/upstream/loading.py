@@ -1,5 +1,6 @@
 """Models as mlx-lm opens and builds them, and the types of their numbers."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,15 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.engine.backend import device
-from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
-from safetrain.engine.upstream.experts import dequantize_experts_per_use
+from safetrain.engine.cpu.quantized import dequantize_per_use
+from safetrain.engine.frozen import multiply_as_one_matrix
+from safetrain.engine.upstream.layers import complete, dequantize_experts_per_use
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 REBUILT_GROUP = 32
+NOT_TRAINED = {  # families, by the name in config.json
+    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens",
+}
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 
 
@@ -32,6 +37,12 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
         raise ModelError(f"mlx-lm cannot {doing}: {error}", where=where) from error
     except SystemExit:  # OLMo's first architecture, without ai2-olmo
         raise ModelError("mlx-lm needs a package for this model that is not installed.", where=where) from None
+
+
+def training_refusal(folder: Path) -> str:
+    """Why a model of this family is not trained, read from its config.json; empty if it is."""
+    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -52,9 +63,9 @@ def build(config: dict[str, Any], *, bfloat16: bool) -> Any:
 
 
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """A model of this config.json that has these arrays; raises ValueError where they are not all of its own.
+    """A model of this config.json that has these arrays; raises ValueError if these are not all of its arrays.
 
-    A layer with scales has so many bits as they say, in groups of ``REBUILT_GROUP`` weights.
+    A layer's scales say how many bits it has, in groups of ``REBUILT_GROUP`` weights.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     module = build(plain, bfloat16=False)
@@ -91,7 +102,7 @@ def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: st
 
 
 def cast(module: Any, dtype: Any) -> None:
-    """Every floating parameter, scales and biases of quantized weights too, but for those that mlx-lm never casts."""
+    """Every floating parameter, scales and biases of quantized weights too, except those that mlx-lm never casts."""
     may_cast = getattr(module, "cast_predicate", lambda _name: True)
 
     def to_dtype(name: str, value: mx.array) -> mx.array:
@@ -122,8 +133,12 @@ def _require_known_quantization(module: Any) -> None:
         raise ValueError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU")
 
 
-def complete(module: Any) -> None:
-    """Set up what parts are without that do not call mlx's own ``__init__`` (RecurrentGemma's)."""
-    for _, part in module.named_modules():
-        if "_no_grad" not in vars(part):
-            part._no_grad = set()
+def plain_model(folder: Path, *, in_float32: bool) -> Any:
+    """The model as mlx-lm opens it, frozen; in float32 it is dequantized first."""
+    module = load(folder)[0]
+    if in_float32:
+        module = dequantize_model(module)
+        cast(module, mx.float32)
+    complete(module)
+    module.freeze()
+    return module

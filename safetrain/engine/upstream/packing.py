@@ -1,7 +1,7 @@
 """Rows of different lengths as one list of tokens through a model of mlx-lm, its attention replaced.
 
 Whether it gives the numbers that each row gives alone is found by comparing them on a few tokens, never by the model's
-name. What mlx-lm does with the model elsewhere is not touched: the attention acts on a ``PackedRowsCache`` only.
+name. Without a ``PackedRowsCache`` the attention is mlx-lm's.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models import activations
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from safetrain.engine.activations import swiglu
-from safetrain.engine.backend import device
 from safetrain.engine.row_attention import Block, PackedRows, Way, block_attention
-from safetrain.engine.upstream.asking import Refusal, asked, through_few_blocks
-from safetrain.engine.upstream.parts import trunk_of
-from safetrain.engine.upstream.rebind import rebind
+from safetrain.engine.upstream.probing import Refusal, asked, through_few_blocks, trunk_of
 
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest difference, relative to the largest number
@@ -42,7 +37,7 @@ class PackedRowsCache:
         self.offset = rows.offsets
 
     def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> SlidingWindow:
-        """What mlx-lm asks a cache for in place of a mask."""
+        """The stand-in for a mask that mlx-lm gets from a cache."""
         del return_array
         return SlidingWindow(window_size)
 
@@ -66,22 +61,12 @@ def packed_attention(
     if sinks is not None:
         raise Refusal("its attention has sinks")
     if not isinstance(mask, SlidingWindow):
-        raise Refusal("its attention has a mask of its own")
+        raise Refusal("its attention has its own mask")
     made = [
         block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
         for block in cache.rows.blocks
     ]
     return made[0] if len(made) == 1 else mx.concatenate(made)
-
-
-def enable_packing(module: Any) -> str:
-    """Let the model's attention take lists of rows, and its SwiGLU be fast; why it does not, empty where it does."""
-    here = device()
-    if here.avoids_exponentials:
-        rebind(module, {activations.swiglu: swiglu})
-    if not rebind(module, {scaled_dot_product_attention: packed_attention}):
-        return "no attention of mlx-lm's"
-    return packing_refusal(module, here.attention_ways)
 
 
 def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:
@@ -105,7 +90,7 @@ def call_padded(call: Callable[..., mx.array], ids: mx.array, rows: PackedRows) 
 
 
 def _agree(module: Any, ways: Sequence[Way]) -> bool:
-    call = trunk_of(module) or module  # the head sees each token alone
+    call = trunk_of(module) or module  # the head sees one token at a time
     alone = [asked(call, mx.array([row]))[0] for row in PROBE_ROWS]
     tolerance = tolerance_of(alone[0].dtype) * max(_largest(values) for values in alone)
     offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])

@@ -1,19 +1,43 @@
-"""Model folders as mlx-lm writes and opens them."""
+"""Model folders as mlx-lm writes, quantizes and opens them."""
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.convert import convert
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_adapters, save_config
 from mlx_lm.utils import load as load_with_tokenizer
 
+from safetrain.core.errors import ModelError
+from safetrain.core.model.files import read_model_files
+from safetrain.core.storage.files import replace_directory
+from safetrain.engine.backend import device
 from safetrain.engine.upstream.loading import errors_told
 
-OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")  # that a new model has of its own
+OWN_FILES = (
+    "config.json",
+    "hf_quant_config.json",
+    "*.index.json",
+    "*.safetensors",
+)  # files that a new model writes itself
 GENERATION = "generation_config.json"
+
+
+def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
+    """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
+        temporary = Path(scratch) / "new"
+        try:
+            convert(str(source), mlx_path=str(temporary), quantize=True, q_bits=bits, q_group_size=group_size)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"mlx-lm cannot convert the model: {error}", where=str(source)) from error
+        read_model_files(temporary)
+        replace_directory(temporary, target)
 
 
 def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
@@ -41,10 +65,13 @@ def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
 def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
     """Logits (tokens, vocabulary) of a few tokens by the model that ``mlx_lm.load`` opens, with its tokenizer.
 
-    Raises ModelError where it opens nothing.
+    In float32 where safetrain computes so: rounding to 16 bits in every layer would look like another model. Raises
+    ModelError where it opens nothing.
     """
     with errors_told("open the model", str(folder)):
-        module: Any = load_with_tokenizer(str(folder))[0]
+        module: Any = load_with_tokenizer(str(folder), lazy=True)[0]
+        if device().computes_in_float32:
+            module.set_dtype(mx.float32)
         logits = module(mx.array([ids]))[0].astype(mx.float32)
         mx.eval(logits)
         return logits

@@ -6,6 +6,7 @@ written by the caller, and stop where the caller says.
 """
 
 import argparse
+import ipaddress
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,13 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
 
 from safetrain.core.errors import ModelError, SafetrainError
-from safetrain.engine.upstream.rebind import give
+from safetrain.engine.checkpointing import give
 
 # What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
 USUAL: dict[str, Any] = {
@@ -36,7 +38,7 @@ IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str
 
 @dataclass(frozen=True)
 class Served:
-    """What answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
+    """The model that answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
 
     name: str
     folder: Path  # of the tokenizer
@@ -46,7 +48,7 @@ class Served:
 
 
 class OneModel(ModelProvider):
-    """Opens the model in the thread that computes, and gives it whatever name is asked for."""
+    """Opens the model in the thread that computes, and returns it for every name."""
 
     def __init__(
         self, served: Served, cache_bytes: int, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]
@@ -101,12 +103,21 @@ def _tokenizer_of(served: Served) -> Any:
 class _Handler(APIHandler):
     """Answers requests for the one model."""
 
-    def __init__(self, name: str, *arguments: Any, **keywords: Any) -> None:
-        self._name = name
+    def __init__(self, name: str, host: str, *arguments: Any, **keywords: Any) -> None:
+        self._name, self._host = name, host
         super().__init__(*arguments, **keywords)
 
+    def parse_request(self) -> bool:
+        """Refuse a Host header of another name: a web page whose name leads here (DNS rebinding) could read answers."""
+        if not super().parse_request():
+            return False
+        if may_name(self.headers.get("Host", ""), self._host):
+            return True
+        self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
+        return False
+
     def handle_models_request(self) -> None:
-        """The one model; mlx-lm's own lists the hub's cache, and fails where there is none."""
+        """The one model; mlx-lm's own lists the hub's cache, and fails without one."""
         model = {"id": self._name, "object": "model", "created": self.created, "owned_by": "safetrain"}
         one = self.path.rstrip("/").count("/") > 2  # /v1/models/NAME
         content = json.dumps(model if one else {"object": "list", "data": [model]}).encode()
@@ -121,8 +132,20 @@ class _Handler(APIHandler):
         super()._set_completion_headers(400 if status_code == 404 and known else status_code)
 
 
+def may_name(header: str, host: str) -> bool:
+    """Whether a Host header is empty, an IP address, localhost, or ``host``, the name that was chosen with --host."""
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        if name in ("", "localhost", host.lower()):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 class Listening(ThreadingHTTPServer):
-    """A port that is taken, and not yet listened to."""
+    """A port that is bound, but not yet listened to."""
 
     request_queue_size = 64
 
@@ -132,6 +155,7 @@ class Listening(ThreadingHTTPServer):
 
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
+        self.asked_host = host
         super().__init__((str(found[0][4][0]), port), _Handler, bind_and_activate=False)
         try:
             self.server_bind()
@@ -140,7 +164,7 @@ class Listening(ThreadingHTTPServer):
             raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients leave in the middle of an answer; that is no fault."""
+        """Clients may leave in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -169,7 +193,9 @@ def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[
             raise provider.error
         if provider.model_key is None:  # mlx-lm has written the traceback
             raise ModelError("mlx-lm's server cannot open this model.", where=name, do="try safetrain chat")
-        listening.RequestHandlerClass = partial(_Handler, name, generator, system_fingerprint=get_system_fingerprint())
+        listening.RequestHandlerClass = partial(
+            _Handler, name, listening.asked_host, generator, system_fingerprint=get_system_fingerprint()
+        )
         listening.server_activate()
         ready()
         listening.serve_forever()

@@ -103,7 +103,7 @@ class InitialWeights:
 
 @dataclass(frozen=True)
 class CreatedModel:
-    """What was made; ``sample`` and ``trained`` are of a tokenizer that was trained."""
+    """The created model; ``sample`` and ``trained`` belong to a tokenizer that was trained."""
 
     folder: Path
     shape: ModelShape
@@ -129,7 +129,7 @@ def create_model(
     require_new(folder)
     if dtype not in DTYPES:
         raise ConfigError("No such type of weights.", expected=" or ".join(DTYPES), got=dtype)
-    shape_for(asked)  # what is impossible is said before texts are read
+    shape_for(asked)  # an impossible shape is refused before texts are read
     if isinstance(tokenizer, Path):
         require_tokenizer(tokenizer)
         shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(tokenizer)))
@@ -138,7 +138,7 @@ def create_model(
     say(f"{tokenizer.where}: the text is read")
     sample = read_sample(tokenizer.texts, tokenizer.sample_mib * 2**20)
     if not sample.sample_bytes:
-        raise DataError("There is no text.", where=tokenizer.where, do="name a file with text, or rows")
+        raise DataError("The data has no text.", where=tokenizer.where, do="name a file with text, or rows")
     vocabulary = shape_for(asked, sample.total_bytes).vocabulary
     say(f"a tokenizer of {vocabulary:,} tokens is trained")
     trained = train_tokenizer(sample.texts, vocabulary, split_digits=tokenizer.split_digits)
@@ -155,7 +155,7 @@ def _written(made: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Pat
     tensors = tensors_of(config)
     size = sum(tensor.size_bytes for tensor in tensors)
     place.mkdir(parents=True, exist_ok=True)
-    require_room(place, size, "There is no room for the model.", FREE)
+    require_room(place, size, "The disk has no room for the model.", FREE)
 
     def write(into: Path) -> None:
         write_json(into / "config.json", config)
@@ -198,7 +198,7 @@ def config_of(shape: ModelShape, ids: SpecialIds, rule: InitialWeights) -> dict[
 def normal_quantiles() -> np.ndarray:
     """(65536,) the quantiles of the standard normal distribution in the middle of as many equal parts.
 
-    Rounded to 20 bits behind the point: machines may differ in the last of 52.
+    Rounded to 20 bits after the point: machines may differ in the last of 52.
     """
     normal = NormalDist()
     half = [normal.inv_cdf((place + 0.5) / QUANTILES) for place in range(QUANTILES // 2)]
@@ -239,7 +239,7 @@ def write_weights(folder: Path, tensors: Sequence[TensorHeader], rule: InitialWe
 
 
 def _header(tensors: Sequence[TensorHeader]) -> bytes:
-    """An 8-byte little-endian length and so many bytes of JSON, a multiple of 8 (huggingface/safetensors, README)."""
+    """An 8-byte little-endian length and that many bytes of JSON, a multiple of 8 (huggingface/safetensors, README)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # names and shapes are those of transformers
     place = 0
     for tensor in tensors:
@@ -252,7 +252,7 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
 
 
 def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str, str]]:
-    """Every value of a model, and why: what was asked and what follows from it."""
+    """Every value of a model with its reason: the request and what follows from it."""
     shape, rule = made.shape, made.weights
     share = 100 * shape.embedding / shape.parameters
     yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"
@@ -278,7 +278,7 @@ def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str
 def _reasons_of_text(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str, str]]:
     vocabulary = f"{made.shape.vocabulary:,}"
     if made.trained is None or made.sample is None:
-        yield "vocabulary", vocabulary, "of the model whose tokenizer was taken"
+        yield "vocabulary", vocabulary, "copied with the tokenizer"
         return
     size, total = size_text(made.sample.sample_bytes), size_text(made.sample.total_bytes)
     by_rule = "by model (Tao et al. 2024) and text (Gowda and May 2020)"

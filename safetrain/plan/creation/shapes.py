@@ -1,6 +1,6 @@
 """The shape of a new model: widths that fit a number of parameters, each by a published rule.
 
-All are of the Llama family. Parameters are counted all together: embeddings, blocks, norms; a matrix that is both
+All belong to the Llama family. Parameters are counted all together: embeddings, blocks, norms; a matrix that is both
 embedding and head counts once.
 """
 
@@ -75,7 +75,7 @@ class ModelShape:
 
 
 def parameters_named(text: str) -> int | None:
-    """The number that ``10m``, ``1.2b`` or ``120000`` say; None where it is none."""
+    """The number that ``10m``, ``1.2b`` or ``120000`` say; None for anything else."""
     match = SIZE.fullmatch(text.strip())
     return round(float(match[1]) * UNITS[match[2].lower()]) if match else None
 
@@ -83,7 +83,7 @@ def parameters_named(text: str) -> int | None:
 def shape_for(asked: AskedShape, text_bytes: int | None = None) -> ModelShape:
     """The shape that comes nearest to what is ``asked``; raises ConfigError where there is none.
 
-    The best vocabulary is a matter of the text too: ``text_bytes`` of it, None where it does not matter.
+    The best vocabulary is a matter of the text too: ``text_bytes`` of it, or None.
     """
     _refuse_impossible(asked)
     found = [shape for hidden in _widths(asked) if (shape := _of_width(asked, hidden, text_bytes)) is not None]
@@ -101,7 +101,7 @@ def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) 
     """Tokens that suit a model and a text.
 
     By the model: embeddings grow as the 0.83rd power of the rest, 43,000 tokens of width 3,200 at 3 billion (Tao et
-    al. 2024, arXiv:2407.13623). By the text: 95 % of the tokens shall occur often (Gowda and May 2020,
+    al. 2024, arXiv:2407.13623). By the text: 95 % of the tokens should occur often (Gowda and May 2020,
     arXiv:2004.02334), where token number r of T occurs T / (r (ln V + 0.58)) times (Zipf): 20 times, not the 100 of
     their translations, as small texts are read in several epochs.
     """
@@ -163,7 +163,7 @@ def _group(heads: int) -> int:
 
 
 def _distance(shape: ModelShape, parameters: int | None) -> float:
-    """How far a shape is from the size that is asked, and from the best of depth and width.
+    """The distance of a shape from the requested size, and from the best of depth and width.
 
     That is where ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467).
     """
@@ -179,7 +179,7 @@ def _refuse_impossible(asked: AskedShape) -> None:
         what, presets = "The size of the model is not said.", ", ".join(PRESETS)
         raise ConfigError(what, expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers")
     if None not in (asked.parameters, asked.hidden, asked.layers):
-        what, do = "Width and layers decide the number of parameters, which is asked too.", "leave one of them out"
+        what, do = "Width and layers already decide the number of parameters.", "leave one of them out"
         raise ConfigError(what, got=_asked_text(asked), do=f"{do}; own instead of a preset")
     if width % WIDTH_STEP:
         what, expected = "This width cannot be quantized in groups.", f"--hidden-size: a multiple of {WIDTH_STEP}"

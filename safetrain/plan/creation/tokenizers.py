@@ -29,7 +29,7 @@ SAMPLE_MIB = 64
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """What config.json says of them; None where a tokenizer has no such token. Several tokens may end a text."""
+    """Special tokens as config.json names them; None if a tokenizer has none. Several tokens may end a text."""
 
     begin: int | None
     end: int | tuple[int, ...] | None
@@ -118,7 +118,7 @@ def write_trained(folder: Path, trained: TrainedTokenizer, context: int) -> None
 
 
 def require_vocabulary(trained: TrainedTokenizer, vocabulary: int, sample_bytes: int) -> None:
-    """Raises DataError where a text has too few pairs for the tokens that were asked for."""
+    """Raises DataError where a text has too few pairs for the requested tokens."""
     if trained.tokens < vocabulary:
         raise DataError(
             "The text is too small for this vocabulary.",
@@ -152,9 +152,11 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def require_tokenizer(source: Path) -> None:
-    """Raises ModelError where ``source`` is no folder with a tokenizer."""
+    """Raise ModelError if ``source`` is not a folder with a tokenizer."""
     if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ModelError("There is no tokenizer.", where=str(source), expected="a model's folder, with tokenizer.json")
+        raise ModelError(
+            "The tokenizer is missing.", where=str(source), expected="a model's folder, with tokenizer.json"
+        )
 
 
 def _ids(value: object) -> int | tuple[int, ...] | None:

@@ -22,10 +22,10 @@ from unittest.mock import patch
 
 from safetrain.core.events import Begun, Event, EventPipe, Failed, Finished, parse_event
 from safetrain.core.records.job import TrainJob
-from safetrain.core.records.loaded_job import load_job
 from safetrain.core.signals import stop_on_signal
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
+from safetrain.engine.job import load_job
 from safetrain.guard import keep_going
 from safetrain.guard.process import Ending, WatchSettings
 from safetrain.guard.sampling import Recent, limit_now

@@ -17,7 +17,7 @@ RUN, SAVING, STATE = "safetrain.engine.run", "safetrain.engine.saving", "safetra
 TRAINABLE, TRAINING = "safetrain.engine.trainable", "safetrain.engine.training"
 SITES = (
     Site("read rows", "safetrain.core.data.training_rows", "load_training_rows", "load data"),
-    Site("load BLAS", "safetrain.engine.blas", "load_fast_blas", "load model"),
+    Site("load BLAS", "safetrain.engine.cpu.blas", "load_fast_blas", "load model"),
     Site("open base", TRAINABLE, "open_base", "load model"),
     Site("add adapters", TRAINABLE, "make_trainable", "load model"),
     Site("begin", RUN, "_begin", "resume"),

@@ -67,7 +67,7 @@ def load_fast_blas() -> Blas:
 
 
 def cores() -> int:
-    """Threads that the fast BLAS uses when it is alone; the processor's cores that this process may use without it."""
+    """Threads that the fast BLAS uses with one caller; the processor's cores that this process may use without it."""
     return _loaded[0].openblas_get_num_threads() if _loaded else usable_cores()
 
 
@@ -88,9 +88,9 @@ def blas_threads(callers: int) -> Iterator[None]:
 def _keep_freed_memory() -> None:
     """Let glibc keep what mlx frees.
 
-    By default large arrays are mapped anew each time, and touching their pages for the first time costs several times
+    By default large arrays are mapped again each time, and touching their pages for the first time costs several times
     what the arithmetic on them does (measured: a SwiGLU's backward pass takes 14 ms with it, 4 without). Under a limit
-    on private memory nothing is taken in advance: each thread would hold 64 MiB of it.
+    on private memory nothing is reserved in advance: each thread would hold 64 MiB of it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # not on musl
@@ -137,10 +137,10 @@ def _renamed_openblas() -> Path:
 
 
 def _require_own(library: Path) -> None:
-    """Raise PermissionError unless it is a file of ours that nobody else can write: it is loaded as code."""
+    """Raise PermissionError unless only this user can write the file: it is loaded as code."""
     found = library.lstat()
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "not a file of this user alone", str(library))
+        raise PermissionError(errno.EPERM, "other users can write this file", str(library))
 
 
 def _installed_openblas() -> Path:

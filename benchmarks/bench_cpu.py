@@ -1,0 +1,112 @@
+"""What each trick of safetrain/engine/cpu brings to an update on a Linux CPU: the same update without it.
+
+    python -m benchmarks.bench_cpu
+
+Each way is a process of its own, ROUNDS times in turn. What dequantizing at each use brings is in bench_ops.
+"""
+
+import dataclasses
+import subprocess
+import sys
+
+from benchmarks.machine import write_result
+
+WITHOUT = {
+    "OpenBLAS in front (blas)": "blas",
+    "freed memory kept (blas)": "memory",
+    "SwiGLU by powers of 2 (powers)": "swiglu",
+    "cross-entropy by powers of 2 (powers)": "entropy",
+    "attention by powers of 2 (attention)": "attention",
+    "shards side by side (streams)": "streams",
+}
+ROUNDS = 3
+WIDTH, BLOCKS, VOCABULARY, ROWS, TOKENS = 512, 2, 16384, 8, 128
+CONFIG = {
+    "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": BLOCKS, "intermediate_size": 3 * WIDTH,
+    "num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 128, "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY, "tie_word_embeddings": True,
+}  # fmt: skip
+HEADER = ["trick", "update with all, ms", "without it, ms", "slower without it"]
+
+
+def main() -> None:
+    """One row a trick."""
+    if len(sys.argv) > 1:
+        print(update_ms(sys.argv[1]))
+        return
+    found: dict[str, list[float]] = {way: [] for way in ("", *WITHOUT.values())}
+    for _ in range(ROUNDS):
+        for way, times in found.items():
+            command = [sys.executable, "-m", "benchmarks.bench_cpu", way or "nothing"]
+            times.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    best = {way: min(times) for way, times in found.items()}  # other programs only add to it
+    rows: list[list[object]] = [
+        [name, f"{best['']:.0f}", f"{best[way]:.0f}", f"{best[way] / best['']:.2f} x"] for name, way in WITHOUT.items()
+    ]
+    shape = f"{BLOCKS} blocks of width {WIDTH}, {VOCABULARY:,} words, {ROWS} rows of {TOKENS} tokens"
+    note = f"LoRA on a Llama: {shape}. The best of {ROUNDS} processes."
+    write_result("bench_cpu", "What each trick brings on a Linux CPU", HEADER, rows, (note,))
+
+
+def take_away(trick: str) -> None:
+    """Put what mlx does by itself in the place of one trick; call before anything else of the engine is imported."""
+    from safetrain.engine.cpu import blas
+
+    if trick == "memory":
+        blas._keep_freed_memory = lambda: None
+    if trick != "blas":
+        blas.load_fast_blas()
+    import mlx.nn as nn
+
+    from safetrain.engine import backend, loss, row_attention
+
+    here = backend.device()
+    if trick == "swiglu":
+        here = dataclasses.replace(here, avoids_exponentials=False)
+    if trick == "streams":
+        here = dataclasses.replace(here, shards=1)
+    backend.device = lambda: here
+    if trick == "entropy":
+        loss.cross_entropy = lambda logits, targets: nn.losses.cross_entropy(logits, targets)
+    if trick == "attention":
+        plain = row_attention.PASSES[row_attention.Way.SOFTMAX]
+        row_attention.PASSES[row_attention.Way.POWERS] = plain
+
+
+def update_ms(trick: str) -> float:
+    """Milliseconds of an update of a Llama with random weights, LoRA on all linear layers, without a trick."""
+    take_away(trick)
+    import mlx.core as mx
+
+    from safetrain.core.data.row_order import Cursor
+    from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+    from safetrain.engine.batches import update_at
+    from safetrain.engine.dtypes import time_operation
+    from safetrain.engine.layout import training_layout
+    from safetrain.engine.model import open_skeleton
+    from safetrain.engine.optimizer import optimizer_of
+    from safetrain.engine.selftest import settings_of
+    from safetrain.engine.trainable import equip
+    from safetrain.engine.update import apply_gradient, measure
+
+    settings = settings_of(LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,)), ROWS, TOKENS)
+    model = open_skeleton(CONFIG, float32=True)
+    gradients, optimizer = equip(model, settings), optimizer_of(settings)
+    optimizer.init(model.module.trainable_parameters())
+    mx.eval(model.module.parameters(), optimizer.state)
+    model.module.train()
+    data = TokenRows.of([token_row(range(TOKENS + 1), [True] * (TOKENS + 1))] * ROWS)
+    batch = update_at(data, Cursor(0, 0), 1, ROWS, training_layout(model, ROWS, data.inputs()))
+
+    def step() -> object:
+        loss, gradient = gradients.of(batch, 0)
+        norm = measure(loss, gradient).grad_norm
+        apply_gradient(model, optimizer, gradient, norm, 1e-4, settings.max_grad_norm)
+        return model.module.trainable_parameters(), optimizer.state
+
+    return 1000 * time_operation(step)[0]
+
+
+if __name__ == "__main__":
+    main()

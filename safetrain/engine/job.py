@@ -1,0 +1,126 @@
+"""A training with all that is read before mlx is loaded: the headers of its model, its rows, what memory it takes."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.data.row_order import largest_update, order_fingerprint
+from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.data.windows import TrainRows
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.run import RunMemory, in_rectangles, memory_of_run, require_fit
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.job import TrainJob, identity_of, memory_shape
+from safetrain.core.records.run_state import RunIdentity
+from safetrain.core.records.schema import PRETRAIN, WHOLE
+from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
+from safetrain.core.storage import paths
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training: the model, the rows, the settings and the output folders."""
+
+    asked: TrainJob  # by the supervisor; a recommended warm-up is no longer than this run wants
+    rows: TrainingRows  # cut to length
+    identity: RunIdentity
+    files: ModelFiles
+    output: Path = paths.OUTPUT  # checkpoints and training_state.json
+    adapters: Path = paths.ADAPTERS  # the best adapter so far
+
+    @property
+    def base(self) -> Path:
+        """The base model's folder."""
+        return Path(self.asked.base)
+
+    @property
+    def settings(self) -> TrainSettings:
+        """The settings that decide the numbers."""
+        return self.asked.settings
+
+    @property
+    def train(self) -> TrainRows:
+        """Rows to train on."""
+        return self.rows.train
+
+    @property
+    def valid(self) -> TokenRows:
+        """Rows to validate on."""
+        return self.rows.valid
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        settings = self.settings
+        return total_updates(len(self.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+
+    @property
+    def shortened(self) -> bool:
+        """Whether rows are shorter than those of the run that is continued."""
+        return any(rung.failed.max_seq_length > self.settings.max_seq_length for rung in self.asked.rungs)
+
+
+def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
+    """Read model headers and map the rows; raises SafetrainError for what cannot be used.
+
+    ``beat`` is called again and again where that takes long.
+    """
+    base, settings = Path(asked.base), asked.settings
+    files = read_model_files(base)
+    rows = load_training_rows(base, settings.max_examples, settings.max_seq_length, beat, method=settings.method)
+    if asked.warmup_is_recommended:  # the plan may have been for a longer run
+        updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+        settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
+    digests = files.fingerprint, rows.train_digest, rows.valid_digest
+    identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
+    return Job(dataclasses.replace(asked, settings=settings), rows, identity, files)
+
+
+def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
+    """The largest update of the run, its rows in its own seed's order."""
+    settings = job.settings
+    return largest_update(
+        job.train,
+        job.valid,
+        settings.rows_per_update,
+        settings.num_epochs,
+        settings.max_steps,
+        seeds=(settings.seed,),
+        rectangles=in_rectangles(job.files, backend_name),
+    )
+
+
+def memory_of(job: Job, backend_name: str) -> RunMemory:
+    """What the run will take; raises MachineError when it exceeds the budget."""
+    asked, largest = job.asked, own_largest_update(job, backend_name)
+    found = memory_of_run(job.files, job.settings, largest, backend_name, asked.memory_budget, asked.planned)
+    if not asked.rungs and not asked.survival.oversize:  # the ladder has its own end
+        require_fit(found, job.settings, largest, asked.memory_budget)
+    return found
+
+
+def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:
+    """The first words of a training; ``adaptation``: how the model computes it."""
+    settings, rows, ranks = job.settings, job.train, job.asked.ranks
+    lost = (
+        f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
+        f"{counted(rows.lost_labels, 'label')} lost\n"
+    )
+    name = "window" if settings.method == PRETRAIN else "row"
+    shared = f" shared by {ranks} ranks" if ranks > 1 else ""
+    return (lost if rows.cut_rows else "") + (
+        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update{shared}, "
+        f"{counted(job.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
+        f"{settings.learning_rate:g}, {_trained(settings)}; expected peak of mlx {size_text(predicted_bytes)}; "
+        f"BLAS: {blas}; {adaptation}"
+    )
+
+
+def _trained(settings: TrainSettings) -> str:
+    layers = f"the top {counted(settings.lora.num_layers, 'block')}"
+    if settings.method in WHOLE:
+        return "all weights" if settings.method == PRETRAIN else f"all weights of {layers}"
+    name = {"lora": "LoRA", "dora": "DoRA"}[settings.method]
+    return f"{name} rank {settings.lora.rank} on {layers}"

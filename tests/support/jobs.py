@@ -1,0 +1,35 @@
+"""Jobs for the engine, made without the stages before it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.data.windows import TrainRows
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.run_state import RunIdentity
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.job import Job
+
+
+def job_of(
+    folder: Path, base: Path, train: TrainRows, valid: TokenRows, settings: TrainSettings, identity: RunIdentity
+) -> Job:
+    """A job that leaves everything in ``folder``, with as much memory as there is."""
+    survival = Survival(restart=False, trace=False, keep_checkpoints=2, memory_limit_bytes=None)
+    asked = TrainJob(str(base), settings, False, MemoryBudget(10**12), None, survival, ())
+    return Job(asked, TrainingRows(train, valid), identity, read_model_files(base), folder, folder / "adapters")
+
+
+def with_rows(job: Job, **changes: Any) -> Job:
+    """The job with other rows."""
+    return dataclasses.replace(job, rows=dataclasses.replace(job.rows, **changes))
+
+
+def with_survival(job: Job, **changes: Any) -> Job:
+    """The job with other settings that change nothing of what is computed."""
+    survival = dataclasses.replace(job.asked.survival, **changes)
+    return dataclasses.replace(job, asked=dataclasses.replace(job.asked, survival=survival))

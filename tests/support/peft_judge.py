@@ -1,0 +1,40 @@
+"""PyTorch and PEFT as the judge of an exported adapter: the logits that they compute with it."""
+
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from safetrain.engine.arrays import save_shards
+from safetrain.engine.folding import Folds, float_plan, folded, quantization_in
+from safetrain.engine.upstream.loading import load
+from safetrain.engine.upstream.saving import write_config
+
+
+def logits_of_peft(base: Path, adapter: Path, ids: list[list[int]]) -> np.ndarray:
+    """Logits (rows, tokens, vocabulary) in float32, on a float base. Skips the test where either is missing."""
+    for name in ("torch", "peft"):
+        pytest.importorskip(name, reason="PyTorch and PEFT are not installed: the extra peft")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import peft
+    import torch
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
+        return tuned(torch.tensor(ids)).logits.detach().numpy()
+
+
+def dequantized_base(base: Path, folder: Path) -> Path:
+    """A float copy of a quantized model, which transformers opens."""
+    folder.mkdir()
+    module, config = load(base)
+    nothing = Folds({}, {})
+    plan = float_plan(module, nothing)
+    write_config(module, quantization_in(config, module, plan), folder)
+    save_shards(folder, folded(module, nothing, plan))
+    return folder
