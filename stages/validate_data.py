@@ -9,8 +9,9 @@ from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.data.corpus import FORMAT, corpus_of
+from safetrain.data.corpus import FORMAT
 from safetrain.data.findings import SCREEN_LINES, summary
+from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.texts import training_texts
 from safetrain.data.tokenize import settings_of

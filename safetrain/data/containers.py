@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.data.forms import is_row
-from safetrain.data.strict_json import DEEP, DIGITS, RowError, StrictDecoder, load, shown
+from safetrain.data.strict_json import RowError, StrictDecoder, load, said_of, shown
 
 MOST_ROW_BYTES = 16 * 2**20  # of one row: some four million tokens, more than any model's context
 TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context: split it"
@@ -117,14 +117,13 @@ def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
         text = text[at:]
 
 
-def _fatal(error: Exception, text: str, start: int, *, is_last: bool) -> str:
+def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last: bool) -> str:
     """What is wrong with the value at ``start``; empty where more text may complete it."""
-    if not isinstance(error, json.JSONDecodeError):
-        return DEEP if isinstance(error, RecursionError) else DIGITS
-    may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - len("-Infinity")
-    if is_last or not may_go_on:
-        return f"not valid JSON: {error.msg}"
-    return TOO_LONG if len(text) - start > MOST_ROW_BYTES else ""
+    if is_last or not isinstance(error, json.JSONDecodeError):
+        return said_of(error)
+    if error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - len("-Infinity"):
+        return TOO_LONG if len(text) - start > MOST_ROW_BYTES else ""
+    return said_of(error)
 
 
 def _array_fault(path: Path, place: Place, said: str, rest: str) -> DataError:
@@ -200,12 +199,11 @@ def columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
         for batch in _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path, kind):
             batch.validate(full=True)  # lengths that a damaged file gives, before anything is read by them
             times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python has no type for them
-            for row in batch.drop_columns(times).to_pylist():
-                number += 1
-                try:
-                    yield Place(0, number), {name: _plain(value, name) for name, value in row.items()}
-                except RowError as error:
-                    yield Place(0, number), error
+            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+            for start in range(0, batch.num_rows, rows):
+                for row in batch.slice(start, rows).drop_columns(times).to_pylist():
+                    number += 1
+                    yield Place(0, number), _plain_row(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         where, do = Place(0, number + 1).of(str(path)), "copy or make it again"
@@ -219,7 +217,7 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
         size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
         if size > BOMB_BYTES and size > BOMB_RATIO * path.stat().st_size:
             raise bomb(path)
-        yield from file.iter_batches(max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(1, size))))
+        yield from file.iter_batches(BATCH_ROWS)
 
 
 def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
@@ -227,13 +225,17 @@ def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
 
     with pyarrow.memory_map(str(path)) as source:
         if kind == "Arrow stream":
-            batches: Any = pyarrow.ipc.open_stream(source)
+            yield from pyarrow.ipc.open_stream(source)
         else:
             file = pyarrow.ipc.open_file(source)
-            batches = (file.get_batch(place) for place in range(file.num_record_batches))
-        for batch in batches:
-            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
-            yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+            yield from (file.get_batch(place) for place in range(file.num_record_batches))
+
+
+def _plain_row(row: dict[str, object]) -> object:
+    try:
+        return {name: _plain(value, name) for name, value in row.items()}
+    except RowError as error:
+        return error
 
 
 def _plain(value: object, place: str) -> object:

@@ -24,11 +24,11 @@ from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import SplitReport
 from safetrain.data.findings import Findings
-from safetrain.data.folders import SPLITS, files_by_split
+from safetrain.data.folders import SPLITS, corpus_of
 from safetrain.data.split import SplitFigures
 
 FORMAT = "tokens of documents (datatrove)"
-SUFFIX, INDEX = ".ds", ".index"
+INDEX = ".index"
 TOKEN_BYTES = (2, 4)
 PIECE = 2**21  # tokens that are read together, or one document
 MOST_TOKENS = 2_000_000  # of valid and of test: a pass over more tells no more
@@ -51,23 +51,6 @@ class TokenizedFile:
     def begin(self, document: int) -> int:
         """The first token of a document."""
         return int(self.ends[document - 1]) if document else 0
-
-
-def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
-    """The files of tokens of ``source`` by split, none where it has none; those of no named split are train's.
-
-    A file is of a split whose name is in its own name or in that of a folder below ``source``. Raises DataError
-    where some files are named train and others are of no split, or a part of the corpus cannot be read.
-    """
-    found = files_by_split(source, (SUFFIX,))
-    unnamed = found.pop("", ())
-    if unnamed and "train" in found:
-        what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
-        raise DataError(what, where=str(unnamed[0]), do=do)
-    found = {"train": unnamed, **found} if unnamed else found
-    if found and "train" not in found:
-        raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
-    return found
 
 
 def read_tokenized(path: Path) -> TokenizedFile:

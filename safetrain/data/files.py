@@ -37,11 +37,7 @@ FOREIGN = (  # the first bytes of what is not read, what it is, what to do
     (rb"\x80[\x02-\x05]", "a Python pickle", PICKLE),
     (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE > rows.jsonl"),
     (re.escape(LFS_POINTER), "a pointer of Git LFS", FETCH_LFS),
-    (
-        rb"\s*<(?i:!doctype|html)",
-        "a web page",
-        "download the file itself ('raw', 'download'), not the page that shows it",
-    ),
+    (rb"\s*<(?i:!doctype|html)", "a web page", "download the file itself ('raw'), not the page that shows it"),
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
@@ -225,14 +221,13 @@ def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            before, name = error.object[: error.start], form.encoding.upper()
-            where = f"{path}:{line + before.count(10)} (0x{error.object[error.start]:02x})"
-            if not chunk:
-                what, do = "The data file ends inside a character: it is cut off.", "copy or download the file again"
-                raise DataError(what, where=where, do=do) from None
+            where = f"{path}:{line + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
+            what = f"The data file is not {form.encoding.upper()} throughout."
             do = "correct that byte; or, if it is saved in another encoding, say in WINDOWS-1252, convert it: "
             do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
-            raise DataError(f"The data file is not {name} throughout.", where=where, do=do) from None
+            if not chunk:
+                what, do = "The data file ends inside a character: it is cut off.", "copy or download the file again"
+            raise DataError(what, where=where, do=do) from None
         line += text.count("\n")
         yield text
 

@@ -14,7 +14,8 @@ from safetrain.data.strict_json import shown
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # the first is taken before the next
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+TOKENS = ".ds"
 PACKED = (".gz", ".zst")
 OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # about the data
 NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
@@ -36,50 +37,35 @@ class DataFiles:
 
 
 class _RowFile(NamedTuple):
-    """A file of rows in a folder. Of each split those of the lowest rank are read."""
+    """A file of rows in a folder. A split has one file, shards of one name, or one folder: one ``kind``."""
 
     path: Path
     split: str  # empty where no name says one
     folder: Path  # that holds the data set, if it is one
-    rank: tuple[int, bool, bool, str, int]
+    kind: tuple[str, bool]  # the name without numbers, and whether it has some; or the folder of a split
 
 
-def data_files_of(source: Path, *, documents: bool) -> DataFiles:
-    """The files of a data set; raises DataError.
+def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
+    """The files of a data set, a file or a folder; raises DataError.
 
     With ``documents``, a folder of plain text is a data set too, where it has no files of rows by their splits.
     Names of texts say splits where those of all of them do: else a book named a test would be one.
     """
-    found = files_by_split(source, PLAIN) if documents and source.is_dir() else {}
-    rows = _row_paths(source) if found else []
-    if not found or any(_row_file(path, source).split == "train" for path in rows):
-        return files_of(source)
-    if "" in found or "train" not in found:
-        found = {"train": tuple(path for path in _files_below(source) if suffix_of(path) in PLAIN)}
-    pairs = [(split, path) for split, paths in found.items() for path in paths]
-    return _data_files(pairs, [path.relative_to(source).as_posix() for path in rows])
-
-
-def files_of(source: Path) -> DataFiles:
-    """The files of rows of ``source``, a file or a folder; raises DataError.
-
-    All splits are in one folder: ``source``, or one below it. A split is a file, numbered files or a folder of files.
-    """
     if source.is_file():
         return DataFiles(("train",), (source,))
-    _require_there(source)
-    found = [_row_file(path, source) for path in _row_paths(source)]
-    folder = _folder_of_rows(source, found)
-    here = [file for file in found if file.folder == folder]
-    pairs = list[tuple[str, Path]]()
-    for split in SPLITS:
-        best = min((file.rank for file in here if file.split == split), default=None)
-        paths = [file.path for file in here if (file.split, file.rank) == (split, best)]
-        _require_all_shards(paths, split)
-        pairs += [(split, path) for path in paths]
-    read = {path for _, path in pairs}
-    unread = sorted(file.path.relative_to(source).as_posix() for file in here if file.path not in read)
-    return _data_files(pairs, unread)
+    rows = _row_files(source)
+    has_train = any(file.split == "train" for file in rows)
+    found = files_by_split(source, PLAIN) if documents and not has_train else {}
+    if "" in found or (found and "train" not in found):
+        found = {"train": tuple(path for paths in found.values() for path in paths)}
+    unread = rows
+    if not found:
+        folder = _folder_of_rows(source, rows)
+        here = [file for file in rows if file.folder == folder]
+        found = {split: _files_of_split(split, here) for split in SPLITS}
+        unread = [file for file in here if not file.split]
+    pairs = [(split, path) for split, paths in found.items() for path in paths]
+    return _data_files(pairs, sorted(file.path.relative_to(source).as_posix() for file in unread))
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
@@ -89,19 +75,34 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
     """
     pairs, unread = list[tuple[str, Path]](), list[str]()
     for path in paths:
+        _require_there(path)
         if path.is_dir():
-            part = data_files_of(path, documents=documents or not _row_paths(path))
+            part = data_files_of(path, documents=documents or not _row_files(path))
             pairs += zip(part.names, part.paths, strict=True)
             unread += part.unread
-        elif path.exists():
-            pairs.append((_split_in(Path(path.name))[0] or "train", path))
         else:
-            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
+            pairs.append((_split_in(Path(path.name))[0] or "train", path))
     return _data_files(pairs, unread)
 
 
 def _data_files(pairs: Sequence[tuple[str, Path]], unread: Sequence[str]) -> DataFiles:
     return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), tuple(unread))
+
+
+def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
+    """The files of tokens of ``source`` by split, none where it has none; those of no named split are train's.
+
+    Raises DataError where some files are named train and others are of no split, or a part cannot be read.
+    """
+    found = files_by_split(source, (TOKENS,))
+    unnamed = found.pop("", ())
+    if unnamed and "train" in found:
+        what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
+        raise DataError(what, where=str(unnamed[0]), do=do)
+    found = {"train": unnamed, **found} if unnamed else found
+    if found and "train" not in found:
+        raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
+    return found
 
 
 def files_by_split(source: Path, suffixes: Sequence[str]) -> dict[str, tuple[Path, ...]]:
@@ -130,8 +131,8 @@ def _stem_and_suffix(path: Path) -> tuple[str, str]:
     return name.stem, name.suffix
 
 
-def _split_in(path: Path) -> tuple[str, int, Path]:
-    """The split that a file is of, which of its names is used, and which part of ``path`` says it.
+def _split_in(path: Path) -> tuple[str, Path]:
+    """The split that a file is of, and which part of ``path`` says it.
 
     The name of a split stands at the end of the file's name, before the numbers of shards, or at that of a folder's:
     ``val.csv.gz``, ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The nearest says it.
@@ -141,8 +142,8 @@ def _split_in(path: Path) -> tuple[str, int, Path]:
         word = re.split(r"[-_.]", NUMBERS.sub("", name))[-1]
         for split, names in SPLIT_NAMES.items():
             if word in names:
-                return split, names.index(word), part
-    return "", 0, path
+                return split, part
+    return "", path
 
 
 def _files_below(source: Path) -> Iterator[Path]:
@@ -165,7 +166,7 @@ def _files_below(source: Path) -> Iterator[Path]:
 def _require_there(source: Path) -> None:
     if not source.exists():
         expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
-        do = similar_path(source) or "correct data.path in params.yaml"
+        do = similar_path(source) or "correct its name; in params.yaml it is data.path"
         raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
 
 
@@ -179,39 +180,50 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in parts]
 
 
-def _row_paths(source: Path) -> list[Path]:
+def _row_files(source: Path) -> list[_RowFile]:
     """All files of rows in a folder and below."""
+    _require_there(source)
     paths = [path for path in _files_below(source) if suffix_of(path) in SUFFIXES]
-    return [path for path in paths if not OF_DATASETS.fullmatch(path.name)]
+    return [_row_file(path, source) for path in paths if not OF_DATASETS.fullmatch(path.name)]
 
 
 def _row_file(path: Path, source: Path) -> _RowFile:
     relative = path.relative_to(source)
-    split, number, part = _split_in(relative)
+    split, part = _split_in(relative)
     if part != relative:
-        return _RowFile(path, split, source / part.parent, (number, True, False, "", 0))
+        return _RowFile(path, split, source / part.parent, (f"{part.name}/", False))
     if not split and (path.parent / "state.json").is_file():  # one split, as datasets.save_to_disk wrote it
         split = "train"
-    stem, suffix = _stem_and_suffix(path)
-    series = NUMBERS.sub("", stem)
-    return _RowFile(path, split, path.parent, (number, False, series != stem, series, SUFFIXES.index(suffix)))
+    name = path.name.casefold()
+    series = NUMBERS.sub("", name)
+    return _RowFile(path, split, path.parent, (series, series != name))
+
+
+def _files_of_split(split: str, here: Sequence[_RowFile]) -> tuple[Path, ...]:
+    """The files of a split, of one kind and with no shard missing; raises DataError."""
+    files = [file for file in here if file.split == split]
+    kinds = {file.kind: file.path for file in reversed(files)}
+    if len(kinds) > 1:
+        names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
+        what, do = f"The data folder has {split} more than once.", f"keep one; or put all into a folder {split}"
+        raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
+    paths = tuple(file.path for file in files)
+    _require_all_shards(paths, split)
+    return paths
 
 
 def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
-    """The one folder that holds a data set: ``source``, ``data`` in it as in a clone from the hub, or another."""
+    """The one folder that holds a data set: ``source``, or one below it, as ``data`` in a clone from the hub."""
     folders = sorted({file.folder for file in found if file.split == "train"})
-    near = [folder for folder in folders if folder.parent == source]
-    for chosen in ([source] if source in folders else [], [folder for folder in near if folder.name == "data"], near):
-        if len(chosen) == 1:
-            return chosen[0]
-    if near:
-        got, do = shown(", ".join(folder.name for folder in near)), f"name one: {override('data.path', near[0])}"
+    if source in folders or len(folders) == 1:
+        return source if source in folders else folders[0]
+    if folders:
+        got = shown(", ".join(folder.relative_to(source).as_posix() for folder in folders))
+        do = f"name one: {override('data.path', folders[0])}"
         raise DataError("The data folder has several data sets.", where=str(source), got=got, do=do)
-    here, do = [file for file in found if file.folder == source], "name your rows train.jsonl, or name the file itself"
-    if others := [split for split in SPLITS if any(file.split == split for file in here)]:
-        do = f"here is only {' and '.join(others)}: name the training rows train.jsonl"
-    elif len(here) == 1:
-        do = f"name the file itself: {override('data.path', here[0].path)}"
+    do = "name the training rows train.jsonl, or name the file itself"
+    if len(found) == 1:
+        do += f": {override('data.path', found[0].path)}"
     names = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
     raise DataError(
         "The data folder has no file named train.",

@@ -14,7 +14,6 @@ HINTS = (  # what json says, what the rest of the line begins with, and the usua
     ("Extra data", "{", "two objects in one line: each needs a line of its own"),
     ("", "'", "single quotes, as Python prints them: write the file with json.dumps"),
     ("", ("None", "True", "False"), "as Python prints it: write the file with json.dumps"),
-    ("Illegal trailing comma", "", "one comma too many before it"),
     ("Invalid control character", "", r"a raw control character inside a text: write a tab as \t"),
     ("Invalid \\escape", "", r"write a backslash as \\"),
     ("Unterminated string", "", CUT),
@@ -50,11 +49,9 @@ class StrictDecoder:
         try:
             value: object = self._decoder.decode(text)
         except json.JSONDecodeError as error:
-            raise RowError(f"not valid JSON: {error.msg}{_hint(text, error)}", column=error.colno) from None
-        except ValueError:  # int() refuses more than 4,300 digits
-            raise RowError(DIGITS) from None
-        except RecursionError:
-            raise RowError(DEEP) from None
+            raise RowError(f"{said_of(error)}{_hint(text, error)}", column=error.colno) from None
+        except (ValueError, RecursionError) as error:
+            raise RowError(said_of(error)) from None
         if self._faults:
             raise self._faults[0]
         return value
@@ -79,6 +76,13 @@ class StrictDecoder:
         self._faults.append(RowError(f"{name} is not valid JSON: write null, or leave the key out"))
 
 
+def said_of(error: ValueError | RecursionError) -> str:
+    """What is wrong with a text that json cannot read; int() refuses more than 4,300 digits."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg}"
+    return DEEP if isinstance(error, RecursionError) else DIGITS
+
+
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 load = StrictDecoder().load
 
@@ -96,11 +100,12 @@ def dump(value: object, place: str) -> str:
     """``value`` as JSON text that ``load`` reads again; ``place`` names it in errors."""
     try:
         text = _ENCODER.encode(value)
+        is_deep = text.count("[") + text.count("{") > MOST_DEEP and _depth(value) > MOST_DEEP
     except ValueError:  # 1e999 is read as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
     except RecursionError:
-        raise RowError(f"{place}: {DEEP}") from None
-    if text.count("[") + text.count("{") > MOST_DEEP and _depth(value) > MOST_DEEP:  # it is written inside others
+        is_deep = True
+    if is_deep:  # it is written inside others
         raise RowError(f"{place}: {DEEP}")
     require_unicode(text, place)
     return text
@@ -126,13 +131,8 @@ def kind(value: object) -> str:
 
 
 def _depth(value: object) -> int:
-    deepest, waiting = 0, [(value, 1)]
-    while waiting:
-        item, depth = waiting.pop()
-        deepest = max(deepest, depth)
-        parts = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        waiting += [(part, depth + 1) for part in parts]
-    return deepest
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:

@@ -4,15 +4,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetrain.core.errors import DataError
-from safetrain.data.corpus import corpus_of
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Spot
-from safetrain.data.folders import data_files_of, suffix_of
+from safetrain.data.folders import corpus_of, data_files_of, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.strict_json import RowError
 from safetrain.data.tokenize import Fault, bad_rows
 
-PIECE_CHARACTERS = 2**16  # of plain text, to the end of its line
+PIECE_CHARACTERS = 2**16  # of a text, to the end of its line
 
 
 def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable[[str], None]) -> Iterator[str]:
@@ -21,9 +20,6 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
     ``say`` is told of files in the folders that look like data and are of no split.
     """
     for source in paths:
-        if not source.exists():
-            expected = "a file or folder with text, or rows"
-            raise DataError("The text does not exist.", where=str(source), expected=expected)
         if corpus_of(source):
             raise DataError(
                 "This is a corpus of tokens: it has no text to make a tokenizer of.",
@@ -50,16 +46,14 @@ def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
         except RowError as error:
             faults.append(Fault(Spot(str(path), place), error))
             continue
-        if is_plain:
-            yield from _pieces(row.text)
-        else:
-            yield from [row.text] if row.text else [each.content for each in row.messages if each.content]
+        for text in (row.text, *(message.content for message in row.messages)):
+            yield from _pieces(text)
     if faults:
         raise bad_rows(faults)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A document some lines at a time, so that a sample can be spread over it."""
+    """A text some lines at a time, so that a sample can be spread over it."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)

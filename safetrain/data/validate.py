@@ -29,10 +29,10 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.data.compare import FEW_QUESTIONS, RowFacts, Whole, compare
-from safetrain.data.corpus import FORMAT, CorpusReader, corpus_of
+from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
-from safetrain.data.folders import SPLITS, DataFiles, data_files_of, named_files, suffix_of
+from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
 from safetrain.data.split import TRAIN, split_off
 from safetrain.data.spool import SplitWriter, add_rows, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader

@@ -8,8 +8,9 @@ import pytest
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
-from safetrain.data.corpus import MOST_TOKENS, corpus_of, split_runs
+from safetrain.data.corpus import MOST_TOKENS, split_runs
 from safetrain.data.findings import Severities
+from safetrain.data.folders import corpus_of
 from safetrain.data.tokenize import DataSettings
 from safetrain.data.validate import validate as validate_data
 from tests.conftest import EMBEDDED

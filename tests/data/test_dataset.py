@@ -63,13 +63,11 @@ def test_rows_with_one_question_stay_together(write_jsonl: Write, tmp_path: Path
 def test_a_folder_without_a_test_file_splits_only_that_off(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("d/train.jsonl", [chat(f"q{n}", "a") for n in range(20)])
     write_jsonl("d/valid.jsonl", [chat("v", "a")])
-    write_jsonl("d/validation.jsonl", [chat("v", "a")])
     report = gate(path.parent, tmp_path)
     sizes = [len(lines) for lines in written(tmp_path).values()]
     assert sizes[0] + sizes[2] == 20
     assert sizes[1] == 1
     assert f"test ({sizes[2]} row" in report.split
-    assert "in the data folder, validation.jsonl is not read" in report.warnings
 
 
 def test_too_few_rows_to_split_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:

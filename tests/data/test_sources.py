@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import DataError
-from safetrain.data.folders import DataFiles, files_of
+from safetrain.data.folders import DataFiles, data_files_of
 
 
 def folder(tmp_path: Path, *names: str) -> Path:
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, *names: str) -> Path:
 
 
 def found(source: Path) -> dict[str, list[str]]:
-    files = files_of(source)
+    files = data_files_of(source)
     by_split: dict[str, list[str]] = {}
     for name, path in zip(files.names, files.paths, strict=True):
         by_split.setdefault(name, []).append(path.relative_to(source).as_posix())
@@ -79,23 +79,32 @@ def found(source: Path) -> dict[str, list[str]]:
 def test_a_folder(tmp_path: Path, names: list[str], files: dict[str, list[str]]) -> None:
     source = folder(tmp_path, *names)
     assert found(source) == files
-    assert files_of(source).unread == ()
+    assert data_files_of(source).unread == ()
 
 
 @pytest.mark.parametrize(
     ("names", "unread"),
     [
-        (["train.jsonl", "valid.jsonl", "validation.jsonl"], ("validation.jsonl",)),
-        (["train.jsonl", "train.csv", "train.1.jsonl"], ("train.1.jsonl", "train.csv")),
         (["train.jsonl", "more.csv", "README.md", "dataset_infos.json"], ("more.csv",)),
-        (["train.jsonl", "train/x.jsonl"], ("train/x.jsonl",)),
         (["train.jsonl", "train_backup.jsonl", "test_results.json"], ("test_results.json", "train_backup.jsonl")),
     ],
 )
 def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tuple[str, ...]) -> None:
     source = folder(tmp_path, *names)
-    assert found(source)["train"] == ["train.jsonl"]
-    assert files_of(source).unread == unread
+    assert found(source) == {"train": ["train.jsonl"]}
+    assert data_files_of(source).unread == unread
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["valid.jsonl", "validation.jsonl"], ["train.csv", "train.jsonl"], ["train.1.jsonl", "train.jsonl"],
+        ["train/x.jsonl", "train.jsonl"], ["train.jsonl", "train.jsonl.gz"], ["a_train.csv", "b_train.csv"],
+    ],
+)  # fmt: skip
+def test_a_split_that_is_there_twice_is_refused_with_both(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(DataError, match=f"more than once(.|\n)*{' and '.join(names)}"):
+        data_files_of(folder(tmp_path, "train.jsonl", *names))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +113,7 @@ def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tupl
         (["rows.csv", "notes.txt"], "rows.csv"),
         (["my rows.csv"], "name the file itself: 'data.path=\".*/my rows.csv\"'"),
         (["training.jsonl", "x.jsonl"], "name the file itself"),
-        (["test.jsonl"], "here is only test: name the training rows train.jsonl"),
-        (["test.jsonl", "val.csv"], "here is only valid and test: name"),
+        (["test.jsonl", "val.csv"], "test.jsonl, val.csv(.|\n)*name the training rows train.jsonl"),
         (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
         (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
@@ -118,7 +126,7 @@ def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tupl
 )
 def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
     with pytest.raises(DataError, match=says):
-        files_of(folder(tmp_path, *names))
+        data_files_of(folder(tmp_path, *names))
 
 
 def test_shards_are_counted_from_nought_or_one(tmp_path: Path) -> None:
@@ -137,6 +145,6 @@ def test_links_to_files_are_read_as_files(tmp_path: Path) -> None:
 
 def test_a_file_and_nothing(tmp_path: Path) -> None:
     path = folder(tmp_path, "any.name") / "any.name"
-    assert files_of(path) == DataFiles(("train",), (path,))
+    assert data_files_of(path) == DataFiles(("train",), (path,))
     with pytest.raises(DataError, match="does not exist"):
-        files_of(tmp_path / "none")
+        data_files_of(tmp_path / "none")

@@ -62,7 +62,7 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nothing.jsonl",), "The data file does not exist"),
+        (("nothing.jsonl",), "The data does not exist"),
         (
             ("data/example/test.jsonl", "--fix", "b.jsonl", "--json", "--show-mask", "1"),
             "With --fix, --show-mask, --json does nothing",
