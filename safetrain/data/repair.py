@@ -38,6 +38,7 @@ ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
 )  # whole sequences, then single characters
 LINES, TABLES = ("", ".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
+ONE_FORM = "write .jsonl or .json, or rows of one form"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 Row = dict[str, Any]
 Write = Callable[[Row], object]
@@ -77,8 +78,8 @@ class Repair:
 
     def __init__(self, source: Path, into: Path, options: RepairOptions) -> None:
         """Raises ConfigError for a name of no format that is written."""
-        if not into.name or suffix_of(into) not in (*LINES, *TABLES):
-            expected = ".jsonl, .json, .csv or .tsv, plain, .gz or .zst"
+        if not into.name or suffix_of(into) not in (*LINES, *TABLES, ".parquet"):
+            expected = ".jsonl, .json, .csv or .tsv, plain, .gz or .zst; or .parquet"
             raise ConfigError("The copy has no name, or one of another format.", got=str(into), expected=expected)
         self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
         self.read, self.written = 0, 0  # rows
@@ -182,6 +183,11 @@ def row_writer(path: Path, name: Path) -> Iterator[Write]:
     import pyarrow
 
     suffix, compression = suffix_of(name), COMPRESSIONS.get(name.suffix.casefold())
+    if suffix == ".parquet":
+        rows = list[Row]()
+        yield rows.append
+        _write_parquet(path, rows)
+        return
     stream: Any = pyarrow.output_stream(str(path), compression=compression)
     with io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as file:
         if suffix in TABLES:
@@ -204,12 +210,24 @@ def _table_writer(file: TextIO, separator: str) -> Write:
             writer.writerow(header)
         if set(row) != set(header):
             got = f"{', '.join(row)} after {', '.join(header)}"
-            raise DataError(
-                "A table has the same columns in all rows.", got=got, do="write .jsonl or .json, or rows of one form"
-            )
+            raise DataError("A table has the same columns in all rows.", got=got, do=ONE_FORM)
         cells = [row[key] for key in header]
         writer.writerow(
             [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list | dict) else cell for cell in cells]
         )
 
     return write
+
+
+def _write_parquet(path: Path, rows: list[Row]) -> None:
+    """Write the rows, which are in memory, as one table; raises DataError."""
+    import pyarrow
+    from pyarrow import parquet
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    except pyarrow.ArrowException as error:
+        said = str(error).splitlines()[0]
+        raise DataError(f"The rows are not a table: {said}.", where=str(path), do=ONE_FORM) from None
+    parquet.write_table(table, str(path), compression="zstd")

@@ -11,6 +11,7 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import repair as repair_module
 from safetrain.data.command import fix, refuse_idle
 from safetrain.data.containers import Placed
+from safetrain.data.files import rows_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.repair import RepairOptions, repair
 from safetrain.data.tokenize import DataSettings
@@ -85,6 +86,15 @@ def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> N
     source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
     repair(source, tmp_path / "b.jsonl", RepairOptions(checked_columns({"prompt": "frage", "completion": "antwort"})))
     assert lines(tmp_path / "b.jsonl") == [{"prompt": "q", "completion": "a"}]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.json", "b.csv", "b.tsv.gz", "b.jsonl.zst", "b.parquet"])
+def test_a_copy_has_the_format_of_its_name(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"q, {number}", "completion": "a\tb"} for number in range(3)]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    repair(source, tmp_path / name)
+    assert [value for _, value in rows_of(tmp_path / name)] == rows
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
