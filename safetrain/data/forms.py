@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.data.messages import MEDIA_KEYS, ONLY_TEXT, is_turn
-from safetrain.data.rows import Row, row_of
+from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, is_turn, row_of
 from safetrain.data.strict_json import RowError, dump, kind, shown
 
 Columns = Mapping[str, str]  # parts of a row, and the keys that hold them

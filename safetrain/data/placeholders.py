@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetrain.core.data.template import Skeleton
-from safetrain.data.messages import Message
+from safetrain.data.rows import Message
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # what may be a template's control string

@@ -7,9 +7,8 @@ from typing import Any
 
 from safetrain.core.data.template import ChatTemplate, Controls
 from safetrain.data.masks import Layouts, PlacedChat, RenderError, Turn
-from safetrain.data.messages import Message
 from safetrain.data.placeholders import spellings
-from safetrain.data.rows import Row
+from safetrain.data.rows import Message, Row
 
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
 Remark = tuple[str, str]  # a finding's id and detail
