@@ -105,10 +105,8 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     messages = _with_system(parts.get("system"), turns)
     for index, message in enumerate(messages):
         require_unicode(message.content, f"messages[{index}].content")
-    trained = [message.trained for message in messages if message.role == "assistant"]
-    if not any(trained):
-        why = "every assistant turn has weight 0 or is part of the prompt" if trained else "no assistant turn"
-        raise RowError(f"{why}: there is nothing to learn in this row")
+    if not any(message.trained for message in messages if message.role == "assistant"):
+        raise RowError("no assistant turn to train; one of weight 0 or in the prompt is only shown")
     is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
     tools = tools_text(parts.get("tools"))
