@@ -130,8 +130,9 @@ class Layouts:
         try:
             return self._place(row, tools)
         except TemplateError as error:
-            identifier = "TEMPLATE-REFUSES" if error.kind == "refuses" else "TEMPLATE-SANDBOX"
-            raise RenderError(identifier, error.message) from error
+            if error.kind != "refuses":
+                raise RenderError("TEMPLATE-SANDBOX", error.message) from error
+            raise RenderError("TEMPLATE-REFUSES", error.message + _hint(row, error.message)) from error
 
     def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""
@@ -199,6 +200,15 @@ def _written(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *,
         return template.write(chat, tools, prompt=prompt)
     except TemplateError:
         return None
+
+
+def _hint(row: Row, said: str) -> str:
+    """What of a row is most often behind a refusal, where the template's own words do not name it."""
+    if not row.tools and "'NoneType'" in said:
+        return " (perhaps because the row has no list of tools)"
+    roles = {"tool" if message.calls_tools else message.role for message in row.messages}
+    cause = "tool calls" if "tool" in roles else "system message" if roles & {"system", "developer"} else ""
+    return f" (perhaps because of its {cause})" if cause else ""
 
 
 def _forms(chat: Chat) -> Iterator[ChatForm]:

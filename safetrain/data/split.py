@@ -123,7 +123,7 @@ class SplitFigures:
         histogram = LengthHistogram(
             tuple(self._edges[first : end + 1].tolist()), *map(tuple, counts[:, first:end].tolist())
         )
-        found = LengthQuantiles(*map(int, quantiles), max=int(lengths[-1]))
+        found = LengthQuantiles(*map(int, (*quantiles, lengths[-1])))
         return SplitReport(rows, tokens, self._trained, found, histogram, label_bytes)
 
     def _count(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
