@@ -10,7 +10,7 @@ from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.data.corpus import FORMAT
-from safetrain.data.findings import SCREEN_LINES, summary
+from safetrain.data.findings import summary
 from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.texts import training_texts
@@ -38,7 +38,7 @@ def main(config: Pipeline) -> None:
         _ends(report),
     ]
     if report.findings:
-        lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all", SCREEN_LINES - len(lines)))
+        lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all"))
     print("\n".join(lines))
 
 

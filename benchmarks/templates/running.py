@@ -64,7 +64,7 @@ def run_template(template: Published, conversations: Sequence[Conversation], val
 
 def _said(validate: Validate, rows: Path, folder: Path, count: int) -> tuple[dict[int, Said], str]:
     try:
-        report = validate([rows], folder, shown_rows=-1)
+        report = validate([rows], folder, shown_rows=-1, most_places=1000)
     except (SafetrainError, *FAILURES, RuntimeError) as error:
         return {}, f"{type(error).__name__}: {error}"
     found: dict[int, dict[str, tuple[Any, ...]]] = {line: {} for line in range(1, count + 1)}

@@ -31,13 +31,12 @@ BRACKETS = re.compile(
 
 BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # in all text that was decoded wrongly
 INVISIBLE = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u2060-\u2064\ufeff\u180e\u00ad\ufff9-\ufffb]"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\u180e\u00ad\ufff9-\ufffb]"
     "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
     "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
 )
-DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
-RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefe]")
-SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")  # Thai and others part words with U+200B
+LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # they part words, or turn the direction of writing
+LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
 
 REFUSAL = re.compile(  # where a sentence or a part of it begins
     r"(?:^[\s\"“*(]*|[.!?,]\s)(?:unfortunately |but |and )?(?:"
@@ -50,14 +49,12 @@ REFUSAL = re.compile(  # where a sentence or a part of it begins
     r"|(?:sinto muito|desculpe|lamento),? (?:mas )?(?:eu )?não posso\b"
     r"|(?:eu )?não posso (?:ajudar|fornecer|responder|atender)\b)"
 )
-REFUSING = ("sorry", "i can", "able to", "posso", " ai", "language model", "artificial", "modelo", "uma ia")
 HEAD = 160  # characters of an answer in which a refusal is looked for
 
 CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
 
 KEYS = (  # a part that must be in the text, what the key looks like, whose it is
     ("AKIA", r"\bAKIA[0-9A-Z]{16}\b", "an AWS key"),
-    ("ASIA", r"\bASIA[0-9A-Z]{16}\b", "an AWS key"),
     *((part, rf"\b{part}[A-Za-z0-9]{{36}}\b", "a GitHub token") for part in ("ghp_", "gho_", "ghs_")),
     ("github_pat_", r"\bgithub_pat_[A-Za-z0-9_]{50,}", "a GitHub token"),
     ("glpat-", r"\bglpat-[A-Za-z0-9_-]{20}\b", "a GitLab token"),
@@ -145,9 +142,7 @@ def invisible_character(text: str) -> str:
     """The first character that no reader sees, unless its script needs it."""
     if text.replace("\n", "").isprintable():
         return ""
-    found = INVISIBLE.search(text.replace("\u200b", "") if SPACELESS.search(text) else text)
-    if found is None and not RIGHT_TO_LEFT.search(text):
-        found = DIRECTIONS.search(text)
+    found = INVISIBLE.search(LAYING_OUT.sub("", text) if LAID_OUT.search(text) else text)
     return f"U+{ord(found[0]):04X}" if found is not None else ""
 
 
@@ -164,7 +159,7 @@ def secrets(text: str) -> Iterator[str]:
 def is_refusal(answer: str) -> bool:
     """Whether an answer begins by declining, or by saying that it is a machine's."""
     head = answer[:HEAD].lower().replace("’", "'")
-    return any(part in head for part in REFUSING) and REFUSAL.search(head) is not None
+    return REFUSAL.search(head) is not None
 
 
 def _is_random(key: str) -> bool:

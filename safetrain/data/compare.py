@@ -33,7 +33,7 @@ NUMBERS = np.dtype([  # of a row
     ("answer_words", "u4"),
 ])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
-LONG_ANSWER, LONG_SHARE, SHORT_SHARE, LEAST_SAME = 6, 0.05, 0.9, 20  # words; shares of all rows; rows
+LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
 
 
 @dataclass(frozen=True)
@@ -135,39 +135,35 @@ def compare(findings: Findings, whole: Whole) -> None:
 
 def _overlaps(findings: Findings, whole: Whole) -> None:
     """Rows of a later split with a question of an earlier one, and with nearly one."""
-    asked, in_context = (whole.facts.keys("asked", in_context=each) for each in (whole.likeness.by_context, True))
-    clusters = whole.likeness.clusters
+    in_context = whole.facts.keys("asked", in_context=True)
+    asked = in_context if whole.likeness.by_context else whole.facts.keys("asked")
     for later, earlier in LATER_SPLITS:
         rows, known = (np.flatnonzero(whole.parts == part) for part in (later, earlier))
-        same = np.isin(in_context[rows], in_context[known])
+        detail = f"the question of a row of {SPLITS[earlier]}"
+        checks = [
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with {detail}", asked),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly {detail}", whole.likeness.clusters),
+        ]
         if (later, earlier) == (TEST, TRAIN):
-            whole.tell(findings, "QUESTION-IN-TEST", rows[same], _partners(in_context, rows[same], known))
-            rows, same = rows[~same], same[~same]
-        alike = np.isin(asked[rows], asked[known])
-        others = int((alike & ~same).sum())
-        how = f" ({others} after another system text or other turns)" if others else ""
-        detail = f"{SPLITS[later]} with the question of a row of {SPLITS[earlier]}{how}"
-        whole.tell(findings, "SPLITS-OVERLAP", rows[alike], _partners(asked, rows[alike], known), detail)
-        near = rows[~alike & np.isin(clusters[rows], clusters[known])]
-        detail = f"{SPLITS[later]} with nearly the question of a row of {SPLITS[earlier]}"
-        whole.tell(findings, "SPLITS-OVERLAP", near, _partners(clusters, near, known), detail)
+            checks.insert(0, ("QUESTION-IN-TEST", "", in_context))
+        for identifier, said, keys in checks:
+            alike = np.isin(keys[rows], keys[known])
+            whole.tell(findings, identifier, rows[alike], _partners(keys, rows[alike], known), said)
+            rows = rows[~alike]
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
     """Questions with several answers, and answers to many questions."""
     keys = whole.facts.column("answers")
     rows = np.flatnonzero(keys)
-    if not len(rows):
-        return
     firsts = rows[first_alike(whole.facts.keys("asked", in_context=True)[rows])]
     differ = keys[rows] != keys[firsts]
     whole.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
-    _, first, places, counts = np.unique(keys[rows], return_index=True, return_inverse=True, return_counts=True)
-    is_long = whole.facts.column("answer_words")[rows[first]] >= LONG_ANSWER
-    many = counts >= max(LEAST_SAME, LONG_SHARE * len(rows))
-    many &= is_long | (counts >= SHORT_SHARE * len(rows))
-    same = rows[many[places]]
-    detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
+    long = rows[whole.facts.column("answer_words")[rows] >= LONG_ANSWER]
+    _, places, counts = np.unique(keys[long], return_inverse=True, return_counts=True)
+    many = counts >= max(LEAST_SAME, SAME_SHARE * len(rows))
+    same = long[many[places]]
+    detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // max(1, len(rows))} % of all rows)"
     whole.tell(findings, "ANSWER-DOMINATES", same, same, detail)
 
 

@@ -1,6 +1,5 @@
 """The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted with its places."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from safetrain.data.containers import Place
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
-SCREEN_LINES, MOST_LETTERS = 30, 600
+SCREEN_FINDINGS, MOST_LETTERS = 9, 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 DROP = "safetrain validate FILE --fix OUT --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
@@ -233,15 +232,13 @@ def refused(findings: Sequence[Finding]) -> DataError:
     return DataError("The data cannot be trained as it is:\n" + "\n".join(lines), do="see above; nothing was written")
 
 
-def summary(findings: Sequence[Finding], all_in: str, lines: int = SCREEN_LINES) -> str:
+def summary(findings: Sequence[Finding], all_in: str) -> str:
     """What a terminal shows: errors and warnings, worst first, then a line that counts notes; ``all_in`` has all."""
     grave = [finding for finding in findings if finding.severity != NOTE]
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
-    texts = [described(finding) for finding in grave]
-    fitting = sum(total < lines for total in itertools.accumulate(text.count("\n") + 1 for text in texts))
-    shown = texts[:fitting]
-    if fitting < len(texts):
-        shown.append(f"and {counted(len(texts) - fitting, 'more finding')}: see {all_in}")
+    shown = [described(finding) for finding in grave[:SCREEN_FINDINGS]]
+    if len(grave) > SCREEN_FINDINGS:
+        shown.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')}: see {all_in}")
     notes = sorted({finding.id for finding in findings if finding.severity == NOTE})
     if notes:
         shown.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.data.messages import MEDIA_KEYS, ONLY_TEXT, is_turn
-from safetrain.data.rows import Row, row_of
+from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, is_turn, row_of
 from safetrain.data.strict_json import RowError, dump, kind, shown
 
 Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
@@ -29,14 +28,12 @@ HEADER = "the first line is not a header: write one above it, such as question,a
 MOST_NAMES, MOST_GROUP = 12, 80  # keys that an error lists; letters of a category
 GROUPS = ("category", "task")  # keys that say what kind of row it is
 CHOSEN = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it holds whole chats"
+CLASSES = "keep the good rows without this key, or train on the class: data.columns={prompt: text, completion: label}"
 NOT_ANSWERS = {  # keys that make a row something else than an answer to learn: what it is, and what to do
     "chosen": f"preference data is not supported; to train on the chosen answers only: {CHOSEN}",
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
-    "label": "classes and KTO marks are not supported; keep the good rows without this key, or train on the class: "
-    "data.columns={prompt: text, completion: label}",
-    "labels": "classes are not supported; to train on the text only: data.columns={text: text}",
-    "kto_tag": "KTO marks are not supported; keep the good rows without this key",
+    **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
     "input_ids": "rows are texts, not token ids; give the texts",
     "weight": "a row has no weight; remove this key (weight: 0 in an assistant message leaves out its answer)",
 }
@@ -177,12 +174,10 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     ways = [{"messages": key} for key in lists]
     asked, answers = ([key for key in others if key in names] for names in (ASKING, ANSWERS))
     if turns is None:
-        ways += [{**columns, "history": key} for key in lists]
         ways += [{**columns, part: key} for part, keys in PAIR.items() for key in keys if key in new]
         ways += [{"text": "text"}] if "text" in new else []
     elif answers and any(keys and set(keys) <= set(new) for keys in (asked, answers)):
-        pair = {"prompt": asked[0] if asked else turns, "completion": answers[0]}
-        ways += [pair, {**pair, "history": turns}] if asked else [pair]
+        ways.append({"prompt": asked[0] if asked else turns, "completion": answers[0]})
     if ways:
         settings = " or ".join(map(as_setting, (columns, *ways)))
         raise RowError(f"{TWO_WAYS}; choose one: {settings}", columns=(columns, *ways))
@@ -192,8 +187,6 @@ def _unknown(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms, with a setting of data.columns to look at."""
     asked, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
     for key in (asked[0], answers[0]) if asked and answers else ("text",):
-        if value.get(key, "") is None:
-            return RowError(f"{key} is null, or an empty cell")
         if not isinstance(value.get(key, ""), str):
             return RowError(f"{key} must be a text, this is {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):

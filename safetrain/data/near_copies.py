@@ -77,21 +77,20 @@ class _CandidateSearch:
         """Compare candidates: first those next to each other in the list of a run, then the next but one, …"""
         codes = np.sort(np.concatenate([np.zeros(0, dtype=np.uint64), *self._prefixes()]))
         runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
-        firsts = np.flatnonzero(np.diff(runs, prepend=runs[:1] + np.uint64(1)))  # where the list of each run begins
+        _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the list of each run
+        ends = np.repeat(firsts + sizes, sizes)
         left, at, distance = MOST_CANDIDATES, np.arange(len(codes)), 0
         while len(at):
             distance += 1
-            at = at[: np.searchsorted(at, max(0, len(codes) - distance))]
-            at = at[runs[at] == runs[at + distance]]
-            for start in range(0, len(at), BLOCK):
-                some = at[start : start + BLOCK]
+            at = at[at + distance < ends[at]]
+            for some in np.array_split(at, len(at) // BLOCK + 1):
                 left -= self._compare(texts[some], texts[some + distance])
             if left <= 0:
                 return self._labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
             if distance.bit_count() == 1:  # a large family is soon one cluster: its lists need no more comparison
                 own = self._labels[texts]
                 several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
-                at = at[np.repeat(several, np.diff(firsts, append=len(codes)))[at]]
+                at = at[np.repeat(several, sizes)[at]]
         return self._labels, ""
 
     def _prefixes(self) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetrain.core.data.template import Skeleton
-from safetrain.data.messages import Message
+from safetrain.data.rows import Message
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # what may be a template's control string
@@ -48,10 +48,9 @@ def chat_of(messages: Sequence[Message]) -> Chat:
     """The messages as most templates read them; reasoning stands under both of its usual names."""
     chat = [message.for_template() for message in messages]
     for value in chat:
-        if len(value) > 2:
-            reasoning = next((value[key] for key in REASONING_KEYS if isinstance(value.get(key), str)), None)
-            if reasoning is not None:  # as transformers does: gpt-oss reads thinking, most read reasoning_content
-                value.update(reasoning_content=reasoning, thinking=reasoning)
+        reasoning = next((value[key] for key in REASONING_KEYS if isinstance(value.get(key), str)), None)
+        if reasoning is not None:  # as transformers does: gpt-oss reads thinking, most read reasoning_content
+            value.update(reasoning_content=reasoning, thinking=reasoning)
     return chat
 
 
@@ -59,11 +58,7 @@ def mark(chat: Chat, source: str) -> MarkedChat:
     """The chat with placeholders, for the template ``source``."""
     marker = _Marker(_control_strings(source))
     marked = [marker.message(index, message) for index, message in enumerate(chat)]
-    shapes = (
-        f"{each['role']}\1{each['content']}" if len(each) == 2 else json.dumps(each, ensure_ascii=False)
-        for each in marked
-    )
-    return MarkedChat(marked, tuple(marker.placeholders), "\0".join(shapes))
+    return MarkedChat(marked, tuple(marker.placeholders), json.dumps(marked, ensure_ascii=False))
 
 
 class _Marker:
@@ -73,8 +68,6 @@ class _Marker:
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
         """One message with its words replaced."""
-        if len(message) == 2:  # role and content, as most are
-            return {"role": message["role"], "content": self._content(index, message["content"])}
         marked = dict(message)
         thinking = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
         if thinking:

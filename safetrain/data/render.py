@@ -7,9 +7,8 @@ from typing import Any
 
 from safetrain.core.data.template import ChatTemplate, Controls
 from safetrain.data.masks import Layouts, PlacedChat, RenderError, Turn
-from safetrain.data.messages import Message
 from safetrain.data.placeholders import spellings
-from safetrain.data.rows import Row
+from safetrain.data.rows import Message, Row
 
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
 Remark = tuple[str, str]  # a finding's id and detail
@@ -71,23 +70,20 @@ class Renderer:
         if not turns:
             lost = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
             raise RenderError(*(lost[0] if lost else ("NO-LABELS", NOTHING_WRITTEN)))
-        text, spans, last = placed.text, self._spans(placed, turns), turns[-1]
+        empty, text, last = self._labelling.train_empty_thinking, placed.text, turns[-1]
+        spans = [_span(placed, turn, turn.start if empty else turn.thinking_end) for turn in turns]
         remarks += self._opening_remarks(turns)
         asked, opening = last.prompt_opening, last.own_opening
         if self._labelling.opening == "prompt":
             text, spans = _with_prompt_openings(text, spans, turns)
             asked = opening = ""
-        if not self._labelling.train_empty_thinking:
+        if not empty:
             opening += placed.layout.skeleton.literals[last.first][last.start : last.thinking_end]
         if not all(span.closing in self._controls.stops for span in spans):
             remarks += _stop_remarks(spans, self._controls)
             text, spans[-1] = self._closed(text, spans[-1], tools)
         can_be_asked = bool(row.messages[last.message].content.strip() and last.message)
         return RenderedRow(text, tuple(spans), tuple(dict.fromkeys(remarks)), True, can_be_asked, asked, opening)
-
-    def _spans(self, placed: PlacedChat, turns: Sequence[Turn]) -> list[Span]:
-        empty = self._labelling.train_empty_thinking
-        return [_span(placed, turn, turn.start if empty else turn.thinking_end) for turn in turns]
 
     def _opening_remarks(self, turns: Sequence[Turn]) -> Iterator[Remark]:
         """Remarks on empty thinking that is trained, and on answers that a prompt opens differently than training."""

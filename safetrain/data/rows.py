@@ -1,15 +1,57 @@
-"""A training row, messages or bare text: how it is made of its parts, and written to data/validated."""
+"""A training row, messages or bare text: read from the forms of OpenAI and ShareGPT, and written as OpenAI's newest."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.data.messages import Message, joined_text, parse_messages, tools_text
-from safetrain.data.strict_json import RowError, kind, require_unicode
+from safetrain.data.strict_json import RowError, dump, kind, load, load_object, require_unicode, shown
 
 GROUP = "category"  # the key under which a row's category is written
-CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE_NAMES = {  # what others call them, in small letters
+    **{name: name for name in ROLES},
+    **dict.fromkeys(("human", "prompter", "customer", "client", "instruction", "question"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "ai", "chatbot", "chatgpt", "agent", "answer", "response"), "assistant"),
+    **dict.fromkeys(("observation", "ipython", "environment", "function_response", "tool_result"), "tool"),
+    **dict.fromkeys(("tool_results", "tool_response", "tool_output", "function"), "tool"),
+}
+CALL_ROLES = ("function_call", "tool_call")
+WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")  # OpenAI's, LLaMA-Factory's, Axolotl's
+MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
+ONLY_TEXT = "only text can be trained: leave the row out"
+CALL = '{"type": "function", "function": {"name": …, "arguments": {…}}}'
+TOOL = '{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), empty when there are none.
+
+    ``trained`` is False for an assistant turn of weight 0. ``content_is_null`` tells a null beside tool calls from "".
+    """
+
+    role: str
+    content: str
+    details: str = ""
+    trained: bool = True
+    content_is_null: bool = False
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the turn has tool calls."""
+        return '"tool_calls"' in self.details
+
+    def for_template(self) -> dict[str, Any]:
+        """The mapping that chat templates read."""
+        return {"role": self.role, "content": self.content, **(json.loads(self.details) if self.details else {})}
+
+    def as_json(self) -> dict[str, Any]:
+        """The object to write; ``parse_messages`` reads the same message from it."""
+        value = self.for_template()
+        if self.content_is_null:
+            value["content"] = None
+        return value if self.trained else {**value, "weight": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +97,16 @@ class Row:
 def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     """The row of messages, of prompt and completion, or of text; ``keys`` are the names of the parts in errors."""
     if "text" in parts:
-        text = _text(parts["text"], keys["text"])
-        return Row("text", text=text, remarks=("INVISIBLE-CHARACTERS",) if _has_controls(text.encode()) else ())
+        return Row("text", text=_text(parts["text"], keys["text"]))
     if "messages" in parts:
         turns = parse_messages(parts["messages"], keys.get("messages", "messages"))
     else:
         turns = _pair(parts, keys)
     messages = _with_system(parts.get("system"), turns)
-    trained = [message.trained for message in messages if message.role == "assistant"]
-    if not any(trained):
-        why = "every assistant turn has weight 0 or is part of the prompt" if trained else "no assistant turn"
-        raise RowError(f"{why}: there is nothing to learn in this row")
+    for index, message in enumerate(messages):
+        require_unicode(message.content, f"messages[{index}].content")
+    if not any(message.trained for message in messages if message.role == "assistant"):
+        raise RowError("no assistant turn to train; one of weight 0 or in the prompt is only shown")
     is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
     tools = tools_text(parts.get("tools"))
@@ -125,14 +166,7 @@ def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
         found.append("EMPTY-MESSAGE")
     if messages[-1].role == "user":
         found.append("ENDS-WITH-USER")
-    if _has_controls(joined_text(messages)):
-        found.append("INVISIBLE-CHARACTERS")
     return tuple(found)
-
-
-def _has_controls(content: bytes) -> bool:
-    """Whether there is NUL or the like. To delete them from bytes is several times faster than a search by pattern."""
-    return len(content.translate(None, CONTROLS)) != len(content)
 
 
 def _text(value: object, key: str) -> str:
@@ -142,3 +176,141 @@ def _text(value: object, key: str) -> str:
         raise RowError(f"{key} is empty")
     require_unicode(value, key)
     return value
+
+
+def is_turn(value: object) -> bool:
+    """Whether it looks like one turn of a chat, with OpenAI's keys or ShareGPT's."""
+    return isinstance(value, dict) and (
+        ("role" in value and ("content" in value or "tool_calls" in value)) or ("from" in value and "value" in value)
+    )
+
+
+def parse_messages(value: object, place: str) -> tuple[Message, ...]:
+    """The turns in ``value``, a list; ``place`` names it in errors. Raises RowError."""
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{place} must be a list with at least one message")
+    return tuple([_message(item, f"{place}[{index}]") for index, item in enumerate(value)])
+
+
+def _message(value: object, place: str) -> Message:
+    if not isinstance(value, dict):
+        raise RowError(f"{place} must be an object with role and content, this is {kind(value)}")
+    role, content = value.get("role"), value.get("content")
+    if len(value) == 2 and role in ROLES and type(content) is str and content and not content.isspace():
+        return Message(role, content)  # nearly all: 100,000 rows have some 300,000 of them
+    turn = _usual_turn(value, place)
+    role, content = turn.pop("role", None), turn.pop("content", None)
+    if role not in ROLES:
+        said = f"'{shown(role)}'" if isinstance(role, str) else "missing" if role is None else kind(role)
+        raise RowError(f"{place}.role is {said}; expected one of {', '.join(ROLES)}")
+    weights = [turn.pop(key, None) for key in WEIGHT_KEYS]
+    weight = next((weight for weight in weights if weight is not None), 1)
+    if weight not in (0, 1):
+        raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained) or 1 (trained)")
+    details = _details(turn, role, place) if turn else {}
+    calls, is_null = "tool_calls" in details, content is None
+    text = "" if is_null and calls else _text_of(content, f"{place}.content")
+    if role == "assistant" and not calls and not text.strip():
+        raise RowError(f"{place} is an empty assistant turn")
+    return Message(role, text, dump(details, place) if details else "", bool(weight) or role != "assistant", is_null)
+
+
+def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
+    """The turn with OpenAI's role, content and tool_calls; what is not understood is left as it is."""
+    turn = dict(value)
+    if turn.get("role") is None and "from" in turn:  # ShareGPT
+        turn["role"] = turn.pop("from")
+        if turn.get("content") is None:
+            turn["content"] = turn.pop("value", None)
+    if turn.get("function_call"):  # OpenAI, before tools
+        turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
+    name = turn["role"].strip().casefold() if isinstance(turn.get("role"), str) else ""
+    if name in CALL_ROLES:
+        calls = _parsed(turn.pop("content", None), place)
+        turn |= {"role": "assistant", "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    elif name in ROLE_NAMES:
+        turn["role"] = ROLE_NAMES[name]
+    return turn
+
+
+def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
+    """The other keys without those that are null, in their order (templates may print them), tool calls in one form."""
+    if media := [key for key in MEDIA_KEYS if turn.get(key)]:
+        raise RowError(f"{place}.{media[0]}: {ONLY_TEXT}")
+    if turn.get("tool_calls") and role != "assistant":
+        raise RowError(f"{place}.tool_calls: only an assistant turn calls tools, and this has role '{role}'")
+    calls = turn.get("tool_calls") or []
+    calls = calls if isinstance(calls, list) else [calls]
+    turn["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{at}]") for at, call in enumerate(calls)] or None
+    return {key: item for key, item in turn.items() if item is not None}
+
+
+def _text_of(content: object, place: str) -> str:
+    """The content, or its parts joined."""
+    if isinstance(content, list):
+        return "".join([_part(part, f"{place}[{index}]") for index, part in enumerate(content)])
+    return _part(content, place)
+
+
+def _part(part: object, place: str) -> str:
+    text, got = part, kind(part)
+    if isinstance(part, dict):
+        text = part.get("text", part.get("value"))  # value: LLaMA-Factory
+        text = text if part.get("type", "text") in ("text", "input_text", "output_text") else None
+        got = f"of type '{shown(part.get('type'))}': {ONLY_TEXT}"
+    if not isinstance(text, str):
+        raise RowError(f'{place} must be a text or {{"type": "text", "text": "…"}}, this is {got}')
+    return text
+
+
+def _tool_call(value: object, place: str) -> dict[str, object]:
+    call = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+    if "function" not in call and "name" in call:  # Hermes and mlx-lm: the call without the object around it
+        call["function"] = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
+    function = _function(call.get("function"), value, place, CALL, "parameters")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # OpenAI writes JSON text, and "" without arguments
+        parsed = load_object(arguments) if arguments.strip() else {}
+        arguments = arguments if parsed is None else parsed
+    elif not isinstance(arguments, dict | None):
+        raise RowError(f"{place}.function.arguments must be an object or its JSON text, this is {kind(arguments)}")
+    call.setdefault("type", "function")
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def tools_text(value: object) -> str:
+    """The tools of a row as JSON text of a list, each in OpenAI's form; empty when there are none."""
+    tools = _parsed(value, "tools")
+    if not tools:
+        return ""
+    if not isinstance(tools, list):
+        raise RowError(f"tools must be a list, or the JSON text of a list, this is {kind(tools)}")
+    return dump([_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], "tools")
+
+
+def _tool(value: object, place: str) -> dict[str, object]:
+    tool = value if isinstance(value, dict) else {}
+    if "function" not in tool and "name" in tool:  # flat, as in OpenAI's Responses and in `functions`
+        inner = {key: item for key, item in tool.items() if key != "type"}
+        tool = {"type": tool.get("type") or "function", "function": inner}
+    _function(tool.get("function"), value, place, TOOL, "input_schema")
+    return tool if tool.get("type") else {**tool, "type": "function"}
+
+
+def _function(function: object, value: object, place: str, form: str, misnamed: str) -> dict[str, Any]:
+    """The function of a call or a tool, which has a name; ``misnamed`` is a key that templates would not print."""
+    if isinstance(function, dict) and isinstance(function.get("name"), str) and misnamed not in function:
+        return function
+    inner = function if isinstance(function, dict) else value
+    got = f"an object with the keys {', '.join(map(shown, inner))}" if isinstance(inner, dict) else kind(value)
+    raise RowError(f"{place} is {got}; expected {form}")
+
+
+def _parsed(value: object, place: str) -> object:
+    """The value of a JSON text; anything else as it is."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return load(value)
+    except RowError as error:
+        raise RowError(f"{place} is a text that must be JSON: {error}") from None

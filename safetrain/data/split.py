@@ -16,7 +16,7 @@ from safetrain.data.folders import SPLITS
 MIN_GROUPS = 3
 TRAIN, VALID, TEST = range(3)
 DOUBLINGS = 32  # a row's length has 32 bits
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995)
 
 
 def split_off(
@@ -93,6 +93,7 @@ class SplitFigures:
         self._lengths, self._trained = Counter[int](), 0
         powers = np.arange(BINS_PER_DOUBLING * DOUBLINGS + 1) / BINS_PER_DOUBLING
         self._edges = np.unique(np.concatenate([[0], np.rint(2**powers).astype(np.int64)]))  # the same for all data
+        self._bounds = self._edges + 1  # numpy's bins begin with their lower bound, and these end with their edge
         self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
 
     def add(self, rows: Columns) -> None:
@@ -101,7 +102,7 @@ class SplitFigures:
         places = np.arange(1, len(rows.trained) + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         labels = np.bincount(places[rows.trained & (places > 1)])  # nothing predicts a row's first token
         self._count(lengths, rows.label_counts)
-        self._labels += self._binned(np.arange(1, len(labels)), labels[1:])
+        self._labels += np.histogram(np.arange(len(labels)), self._bounds, weights=labels)[0]
 
     def add_documents(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
         """Count documents (documents,) by their lengths alone: their labels as if they were evenly spread."""
@@ -113,27 +114,20 @@ class SplitFigures:
 
     def report(self, label_bytes: int = 0) -> SplitReport:
         """The figures of all rows that were added, at least one; ``label_bytes``: of the text of their labels."""
-        lengths = np.array(sorted(self._lengths))
-        ends = np.cumsum([self._lengths[length] for length in lengths.tolist()])
-        rows, tokens = int(ends[-1]), sum(length * count for length, count in self._lengths.items())
-        places = {name: max(0, -int(-share * rows // 1) - 1) for name, share in QUANTILES.items()}
-        quantiles = {name: int(lengths[np.searchsorted(ends, place, "right")]) for name, place in places.items()}
-        counts = (self._rows, self._by_labels, self._labels)
-        used = np.flatnonzero(np.sum(counts, axis=0))
+        lengths, numbers = np.array(sorted(self._lengths.items())).T
+        rows, tokens = int(numbers.sum()), int(lengths @ numbers)
+        quantiles = np.quantile(lengths, QUANTILES, weights=numbers, method="inverted_cdf")
+        counts = np.stack([self._rows, self._by_labels, self._labels])
+        used = np.flatnonzero(counts.sum(axis=0))
         first, end = int(used[0]), int(used[-1]) + 1  # without the empty bins at both ends
-        bins = [tuple(count[first:end].tolist()) for count in counts]
-        histogram = LengthHistogram(tuple(self._edges[first : end + 1].tolist()), *bins)
-        found = LengthQuantiles(**quantiles, max=int(lengths[-1]))
+        histogram = LengthHistogram(
+            tuple(self._edges[first : end + 1].tolist()), *map(tuple, counts[:, first:end].tolist())
+        )
+        found = LengthQuantiles(*map(int, (*quantiles, lengths[-1])))
         return SplitReport(rows, tokens, self._trained, found, histogram, label_bytes)
 
     def _count(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
-        sizes, counts = np.unique(lengths, return_counts=True)
-        self._lengths.update(dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
+        self._lengths.update(lengths.tolist())
         self._trained += int(label_counts.sum(dtype=np.int64))
-        self._rows += self._binned(sizes, counts)
-        self._by_labels += self._binned(*np.unique(label_counts[label_counts > 0], return_counts=True))
-
-    def _binned(self, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """(bins,) how many of ``values``, from 1, are in each bin."""
-        bins = np.searchsorted(self._edges, values) - 1
-        return np.bincount(bins, weights=counts, minlength=len(self._edges) - 1).astype(np.int64)
+        self._rows += np.histogram(lengths, self._bounds)[0]
+        self._by_labels += np.histogram(label_counts, self._bounds)[0]

@@ -137,7 +137,7 @@ def test_another_system_text_is_said_of_an_overlap(write_jsonl: Write, tmp_path:
     path = write_jsonl("d/train.jsonl", [*clean(20), behind("Be kind.", *turns)])  # type: ignore[misc]
     write_jsonl("d/valid.jsonl", clean(5, 7))
     write_jsonl("d/test.jsonl", [*clean(5, 8), behind("Be short.", *turns)])  # type: ignore[misc]
-    assert "(1 after another system text or other turns)" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
+    assert "test with the question of a row of train" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
 
 
 def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_path: Path) -> None:

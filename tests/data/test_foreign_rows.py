@@ -161,18 +161,15 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
         ),
         (
             {"messages": EARLIER, "question": "q", "answer": "a"},
-            ["messages: messages", "prompt: question, completion: answer",
-             "prompt: question, completion: answer, history: messages"],
+            ["messages: messages", "prompt: question, completion: answer"],
         ),
         (
             {"question": "q", "context": EARLIER, "answer": "a"},
-            ["messages: context", "prompt: question, completion: answer",
-             "prompt: question, completion: answer, history: context"],
+            ["messages: context", "prompt: question, completion: answer"],
         ),
         (
             {"prompt": "q", "context": EARLIER, "completion": "a"},
-            ["prompt: prompt, completion: completion", "messages: context",
-             "prompt: prompt, completion: completion, history: context"],
+            ["prompt: prompt, completion: completion", "messages: context"],
         ),
         ({**chat("q", "a"), "conversations": EARLIER}, ["messages: messages", "messages: conversations"]),
         (
@@ -234,14 +231,14 @@ def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignore
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen: preference data is not supported"),
         ({"prompt": "q", "rejected": "no"}, "rejected: preference data is not supported; write the better answers"),
         ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
-        ({**chat("q", "a"), "kto_tag": False}, "kto_tag: KTO marks are not supported; keep the good rows"),
+        ({**chat("q", "a"), "kto_tag": False}, "kto_tag: classes and KTO marks are not supported; keep the good rows"),
         ({**chat("q", "a"), "weight": 2}, "weight: a row has no weight; remove this key"),
         ({**chat("<image>q", "a"), "images": ["1.jpg"]}, "images: only text can be trained: leave the row out"),
         ({"input_ids": [1], "labels": [1]}, "input_ids: rows are texts, not token ids; give the texts"),
         ({"instruction": "q", "output": ["good", "bad"]}, "output must be a text, this is a list"),
         ({"instruction": "q", "output": True}, "output must be a text, this is true or false"),
         ({"question": ["q"], "answer": "a"}, "question must be a text, this is a list"),
-        ({"question": "q", "answer": None}, "answer is null, or an empty cell"),
+        ({"question": "q", "answer": None}, "answer must be a text, this is null"),
     ],
 )
 def test_what_changes_the_meaning_of_a_row_is_refused(value: object, says: str) -> None:

@@ -172,7 +172,7 @@ REFUSED = {
         {"context": "c", "question": "q", "answers": {"text": ["a"]}}, "answers must be a text, this is an object", [],
     ),
     "OpenAssistant/oasst1": (
-        {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes are not supported", [],
+        {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes and KTO marks", [],
     ),
     "stanfordnlp/imdb": ({"text": "t", "label": 0}, "label: classes and KTO marks", []),
     "trl-lib/kto-mix-14k": ({"prompt": [USER], "completion": [ASSISTANT], "label": False}, "keep the good rows", []),

@@ -163,9 +163,7 @@ def test_prompt_and_completion_as_messages_train_the_completion_alone() -> None:
     row = parsed(value)
     assert row.format == "chat"
     assert [message.trained for message in row.messages] == [True, False, True, True]
-    assert "or is part of the prompt: there is nothing to learn" in refusal(
-        {**value, "completion": [turn("user", "Au.")]}
-    )
+    assert "one of weight 0 or in the prompt is only shown" in refusal({**value, "completion": [turn("user", "Au.")]})
 
 
 def test_a_completion_with_tools_becomes_a_row_with_tools() -> None:
@@ -191,13 +189,10 @@ def test_columns_that_are_null_are_not_there() -> None:
         (IRON, ()),
         (of(turn("user", " "), turn("assistant", "a")), ("EMPTY-MESSAGE",)),
         (of(turn("user", "q"), turn("assistant", "a"), turn("user", "thanks")), ("ENDS-WITH-USER",)),
-        (chat("a\x00b", "a"), ("INVISIBLE-CHARACTERS",)),
-        ({"prompt": "p", "completion": "\x1b[1mc"}, ("INVISIBLE-CHARACTERS",)),
-        ({"text": "t\x0c"}, ("INVISIBLE-CHARACTERS",)),
         (chat("tab\tand\r\nnew line, é, 🦊", "a"), ()),
         (
             of(turn("user", ""), turn("assistant", "a\x00"), turn("user", "t")),
-            ("EMPTY-MESSAGE", "ENDS-WITH-USER", "INVISIBLE-CHARACTERS"),
+            ("EMPTY-MESSAGE", "ENDS-WITH-USER"),
         ),
     ],
 )
@@ -225,9 +220,9 @@ def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
             'messages[0].content[1] must be a text or {"type": "text", "text": "…"}, this is a',
         ),
         (of(turn("user", "q", images=["a.png"])), "messages[0].images: only text can be trained: leave the row out"),
-        (of(turn("user", "q"), turn("assistant", "a", weight=0)), "every assistant turn has weight 0"),
+        (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
         (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained) or 1 (trained)"),
-        (of(turn("assistant", "a", train=False)), "every assistant turn has weight 0"),
+        (of(turn("assistant", "a", train=False)), "no assistant turn to train"),
         (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
         (calling({"function": {"arguments": "{}"}}), "tool_calls[0] is an object with the keys arguments; expected {"),
         (
@@ -245,7 +240,7 @@ def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
         ),
         ({**IRON, "tools": [{"type": "web_search"}]}, "tools[0] is an object with the keys type; expected {"),
         ({"prompt": "p", "completion": {}}, "completion must be a text, this is an object"),
-        ({"prompt": "p", "completion": None}, "completion is null, or an empty cell"),
+        ({"prompt": "p", "completion": None}, "completion must be a text, this is null"),
         ({"messages": None}, "messages must be a list with at least one message"),
         ({"text": 3}, "text must be a text, this is a number"),
         ({"\ud83d": 1}, r"unknown keys ('\ud83d'); expected one of"),
