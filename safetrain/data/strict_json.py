@@ -5,7 +5,7 @@ import json
 
 MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
-         type(None): "null"}  # fmt: skip
+         type(None): "null, or an empty cell"}  # fmt: skip
 MOST_DEEP = 300
 DEEP = "brackets are nested some hundred deep, which no reader takes"
 DIGITS = "a number has more digits than can be read: write it as a text, in quotes"

@@ -108,7 +108,7 @@ def test_the_line_of_a_table_is_where_its_row_begins(tmp_path: Path) -> None:
     """A spreadsheet's cells have line ends: the row's number is what it shows, the line what an editor shows."""
     path = tmp_path / "a.csv"
     path.write_text('\nprompt,completion\n"one\ntwo",a\n\nq,b\n"three\nfour",\n')
-    assert f"{path}, row 3 (line 7): completion is null" in refusal_of(path)
+    assert f"{path}, row 3 (line 7): completion must be a text, this is null" in refusal_of(path)
     path.write_text("[\n" + json.dumps({"text": "a"}, indent=1) + ',\n\n  {"text":\n3}]')
     assert f"{path}, row 2 (line 6): text must be a text" in refusal_of(path)
 
@@ -194,7 +194,7 @@ def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: st
             ", row 4 (line 1): a row must be a JSON object",
         ),
         ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, where the header names 2 columns"),
-        ("prompt,completion\nq,\n", ", row 1 (line 2): completion is null, or an empty cell"),
+        ("prompt,completion\nq,\n", ", row 1 (line 2): completion must be a text, this is null, or an empty cell"),
         ("id,messages\n1,[oops\n", ", row 1 (line 2): the cell messages is not JSON"),
         ("wort,antwort\nq,a\n", ", row 1 (line 2): unknown keys (wort, antwort); expected one of"),
     ],

@@ -114,7 +114,7 @@ def test_columns_name_what_is_taken(columns: dict[str, str | None], value: objec
         ({"a": "a"}, "no key q, i, which data.columns names; there are: a"),
         ({"q": EARLIER[:1], "i": "more", "a": "b"}, "i is a text; it and the prompt must be texts"),
         ({"q": "q", "i": ["x"], "a": "b"}, "i is a list; it and the prompt must be texts"),
-        ({"q": None, "i": "", "a": "b"}, "q must be a text, this is null"),
+        ({"q": None, "i": "", "a": "b"}, "q must be a text, this is null, or an empty cell"),
         ({"q": "q", "i": "", "a": " "}, "a is empty"),
     ],
 )

@@ -58,7 +58,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert log[0]["before"] == "table, commas, UTF-16, byte order mark"
     assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
     assert log[6]["before"] == {"question": "Who?", "answer": None}
-    assert log[6]["reason"] == "answer is null, or an empty cell"
+    assert log[6]["reason"] == "answer must be a text, this is null, or an empty cell"
     assert log[8]["reason"] == f"repeats {source}, row 1 (line 2)"
     assert (done.read, done.written) == (5, 3)
     said = done.summary()

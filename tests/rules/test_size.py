@@ -11,16 +11,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 32_160,
-    "program tokens": 238_800,
-    "program files": 206,
+    "program lines": 31_880,
+    "program tokens": 236_400,
+    "program files": 205,
     "files under 60 lines": 25,
-    "dataclasses": 244,
-    "helper modules with one importer": 27,
+    "dataclasses": 241,
+    "helper modules with one importer": 28,
     "keys of params.yaml": 69,
     "test lines": 26_600,
     "benchmark, tool and recipe lines": 8_720,
-    "docs words": 38_000,
+    "docs words": 37_900,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
