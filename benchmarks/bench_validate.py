@@ -158,7 +158,7 @@ def trained(project: Path, data: Path) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": str(project), "SAFETRAIN_LOCK_DIR": str(project.parent)}
         with subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or ():
-                if re.match(r"step +0 ", line):
+                if re.match(r"step +0[ /]", line):
                     found.append(time.perf_counter() - began)
             process.wait()
     memory = run([sys.executable, "-c", ROWS_IN_MEMORY], project).printed
