@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ def _print(console: Console, validation: Validation, model: Path, file: str, *, 
         console.print(_masked(row))
     if validation.findings:
         said = summary(validation.findings, "--json lists all")
-        console.print(printable(said.replace("validate FILE ", f"validate {file} ")))
+        console.print(printable(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, said)))
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
     if validation.documents and trained:

@@ -39,7 +39,8 @@ KINDS = {
         WARNING, "in the data folder, {detail}",
         "rename it to a split, merge it into the file that is read, or remove it", by_detail=True, of_rows=False),
     "ROW-UNREADABLE": Kind(
-        ERROR, "{detail}", "correct these rows, or leave them out: --fix OUT --drop-bad", fixed=True, by_detail=True),
+        ERROR, "{detail}", "correct these rows, or leave them out: safetrain validate FILE --fix OUT --drop-bad",
+        fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
     "EMPTY-MESSAGE": Kind(WARNING, "a message is empty in {rows}", DROP),

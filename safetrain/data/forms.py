@@ -27,10 +27,8 @@ AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messag
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 MOST_NAMES, MOST_GROUP = 12, 80  # keys that an error lists; letters of a category
 GROUPS = ("category", "task")  # keys that say what kind of row it is
-CHOSEN = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it holds whole chats"
 CLASSES = "keep the good rows without this key, or train on the class: data.columns={prompt: text, completion: label}"
 NOT_ANSWERS = {  # keys that make a row something else than an answer to learn: what it is, and what to do
-    "chosen": f"preference data is not supported; to train on the chosen answers only: {CHOSEN}",
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
@@ -105,12 +103,14 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     if missing:
         said = f"no key {key_names(missing)}, which data.columns names; there are: {key_names(value)}"
         raise RowError(said, do="name keys that the rows have: --columns, or data.columns in params.yaml")
-    items = {part: value.get(key) for part, key in columns.items()}
+    items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 
 
 def _usual_columns(value: dict[str, Any]) -> Columns:
     """The keys that the row is made of; raises RowError where none are known, or several could be meant."""
+    if value.get("chosen"):
+        raise _preference(value)
     for key in NOT_ANSWERS:
         if key in value and value[key] not in (None, "", [], {}) and (key != "labels" or value.get("text")):
             raise RowError(f"{key}: {NOT_ANSWERS[key]}")
@@ -181,6 +181,16 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     if ways:
         settings = " or ".join(map(as_setting, (columns, *ways)))
         raise RowError(f"{TWO_WAYS}; choose one: {settings}", columns=(columns, *ways))
+
+
+def _preference(value: dict[str, Any]) -> RowError:
+    """The error for a chosen answer beside a rejected one, with the setting that trains on the chosen ones."""
+    asked = next((key for key in (*QUESTIONS, "conversations") if value.get(key)), None)
+    is_chat = isinstance(value["chosen"], list) and (asked is None or len(value["chosen"]) > 1)
+    pair = {"prompt": asked, "completion": "chosen"} if asked else {"text": "chosen"}
+    columns = {"messages": "chosen"} if is_chat else pair
+    said = "chosen: preference data is not supported; to train on the chosen answers only: "
+    return RowError(said + as_setting(columns), columns=(columns,))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:

@@ -19,6 +19,7 @@ ROLE_NAMES = {  # what others call them, in small letters
 CALL_ROLES = ("function_call", "tool_call")
 WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")  # OpenAI's, LLaMA-Factory's, Axolotl's
 MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
+THINKING = ("thinking", "reasoning")  # types of parts
 ONLY_TEXT = "only text can be trained: leave the row out"
 CALL = '{"type": "function", "function": {"name": …, "arguments": {…}}}'
 TOOL = '{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}'
@@ -257,7 +258,8 @@ def _part(part: object, place: str) -> str:
     if isinstance(part, dict):
         text = part.get("text", part.get("value"))  # value: LLaMA-Factory
         text = text if part.get("type", "text") in ("text", "input_text", "output_text") else None
-        got = f"of type '{shown(part.get('type'))}': {ONLY_TEXT}"
+        do = "write it in the message's key reasoning_content" if part.get("type") in THINKING else ONLY_TEXT
+        got = f"of type '{shown(part.get('type'))}': {do}"
     if not isinstance(text, str):
         raise RowError(f'{place} must be a text or {{"type": "text", "text": "…"}}, this is {got}')
     return text

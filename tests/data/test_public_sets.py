@@ -176,12 +176,18 @@ REFUSED = {
     ),
     "stanfordnlp/imdb": ({"text": "t", "label": 0}, "label: classes and KTO marks", []),
     "trl-lib/kto-mix-14k": ({"prompt": [USER], "completion": [ASSISTANT], "label": False}, "keep the good rows", []),
-    "Anthropic/hh-rlhf": ({"chosen": "a", "rejected": "b"}, "chosen: preference data is not supported", []),
+    "Anthropic/hh-rlhf": ({"chosen": "a", "rejected": "b"}, "preference data is not supported", ["text: chosen"]),
     "Intel/orca_dpo_pairs": (
-        {"question": "q", "chosen": "a", "rejected": "b"}, "data.columns={prompt: prompt, completion: chosen}", [],
+        {"question": "q", "chosen": "a", "rejected": "b"}, "on the chosen answers",
+        ["prompt: question, completion: chosen"],
     ),
     "HuggingFaceH4/ultrafeedback_binarized": (
-        {"prompt": "q", "chosen": [USER, ASSISTANT], "rejected": [USER], **CHAT}, "or {messages: chosen}", [],
+        {"prompt": "q", "chosen": [USER, ASSISTANT], "rejected": [USER], **CHAT}, "on the chosen answers",
+        ["messages: chosen"],
+    ),
+    "dpo_en_demo of LLaMA-Factory": (
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN}, "on the chosen answers",
+        ["prompt: conversations, completion: chosen"],
     ),
     "OpenAI's preferences": (
         {"input": CHAT, "preferred_output": [ASSISTANT], "non_preferred_output": [USER]}, "preferred_output: ", [],
@@ -200,3 +206,5 @@ def test_what_is_said_of_a_set_that_cannot_be_read_as_it_is(name: str) -> None:
         parse_row(value)
     assert says in str(caught.value)
     assert [as_setting(way) for way in caught.value.columns] == [f"data.columns={{{way}}}" for way in columns]
+    for way in caught.value.columns if "chosen" in value else ():  # the printed setting reads the row
+        parse_row(value, way)
