@@ -50,9 +50,10 @@ def validate(
 
     Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
 
-    params.yaml, where there is one, decides what is a label, how grave a finding is and your own keys (data.columns).
-    --columns prompt=frage --columns completion=antwort names them for one run. With --fix, one file is copied
-    and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
+    params.yaml, if there is one, decides labels, severities and your own keys (data.columns).
+    --columns prompt=frage --columns completion=antwort names them for one run.
+
+    With --fix, one file is copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
     from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
