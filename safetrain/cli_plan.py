@@ -38,7 +38,9 @@ def validate(
     fix: Annotated[
         Path | None, typer.Option(help="write a repaired copy here, in the format of its name, and a log")
     ] = None,
-    drop: Annotated[str, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")] = "",
+    drop: Annotated[
+        list[str] | None, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")
+    ] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     columns: Annotated[
         list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
@@ -46,7 +48,7 @@ def validate(
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
-    Exit 0: no errors; 1: errors; 2: the files or the model cannot be read.
+    Exit 0: no errors; 1: errors; 2: a file or the model is missing.
 
     Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
 
@@ -68,7 +70,7 @@ def validate(
             command.refuse_idle({"--show-mask": show_mask, "--json": as_json}, "With")
             with still_working("reading and repairing rows"):
                 chosen = model or (model_of_params() if drop else Path())
-                sys.exit(command.fix(named, fix, chosen, settings, drop, drop_bad=drop_bad))
+                sys.exit(command.fix(named, fix, chosen, settings, ",".join(drop or ()), drop_bad=drop_bad))
         command.refuse_idle({"--drop": drop, "--drop-bad": drop_bad}, "Without")
         with still_working("reading and comparing rows"):
             sys.exit(command.report(

@@ -55,7 +55,7 @@ def report(
     if as_json:
         print(_as_json(found))
     else:
-        file = shlex.quote(str(paths[0])) if len(paths) == 1 else "FILE"
+        file = shlex.quote(str(paths[0])) if len(paths) == 1 and not paths[0].is_dir() else "FILE"
         _print(console, found, model, file, show_mask=show_mask is not None)
     return 1 if found.has_errors else 0
 

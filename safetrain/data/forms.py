@@ -1,5 +1,6 @@
 """Which keys of a row are its messages, its question and answer, or its text: the usual names, or data.columns."""
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messag
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 MOST_NAMES, MOST_GROUP = 12, 80  # keys that an error lists; letters of a category
 GROUPS = ("category", "task")  # keys that say what kind of row it is
-CLASSES = "keep the good rows without this key, or train on the class: data.columns={prompt: text, completion: label}"
+CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys that make a row something else than an answer to learn: what it is, and what to do
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
@@ -63,6 +64,11 @@ def checked_columns(columns: object) -> Columns | None:
 def as_setting(columns: Columns) -> str:
     """data.columns as it is written in params.yaml and on a command line."""
     return f"data.columns={{{', '.join(f'{part}: {shown(key)}' for part, key in columns.items())}}}"
+
+
+def as_options(columns: Columns) -> str:
+    """The same as options of `safetrain validate`, to be pasted."""
+    return " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
 
 
 def key_names(keys: Collection[str]) -> str:
@@ -201,6 +207,8 @@ def _unknown(value: dict[str, Any]) -> RowError:
             return RowError(f"{key} must be a text, this is {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
         return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
+    if asked and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, *GROUPS, "id", "system", "tools"}:
+        return RowError(f"{asked[0]} has no answer beside it: expected {', '.join(ANSWERS[:4])}")
     texts = [key for key in value if _said(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in asked + answers, -len(_said(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")

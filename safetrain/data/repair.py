@@ -208,10 +208,10 @@ def _table_writer(file: TextIO, separator: str) -> Write:
         if not header:
             header.extend(row)
             writer.writerow(header)
-        if set(row) != set(header):
+        if not set(row) <= set(header):
             got = f"{', '.join(row)} after {', '.join(header)}"
             raise DataError("A table has the same columns in all rows.", got=got, do=ONE_FORM)
-        cells = [row[key] for key in header]
+        cells = [row.get(key) for key in header]
         writer.writerow(
             [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list | dict) else cell for cell in cells]
         )

@@ -21,7 +21,7 @@ from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Findings, Severities, Spot, refused
 from safetrain.data.folders import DataFiles, suffix_of
-from safetrain.data.forms import Columns, as_setting, checked_columns, parse_row
+from safetrain.data.forms import Columns, as_options, as_setting, checked_columns, parse_row
 from safetrain.data.masks import RenderError
 from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer
 from safetrain.data.rows import Row
@@ -319,9 +319,9 @@ def _remedy(faults: Sequence[Fault]) -> str:
     """What to do where no row could be read, all for one reason."""
     error = faults[0].error
     if error.columns:
-        lines = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
-        return f"name the keys, in params.yaml or, as --columns PART=KEY, on the command line:{lines}"
-    return error.do
+        lines = "".join(f"\n{'':12}{as_setting(way)}\n{'':12}{as_options(way)}" for way in error.columns)
+        return f"name the keys that are meant, with data.columns or, in this command, with --columns:{lines}"
+    return error.do or ("all rows have this fault: correct what wrote the file" if len(faults) > 1 else "")
 
 
 def _answers(rendered: RenderedRow) -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 31_880,
-    "program tokens": 236_400,
+    "program lines": 31_900,
+    "program tokens": 236_600,
     "program files": 205,
     "files under 60 lines": 25,
     "dataclasses": 241,
