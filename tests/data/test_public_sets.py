@@ -206,5 +206,5 @@ def test_what_is_said_of_a_set_that_cannot_be_read_as_it_is(name: str) -> None:
         parse_row(value)
     assert says in str(caught.value)
     assert [as_setting(way) for way in caught.value.columns] == [f"data.columns={{{way}}}" for way in columns]
-    for way in caught.value.columns if "chosen" in value else ():  # the printed setting reads the row
+    for way in caught.value.columns if "chosen" in str(value) else ():  # the printed setting reads the row
         parse_row(value, way)
