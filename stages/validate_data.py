@@ -43,7 +43,7 @@ def main(config: Pipeline) -> None:
 
 
 def _create_or_take(config: Pipeline, folder: Path, preset: str) -> None:
-    """Report that an existing model is used as it is, whatever its size and tokenizer."""
+    """Create the model, or report that an existing one is used as it is, whatever its size and tokenizer."""
     if not folder.exists():
         _create(config, folder, preset)
         return
@@ -55,7 +55,7 @@ def _create_or_take(config: Pipeline, folder: Path, preset: str) -> None:
 
 
 def _create(config: Pipeline, folder: Path, preset: str) -> None:
-    """Create a model if the folder has none, with a tokenizer made of the training rows' texts."""
+    """Create a model with a tokenizer made of the training rows' texts."""
     if corpus_of(Path(config.data.path)):
         raise ConfigError(
             "The model does not exist, and no tokenizer can be made of a corpus of tokens: it has no text.",

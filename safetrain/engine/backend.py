@@ -59,7 +59,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """The device in mlx's type."""
+        """mlx's name of the device."""
         return "cpu" if self.name == "cpu" else str(mx.default_device())
 
 

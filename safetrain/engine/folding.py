@@ -32,7 +32,7 @@ class Stored:
     mode: str = AFFINE
 
     def entry(self) -> dict[str, Any]:
-        """The quantization section of config.json."""
+        """The entry in config.json."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 

@@ -46,7 +46,7 @@ class ShardLoss:
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
-        """Loss and gradient of one shard, lazily."""
+        """Loss of one shard, lazily."""
         if not self._training:
             return self.by_label(shard).sum()
         if self._matrix is not None and self._split is not None:

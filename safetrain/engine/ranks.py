@@ -227,7 +227,7 @@ def facts_of(identity: RunIdentity) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """A fingerprint of the settings that decide the numbers, and of the job's form."""
+    """Versions of the packages that decide the numbers and the form of the job."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 

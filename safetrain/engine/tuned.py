@@ -31,7 +31,7 @@ class ExportJob:
     compute_dtype: str | None = field(default=None, kw_only=True)  # of a GPU
 
     def open(self, folder: Path) -> BaseModel:
-        """A model for questions, dequantized if memory allows."""
+        """Open a model for questions, dequantized if memory allows."""
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 

@@ -245,7 +245,7 @@ def norm_of(gradient: Gradient) -> mx.array:
 
 @mx.compile
 def _root_of_sum(squares: list[mx.array]) -> mx.array:
-    """Add many numbers in few kernels."""
+    """The root of a sum, in few kernels."""
     return mx.sqrt(sum(squares, mx.array(0.0)))
 
 

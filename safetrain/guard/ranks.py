@@ -224,7 +224,7 @@ class LaunchedRanks(WatchedProcess):
         return dataclasses.replace(found, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
 
     def _rank_0(self) -> psutil.Process | None:
-        """The rank's process, while it runs."""
+        """Rank 0's process, while it runs."""
         return living_process(self.flight.header.pid) if self.flight.header is not None else None
 
     def _first(self) -> tuple[int | None, int]:

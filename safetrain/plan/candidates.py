@@ -291,7 +291,7 @@ def _fewer_bits(shortage: Shortage) -> str:
 
 
 def _smaller_base(shortage: Shortage) -> str:
-    """Scale in proportion: weights, adapter and activations all shrink with the base."""
+    """The size of a base that fits, in proportion: weights, adapter and activations shrink with it."""
     process = shortage.budget.process_bytes
     share = shortage.budget.mlx_bytes / max(1, shortage.needed_bytes - process)
     millions = share * shortage.model.parameters / 1e6

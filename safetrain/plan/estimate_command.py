@@ -193,7 +193,7 @@ def estimate_pretraining(
 def _tokens_per_second(
     model: ModelFiles, place: TrainingPlace, tokens: int, length: int, per_token: float
 ) -> float | None:
-    """Peak memory of all ranks together."""
+    """Tokens per second of all ranks together."""
     rows, measured = windows_per_update(model, tokens, length), place.speed.step_seconds is not None
     flops = rows * length * per_token
     update = shared_update(place.speed, flops, model.parameters, place.machine.backend, rows)

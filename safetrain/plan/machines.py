@@ -120,7 +120,7 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
 
 
 def speed_of_profile(profile: Profile) -> Speed:
-    """A machine of conf/machine."""
+    """Speed of a machine of conf/machine."""
     where = PROFILES / f"{profile.name}.yaml"
     if profile.tflops is None:
         return Speed(None, f"not known: no tflops in {where}")

@@ -181,7 +181,7 @@ class _Search:
         return total_updates(self.question.rows.count, fit.rows_per_update, chosen.num_epochs, chosen.max_steps)
 
     def _job(self, fit: Fit) -> TrainJob:
-        """The settings of the dry run: the same, under a slightly smaller memory limit."""
+        """The job of the dry run: the same settings, under a slightly smaller memory limit."""
         train, chosen = self.question.train, self.closed_form(fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         survival = Survival(True, False, 1, None if limit is None else int(limit * (1 - SPARED)))

@@ -37,11 +37,6 @@ class TokenWindows:
     def __len__(self) -> int:
         return -(-(self._stream - 1) // self.tokens)
 
-    @property
-    def stream_tokens(self) -> int:
-        """Tokens of all documents."""
-        return self._stream
-
     def inputs(self) -> np.ndarray:
         """(windows,) tokens that each feeds: all the same but the last one's."""
         sizes = np.full(len(self), self.tokens, dtype=np.int32)

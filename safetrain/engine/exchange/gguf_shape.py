@@ -18,7 +18,7 @@ PLAIN_ROTATIONS = ("default", "linear")
 
 
 def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> None:
-    """The metadata from which llama.cpp builds ``module``, mlx-lm's text model."""
+    """Write the metadata from which llama.cpp builds ``module``, mlx-lm's text model."""
     args = module.args
     head = _head_width(args)
     context = getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT
