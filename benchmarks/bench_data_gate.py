@@ -20,12 +20,11 @@ from safetrain.core.data.template import Controls
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.words import words_of
 from safetrain.data.checks import is_refusal, secrets, text_findings
-from safetrain.data.compare import RowFacts, Whole, asked_text, compare, digests
+from safetrain.data.compare import RowFacts, Whole, asked_text, compare, digests, shingles
 from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.forms import parse_row
-from safetrain.data.near_copies import shingles
-from safetrain.data.strict_json import load
+from safetrain.data.json_rows import load
 from safetrain.data.tokenize import ReadRow
 from tests.support.made_texts import Maker
 

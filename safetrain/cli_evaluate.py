@@ -182,7 +182,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     """Of the project's token store, where it was made for this tokenizer; else read and tokenized for the model."""
     from safetrain.core.data.held_out import load_held_out
     from safetrain.core.data.store import read_made, store_path
-    from safetrain.core.data.tokenizer_files import tokenizer_hash
+    from safetrain.core.model.files import tokenizer_hash
     from safetrain.data.command import command_settings
     from safetrain.data.validate import read_held_out
 
@@ -204,8 +204,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
 
 def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
     """One model, or base and tuned; raises ConfigError for two tokenizers, ModelError for another base."""
-    from safetrain.core.data.tokenizer_files import make_same_tokens
-    from safetrain.core.model.files import read_model_files
+    from safetrain.core.model.files import make_same_tokens, read_model_files
     from safetrain.core.records.adapter_files import require_base
     from safetrain.engine.comparison import Subject
 

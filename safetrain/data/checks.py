@@ -35,6 +35,7 @@ INVISIBLE = re.compile(
     "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
     "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
 )
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # what steers a terminal, whole
 LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # they part words, or turn the direction of writing
 LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
 
@@ -142,8 +143,22 @@ def invisible_character(text: str) -> str:
     """The first character that no reader sees, unless its script needs it."""
     if text.replace("\n", "").isprintable():
         return ""
-    found = INVISIBLE.search(LAYING_OUT.sub("", text) if LAID_OUT.search(text) else text)
-    return f"U+{ord(found[0]):04X}" if found is not None else ""
+    is_laid_out = LAID_OUT.search(text) is not None
+    found = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
+    return next((f"U+{ord(letter):04X}" for letter in found), "")
+
+
+def without_invisible(text: str) -> str:
+    """The text without what ``invisible_character`` finds; vertical tabs and form feeds become the end of a line."""
+    is_laid_out = LAID_OUT.search(text) is not None
+
+    def instead(found: re.Match[str]) -> str:
+        is_needed = is_laid_out and LAYING_OUT.fullmatch(found[0])
+        return found[0] if is_needed else "\n" if found[0] in "\v\f" else ""
+
+    while invisible_character(text):  # one that is gone may have hidden another
+        text = INVISIBLE.sub(instead, ESCAPES.sub("", text))
+    return text
 
 
 def secrets(text: str) -> Iterator[str]:

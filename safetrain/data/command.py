@@ -12,9 +12,9 @@ from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable
-from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.forms import named_columns
+from safetrain.data.json_rows import Place
 from safetrain.data.repair import RepairOptions, repair
 from safetrain.data.tokenize import DataSettings, ReadRow, settings_of
 from safetrain.data.validate import Validation, validate

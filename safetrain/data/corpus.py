@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.corpus_store import Corpus, DocumentWriter
-from safetrain.core.data.store import Provenance, metadata_of, store_path
+from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, metadata_of, store_path
 from safetrain.core.data.token_files import OpenFiles, Stretch, TokenFile, loss_path, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError

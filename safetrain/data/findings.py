@@ -1,18 +1,18 @@
 """The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted with its places."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Finding
-from safetrain.data.containers import Place
+from safetrain.data.json_rows import Place, RowError
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
-SCREEN_FINDINGS, MOST_LETTERS = 9, 600
+SCREEN_FINDINGS, MOST_ERRORS, MOST_LETTERS = 9, 20, 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 DROP = "safetrain validate FILE --fix OUT --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
@@ -39,7 +39,8 @@ KINDS = {
         WARNING, "in the data folder, {detail}",
         "rename it to a split, merge it into the file that is read, or remove it", by_detail=True, of_rows=False),
     "ROW-UNREADABLE": Kind(
-        ERROR, "{detail}", "correct these rows, or leave them out: safetrain validate FILE --fix OUT --drop-bad",
+        ERROR, "{rows} cannot be read: {detail}",
+        "correct these rows, or leave them out: safetrain validate FILE --fix OUT --drop-bad",
         fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
@@ -100,10 +101,10 @@ KINDS = {
         "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
-        "safetrain validate FILE --fix OUT repairs most of it; or make the file again in UTF-8"),
+        "safetrain validate FILE --fix OUT repairs most; where U+FFFD is, make the file again: the character is lost"),
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
-        "safetrain validate FILE --fix OUT removes control characters; remove the others from the text"),
+        "safetrain validate FILE --fix OUT writes a copy without them"),
     "SECRETS": Kind(
         WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True,
         is_secret=True),
@@ -124,10 +125,11 @@ class Spot:
     file: str
     place: Place | None = None
     beside: "Spot | None" = None
+    column: int = 0  # of the line, where it is known
 
     def text(self) -> str:
-        """``a.jsonl:62 matches a.jsonl:61``."""
-        own = self.place.of(self.file) if self.place is not None else self.file
+        """``a.jsonl:62 matches a.jsonl:61``; ``a.jsonl:62:14``."""
+        own = self.place.of(self.file, self.column) if self.place is not None else self.file
         return own if self.beside is None else f"{own} matches {self.beside.text()}"
 
     def as_json(self) -> dict[str, Any]:
@@ -191,7 +193,7 @@ class Findings:
         """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
         if key not in self._tallies and sum(known == identifier for known, _ in self._tallies) >= MOST_DETAILS:
-            key, detail = (identifier, OTHERS), OTHERS
+            key, detail, remedy = (identifier, OTHERS), OTHERS, ""
         tally = self._tallies.setdefault(key, _Tally())
         if len(tally.details) < MOST_DETAILS:
             tally.details[detail] = None
@@ -212,6 +214,10 @@ class Findings:
         found.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
         return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in found]
 
+    def add_unreadable(self, spot: Spot, error: RowError) -> None:
+        """Found a row that cannot be read."""
+        self.add("ROW-UNREADABLE", str(error), where=[replace(spot, column=error.column)], remedy=error.do)
+
     def has_errors(self) -> bool:
         """Whether one of them ends the validation."""
         return any(self._severities.of(identifier) == ERROR for identifier, _ in self._tallies)
@@ -229,7 +235,8 @@ def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
 def refused(findings: Sequence[Finding]) -> DataError:
     """One error for everything that ends a validation."""
     errors = [finding for finding in findings if finding.severity == ERROR]
-    lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
+    lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors[:MOST_ERRORS]]
+    lines += [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
     return DataError("The data cannot be trained as it is:\n" + "\n".join(lines), do="see above; nothing was written")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import override, similar_path
 from safetrain.data.files import PLAIN
-from safetrain.data.strict_json import shown
+from safetrain.data.json_rows import shown
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.data.strict_json import RowError, dump, kind, load, load_object, require_unicode, shown
+from safetrain.data.json_rows import RowError, dump, kind, load, load_object, require_unicode, shown
 
 GROUP = "category"  # the key under which a row's category is written
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -13,24 +13,19 @@ from safetrain.core.data.store import Provenance
 from safetrain.core.data.token_rows import TokenRow, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, NoRowsError
-from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
 from safetrain.data.checks import text_findings
-from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Findings, Severities, Spot, refused
 from safetrain.data.folders import DataFiles, suffix_of
-from safetrain.data.forms import Columns, as_options, as_setting, checked_columns, parse_row
-from safetrain.data.masks import RenderError
-from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer
+from safetrain.data.forms import Columns, checked_columns, parse_row
+from safetrain.data.json_rows import Place, RowError
+from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer, RenderError
 from safetrain.data.rows import Row
-from safetrain.data.strict_json import RowError
 
-WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
-MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 6
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
 Tokenized = list[tuple[TokenRow, Runs]]
 
@@ -57,20 +52,6 @@ def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: 
         shares={"valid": data.valid_fraction, "test": data.test_fraction},
         documents=documents,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why something is not a row, and its place."""
-
-    spot: Spot
-    error: RowError
-
-    @property
-    def where(self) -> str:
-        """``file:line``, with the column where it is known."""
-        place = self.spot.place
-        return self.spot.file if place is None else place.of(self.spot.file, self.error.column)
 
 
 class Prompt(NamedTuple):
@@ -109,8 +90,6 @@ class RowReader:
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of what can be trained
         self.formats: set[str] = set()
         self._files, self._empty = files, list[Path]()  # files without rows
-        self._faults: list[Fault] = []  # the first of what is not a row
-        self._unreadable = 0  # rows
         self._openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
@@ -140,13 +119,6 @@ class RowReader:
 
     def _tell_of_all(self, strict: bool) -> None:
         """Report what is found in all rows together."""
-        is_shared = self._unreadable == self.rows and len({str(fault.error) for fault in self._faults}) == 1
-        remedy = _remedy(self._faults) if is_shared else ""
-        if strict and self._faults:
-            do = remedy or f"correct them, or leave them out: {WITHOUT_BAD}"
-            raise bad_rows(self._faults, self._unreadable, f"nothing was written; {do}")
-        if remedy:
-            self._findings.add("ROW-UNREADABLE", str(self._faults[0].error), 0, remedy=remedy)
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
         bare = self._files.without_rows(self._empty)
@@ -201,10 +173,8 @@ class RowReader:
             row = parse_row(value, self._settings.columns)
             rendered = self._renderer.render(row)
         except RowError as error:
-            if len(self._faults) < MOST_FAULTS:
-                self._faults.append(Fault(spot, error))
-            self._unreadable += 1
-            identifier, detail = "ROW-UNREADABLE", str(error)
+            self._findings.add_unreadable(spot, error)
+            return ReadRow(spot, row, None, None, ("ROW-UNREADABLE",))
         except RenderError as error:
             if error.id == "ANSWER-LOST":  # it may be downgraded to a warning: that nothing is left may not
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
@@ -297,31 +267,6 @@ def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:
     ids, end, stops = tokenizer.encode(text), tokenizer.end_id, tokenizer.stop_ids
     is_ended = ids and (ids[-1] in stops or text.rstrip().endswith(tuple(map(tokenizer.token_of, stops))))
     return ids if end is None or is_ended else [*ids, end]
-
-
-def bad_rows(faults: Sequence[Fault], total: int | None = None, do: str = "") -> DataError:
-    """One error for all bad rows: each different fault once, with the first places that share it."""
-    places = collections.defaultdict[str, list[str]](list)
-    for fault in faults:
-        places[str(fault.error)].append(fault.where)
-    total = total or len(faults)  # of which these are the first
-    listed, untold = list[str](), total
-    for text, where in list(places.items())[:SHOWN_FAULTS]:
-        more = f"; … ({counted(len(where), 'row')})" if len(where) > SHOWN_PLACES else ""
-        listed.append(f"  {'; '.join(where[:SHOWN_PLACES])}{more}: {text}")
-        untold -= len(where)
-    what = "\n".join([f"The data has {counted(total, 'bad row')}:", *listed])
-    what += f"\n  and {untold} more" if untold else ""
-    return DataError(what, do=do or "correct or remove them; nothing was written")
-
-
-def _remedy(faults: Sequence[Fault]) -> str:
-    """What to do where no row could be read, all for one reason."""
-    error = faults[0].error
-    if error.columns:
-        lines = "".join(f"\n{'':12}{as_setting(way)}\n{'':12}{as_options(way)}" for way in error.columns)
-        return f"name the keys that are meant, with data.columns or, in this command, with --columns:{lines}"
-    return error.do or ("all rows have this fault: correct what wrote the file" if len(faults) > 1 else "")
 
 
 def _answers(rendered: RenderedRow) -> list[str]:

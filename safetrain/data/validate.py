@@ -24,8 +24,8 @@ import psutil
 from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
+from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.data.compare import FEW_QUESTIONS, RowFacts, Whole, compare
@@ -33,8 +33,7 @@ from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
-from safetrain.data.split import TRAIN, split_off
-from safetrain.data.spool import SplitWriter, add_rows, stored_rows, write_splits
+from safetrain.data.split import TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()

@@ -10,11 +10,11 @@ import pytest
 from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
-from safetrain.data import near_copies
+from safetrain.data import compare
 from safetrain.data.checks import text_findings
-from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
 from safetrain.data.forms import parse_row
+from safetrain.data.json_rows import Place
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.data.reading import by_id, gate
@@ -170,7 +170,7 @@ def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
 
 
 def test_rows_that_are_not_compared_are_told(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
+    monkeypatch.setattr(compare, "MOST_TEXTS", 5)
     found = found_in(write_jsonl("a.jsonl", clean(CLEAN_ROWS)))["NEAR-COPIES"]
     assert (found.severity, "; more than 5 rows: only equal questions" in found.message) == ("note", True)
 

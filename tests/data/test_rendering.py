@@ -11,7 +11,7 @@ import pytest
 
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
-from safetrain.data.masks import RenderError
+from safetrain.data.render import RenderError
 from safetrain.data.tokenize import text_ids
 from tests.conftest import EMBEDDED
 from tests.data.models import LABELLING, Message, model_with, remarks, rendered, renderer, trained, turns
@@ -327,17 +327,8 @@ ANSWER: Message = {"role": "assistant", "content": "a"}
 USER: Message = {"role": "user", "content": "q"}
 
 
-@pytest.mark.parametrize(
-    ("chat", "hint"),
-    [
-        ([SYSTEM, USER, ANSWER], " (perhaps because of its system message)"),
-        ([USER, CALL, RESULT, ANSWER], " (perhaps because of its tool calls)"),
-        ([USER, USER, ANSWER], ""),
-    ],
-)
-def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message], hint: str) -> None:
-    """They are often about something else, so what the row has is named with them."""
+def test_a_refusal_has_the_template_s_own_words(model: Build) -> None:
     folder = model(loop(TURN, before="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(RenderError) as caught:
-        rendered(folder, chat)
-    assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", f"roles must alternate{hint}")
+        rendered(folder, turns("Iron?", "It is Fe."))
+    assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", "roles must alternate")

@@ -6,8 +6,8 @@ import pickle
 import pytest
 
 from safetrain.data.forms import parse_row
+from safetrain.data.json_rows import RowError, load
 from safetrain.data.rows import Row
-from safetrain.data.strict_json import RowError, load
 from tests.conftest import chat
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Lisbon"}}}

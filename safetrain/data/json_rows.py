@@ -1,8 +1,22 @@
-"""JSON as the standard defines it: no NaN, no key twice, no half characters. A fault is a RowError."""
+"""Rows of JSON, as lines or as one array, by the standard: no NaN, no key twice, no half characters.
+
+A fault in one row is a RowError in its place.
+"""
 
 import collections
+import itertools
 import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
+from safetrain.core.errors import DataError
+
+MOST_ROW_BYTES = 16 * 2**20  # of one row: some four million tokens, more than any model's context
+TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
+BEFORE = re.compile(r"\s*\[\s*(?P<end>\])?")  # the first value of an array
+AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]))")  # every value
 MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
          type(None): "null, or an empty cell"}  # fmt: skip
@@ -23,14 +37,33 @@ HINTS = (  # what json says, what the rest of the line begins with, and the usua
 class RowError(ValueError):
     """One row cannot be used; the message says why, and the reader adds file and line.
 
-    ``columns`` are the settings of data.columns that would read the row, ``column`` is where in its line the fault is.
+    ``column`` is where in its line the fault is; ``do`` is what to do, where it is not to correct the row.
     """
 
-    def __init__(
-        self, message: str, *, columns: tuple[dict[str, str], ...] = (), column: int = 0, do: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, column: int = 0, do: str = "") -> None:
         super().__init__(message)
-        self.columns, self.column, self.do = columns, column, do
+        self.column, self.do = column, do
+
+
+class Place(NamedTuple):
+    """The line in which a row begins, and in arrays and tables its number; both from 1, and 0 where there is none."""
+
+    line: int
+    row: int = 0
+
+    @property
+    def number(self) -> int:
+        """The line; the row where there is none, and in an array that is one long line."""
+        return max(self.line, self.row)
+
+    def of(self, name: str, column: int = 0) -> str:
+        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``."""
+        if not self.row:
+            return f"{name}:{self.line}:{column}" if column else f"{name}:{self.line}"
+        return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
+
+
+Placed = tuple[Place, object]  # where a row stands, and its value, or the RowError for it
 
 
 class StrictDecoder:
@@ -144,3 +177,66 @@ def _hint(text: str, error: json.JSONDecodeError) -> str:
         return f" ({CUT})"
     hint = next((cause for said, start, cause in HINTS if error.msg.startswith(said) and rest.startswith(start)), "")
     return f" ({hint})" if hint else ""
+
+
+def load_or_fault(text: str) -> object:
+    """The value that ``text`` holds, or the RowError for it."""
+    try:
+        return load(text)
+    except RowError as error:
+        return error
+
+
+def line_rows(lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
+    """The values of JSON lines. A byte order mark, left where files were joined, is passed over."""
+    for number, line in lines:
+        if not line.isspace():
+            yield Place(number), load_or_fault(line.lstrip("\ufeff").rstrip("\r\n"))
+
+
+def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
+    """The values of one JSON array, of which a value and a chunk are in memory; raises DataError."""
+    decoder, text, line, row = StrictDecoder(), "", 1, 0
+    for chunk in itertools.chain(chunks, [None]):
+        text, at = text + (chunk or ""), 0
+        while True:
+            mark = (AFTER if row else BEFORE).match(text, at)
+            if mark is None:
+                if chunk is None or text[at:].strip():
+                    raise _array_fault(path, Place(line, row), "expected a comma or the end of the array", text[at:])
+                break
+            start, first = mark.end(), line + text.count("\n", at, mark.end())
+            if mark["end"]:
+                if text[start:].strip() or any(map(str.strip, chunks)):
+                    raise _array_fault(path, Place(first), "something stands after the array", text[start:])
+                return
+            try:
+                value, end = decoder.value_at(text, start)
+            except (ValueError, RecursionError) as error:
+                said = _fatal(error, text, start, is_last=chunk is None)
+                if said:
+                    fault = getattr(error, "pos", start)
+                    place = Place(first + text.count("\n", start, fault), row + 1)
+                    raise _array_fault(path, place, said, text[fault:]) from None
+                break
+            if end == len(text) and chunk is not None:  # a number may go on
+                break
+            row += 1
+            yield Place(first, row), value
+            line, at = first + text.count("\n", start, end), end
+        text = text[at:]
+
+
+def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last: bool) -> str:
+    """What is wrong with the value at ``start``; empty where more text may complete it."""
+    if is_last or not isinstance(error, json.JSONDecodeError):
+        return said_of(error)
+    if error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - len("-Infinity"):
+        return TOO_LONG if len(text) - start > MOST_ROW_BYTES else ""
+    return said_of(error)
+
+
+def _array_fault(path: Path, place: Place, said: str, rest: str) -> DataError:
+    do = "correct it there; if the file is cut off, copy or download it again"
+    got, where = shown(rest.lstrip().split("\n")[0]), place.of(str(path))
+    return DataError(f"The JSON array cannot be read on: {said}.", where=where, got=got, do=do)
