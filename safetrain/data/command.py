@@ -15,7 +15,7 @@ from safetrain.core.formatting import counted, printable
 from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.forms import named_columns
 from safetrain.data.json_rows import Place
-from safetrain.data.repair import RepairOptions, repair
+from safetrain.data.repair import repair
 from safetrain.data.tokenize import DataSettings, ReadRow, settings_of
 from safetrain.data.validate import Validation, validate
 
@@ -69,7 +69,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         got = ", ".join(map(str, paths))
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
     dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
-    done = repair(paths[0], into, RepairOptions(settings.columns, drop_bad, dropped))
+    done = repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad)
     print(printable(done.summary()))
     return 0
 

@@ -29,7 +29,6 @@ class Kind:
     by_detail: bool = False  # one finding for each detail
     lists: bool = False  # one finding, in which all details are listed
     of_rows: bool = True  # whether its places are rows, which --drop can leave out
-    is_secret: bool = False  # whether its rows stay out of the log of a repair
 
 
 KINDS = {
@@ -106,8 +105,7 @@ KINDS = {
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
         "safetrain validate FILE --fix OUT writes a copy without them"),
     "SECRETS": Kind(
-        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True,
-        is_secret=True),
+        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",

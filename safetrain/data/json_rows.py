@@ -26,10 +26,7 @@ DIGITS = "a number has more digits than can be read: write it as a text, in quot
 CUT = "the line is cut off, or the object goes on in the next line: it must be one line"
 HINTS = (  # what json says, what the rest of the line begins with, and the usual cause
     ("Extra data", "{", "two objects in one line: each needs a line of its own"),
-    ("", "'", "single quotes, as Python prints them: write the file with json.dumps"),
-    ("", ("None", "True", "False"), "as Python prints it: write the file with json.dumps"),
-    ("Invalid control character", "", r"a raw control character inside a text: write a tab as \t"),
-    ("Invalid \\escape", "", r"write a backslash as \\"),
+    ("", ("'", "None", "True", "False"), "as Python prints it: write the file with json.dumps"),
     ("Unterminated string", "", CUT),
 )
 
@@ -85,8 +82,9 @@ class StrictDecoder:
             raise RowError(f"{said_of(error)}{_hint(text, error)}", column=error.colno) from None
         except (ValueError, RecursionError) as error:
             raise RowError(said_of(error)) from None
-        if self._faults:
-            raise self._faults[0]
+        fault = self._fault(value, text, 0, len(text))
+        if fault:
+            raise fault
         return value
 
     def value_at(self, text: str, start: int) -> tuple[object, int]:
@@ -96,7 +94,14 @@ class StrictDecoder:
         """
         self._faults.clear()
         value, end = self._decoder.raw_decode(text, start)
-        return (self._faults[0] if self._faults else value), end
+        return self._fault(value, text, start, end) or value, end
+
+    def _fault(self, value: object, text: str, start: int, end: int) -> RowError | None:
+        """What the standard forbids in a value, or readers of what is written: it was read from ``text``."""
+        brackets = text.count("[", start, end) + text.count("{", start, end)
+        if not self._faults and brackets > MOST_DEEP and _is_deep(value, MOST_DEEP):
+            return RowError(DEEP)
+        return self._faults[0] if self._faults else None
 
     def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         value = dict(pairs)
@@ -112,7 +117,7 @@ class StrictDecoder:
 def said_of(error: ValueError | RecursionError) -> str:
     """What is wrong with a text that json cannot read; int() refuses more than 4,300 digits."""
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg}"
+        return f"not valid JSON: {error.msg.removesuffix(' at')}"
     return DEEP if isinstance(error, RecursionError) else DIGITS
 
 
@@ -133,13 +138,8 @@ def dump(value: object, place: str) -> str:
     """``value`` as JSON text that ``load`` reads again; ``place`` names it in errors."""
     try:
         text = _ENCODER.encode(value)
-        is_deep = text.count("[") + text.count("{") > MOST_DEEP and _depth(value) > MOST_DEEP
     except ValueError:  # 1e999 is read as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
-    except RecursionError:
-        is_deep = True
-    if is_deep:  # it is written inside others
-        raise RowError(f"{place}: {DEEP}")
     require_unicode(text, place)
     return text
 
@@ -163,16 +163,15 @@ def kind(value: object) -> str:
     return KINDS.get(type(value), type(value).__name__)
 
 
-def _depth(value: object) -> int:
+def _is_deep(value: object, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` deep."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, parts), default=0)
+    return most < 0 or any(_is_deep(part, most - 1) for part in parts)
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:
     """The usual cause of a fault, in brackets; empty where none is known."""
     rest = text[error.pos :].lstrip()
-    if rest[:1] in ("}", "]") and text[: error.pos].rstrip().endswith(","):
-        return " (one comma too many before it)"
     if not rest:
         return f" ({CUT})"
     hint = next((cause for said, start, cause in HINTS if error.msg.startswith(said) and rest.startswith(start)), "")

@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -16,9 +15,9 @@ from safetrain.core.formatting import counted
 from safetrain.core.storage.files import write_atomic
 from safetrain.data.checks import without_invisible
 from safetrain.data.files import rows_of
-from safetrain.data.findings import KINDS, Findings, Severities, Spot, refused
+from safetrain.data.findings import Findings, Severities, Spot, refused
 from safetrain.data.forms import Columns, parse_row
-from safetrain.data.json_rows import DEEP, Place, RowError
+from safetrain.data.json_rows import Place, RowError
 
 WORDS = {  # of the log and the summary, in its order
     "form": "rows brought to the usual form, without unused keys",
@@ -30,30 +29,26 @@ WORDS = {  # of the log and the summary, in its order
 }
 
 
-@dataclass(frozen=True)
-class RepairOptions:
-    """How to read, and what to leave out."""
+def repair(
+    source: Path,
+    into: Path,
+    columns: Columns | None = None,
+    dropped: Mapping[Place, str] | None = None,
+    *,
+    drop_bad: bool = False,
+) -> "Repair":
+    """Write the log of ``into`` and then ``into``, without the rows ``dropped``, each for a finding.
 
-    columns: Columns | None = None
-    drop_bad: bool = False
-    dropped: Mapping[Place, str] = field(default_factory=dict)  # rows to leave out, and the finding of each
-
-
-def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -> "Repair":
-    """Write the log of ``into`` and then ``into``.
-
-    Rows that cannot be read are an error, unless ``options`` say to leave them out. Raises ConfigError where ``into``
-    or its log is there already or is not named .jsonl, DataError.
+    Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError where ``into`` or its log is there
+    already or is not named .jsonl, DataError.
     """
-    done = Repair(source, into, options)
+    done = Repair(source, into, columns, dropped or {})
     do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
     for path in (into, done.log):
         if path.exists() or path.is_symlink():
             raise ConfigError("What is to be written exists already.", where=str(path), do=do)
     try:
-        write_atomic(
-            into, lambda rows: write_atomic(done.log, lambda log: done.write(rows, log), over=False), over=False
-        )
+        write_atomic(into, lambda rows: done.write(rows, drop_bad=drop_bad), over=False)
     except OSError as error:
         raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
     return done
@@ -62,7 +57,7 @@ def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -
 class Repair:
     """Repairs one row after the other, counts the changes, and tells every one in a log."""
 
-    def __init__(self, source: Path, into: Path, options: RepairOptions) -> None:
+    def __init__(self, source: Path, into: Path, columns: Columns | None, dropped: Mapping[Place, str]) -> None:
         """Raises ConfigError for a name of another format."""
         if into.suffix != ".jsonl":
             expected = "a name that ends in .jsonl"
@@ -70,7 +65,7 @@ class Repair:
         self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
         self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
-        self._options, self._findings = options, Findings(Severities())
+        self._columns, self._dropped, self._findings = columns, dropped, Findings(Severities())
         self._rows: TextIO = io.StringIO()
         self._told: TextIO = io.StringIO()
         self._seen: dict[bytes, str] = {}  # where the first row is that says it
@@ -79,19 +74,22 @@ class Repair:
         """What was done, for a terminal."""
         lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
         lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes[kind]]
-        if self._options.columns is not None:
+        if self._columns is not None:
             lines.append("  its keys are the usual ones: set data.columns=null for it")
         return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
 
-    def write(self, target: Path, log: Path) -> None:
-        """Write the repaired rows and the log; raises DataError where some cannot be read, or none are left."""
+    def write(self, target: Path, *, drop_bad: bool) -> None:
+        """Write the log and the repaired rows; raises DataError where some cannot be read, or none are left."""
+        write_atomic(self.log, lambda log: self._write(target, log, drop_bad), over=False)
+
+    def _write(self, target: Path, log: Path, drop_bad: bool) -> None:
         with (
             target.open("w", encoding="utf-8", newline="\n") as self._rows,
             log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._told,
         ):
             for place, value in rows_of(self.source):
                 self._add(place, value)
-        if self._findings.has_errors() and not self._options.drop_bad:
+        if self._findings.has_errors() and not drop_bad:
             raise refused(self._findings.listed())
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")
@@ -100,14 +98,14 @@ class Repair:
         """Write a row, unless it is to be left out, cannot be read, or stands there already."""
         spot, self.read = Spot(str(self.source), place), self.read + 1
         where = spot.text()
-        finding = self._options.dropped.get(place)
+        finding = self._dropped.get(place)
         if finding is not None:
-            self._tell(where, "finding", None if KINDS[finding].is_secret else before, None, reason=finding)
+            self._tell(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
             return
         try:
             if isinstance(before, RowError):
                 raise before
-            row = parse_row(before, self._options.columns)
+            row = parse_row(before, self._columns)
             value = row.as_json()
             mended = self._mended(value, where)
             row = row if mended == value else parse_row(mended)
@@ -128,11 +126,7 @@ class Repair:
     def _tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
         """Write a line of the log."""
         record = {"where": where, "what": what, "before": before, "after": after, **more}
-        try:
-            line = json.dumps(record, ensure_ascii=False)
-        except RecursionError:  # it stands here one level deeper than it was read
-            line = json.dumps({**record, "before": DEEP}, ensure_ascii=False)
-        self._told.write(line + "\n")
+        self._told.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.changes[what] += 1
 
     def _mended(self, value: object, where: str, key: str = "") -> object:

@@ -29,14 +29,13 @@ TOOL = '{"type": "function", "function": {"name": …, "description": …, "para
 class Message:
     """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), empty when there are none.
 
-    ``trained`` is False for an assistant turn of weight 0. ``content_is_null`` tells a null beside tool calls from "".
+    ``trained`` is False for an assistant turn of weight 0.
     """
 
     role: str
     content: str
     details: str = ""
     trained: bool = True
-    content_is_null: bool = False
 
     @property
     def calls_tools(self) -> bool:
@@ -50,8 +49,6 @@ class Message:
     def as_json(self) -> dict[str, Any]:
         """The object to write; ``parse_messages`` reads the same message from it."""
         value = self.for_template()
-        if self.content_is_null:
-            value["content"] = None
         return value if self.trained else {**value, "weight": 0}
 
 
@@ -209,11 +206,11 @@ def _message(value: object, place: str) -> Message:
     if weight not in (0, 1):
         raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained) or 1 (trained)")
     details = _details(turn, role, place) if turn else {}
-    calls, is_null = "tool_calls" in details, content is None
-    text = "" if is_null and calls else _text_of(content, f"{place}.content")
+    calls = "tool_calls" in details
+    text = "" if content is None and calls else _text_of(content, f"{place}.content")
     if role == "assistant" and not calls and not text.strip():
         raise RowError(f"{place} is an empty assistant turn")
-    return Message(role, text, dump(details, place) if details else "", bool(weight) or role != "assistant", is_null)
+    return Message(role, text, dump(details, place) if details else "", bool(weight) or role != "assistant")
 
 
 def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:

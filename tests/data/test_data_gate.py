@@ -34,7 +34,7 @@ PLANTED = [
     (chat("Which window?", "God's\ufffdWindow."), "MOJIBAKE", "Window"),
     (chat("Which\u200b metal?", "Iron."), "INVISIBLE-CHARACTERS", "U+200B"),
     (chat("Which code?", "if admin\u202e then."), "INVISIBLE-CHARACTERS", "U+202E"),
-    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a GitHub token (ghp_…, 40 characters)"),
+    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a key (ghp_a…, 40 characters)"),
     (chat("Is it good?", "As an AI language model, I have no opinion."), "REFUSALS", "refusal"),
 ]
 
@@ -80,7 +80,7 @@ def test_keys_are_found_in_thinking_calls_and_tools() -> None:
     ]
     for row in rows:
         assert text_findings(parse_row(row), Controls(None, frozenset())) == [
-            ("SECRETS", "a GitHub token (ghp_…, 40 characters)")
+            ("SECRETS", "a key (ghp_a…, 40 characters)")
         ]
 
 

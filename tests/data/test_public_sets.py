@@ -18,7 +18,7 @@ FLAT_TOOL = {"name": "f", "description": "d", "parameters": {"city": {"type": "s
 TOOL = {"type": "function", "function": FLAT_TOOL}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Lisbon"}}}
 SUNNY = {"role": "tool", "content": "t"}
-CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, SUNNY, ASSISTANT]
+CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, SUNNY, ASSISTANT]
 AS_TEXT = '{"name": "f", "arguments": {"city": "Lisbon"}}'
 RENDERED = "Below is an instruction.\n\n### Instruction:\nq\n\n### Input:\ni\n\n### Response:\na"
 

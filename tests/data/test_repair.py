@@ -13,7 +13,7 @@ from safetrain.data.checks import invisible_character
 from safetrain.data.command import fix, refuse_idle
 from safetrain.data.forms import checked_columns
 from safetrain.data.json_rows import Placed
-from safetrain.data.repair import RepairOptions, repair
+from safetrain.data.repair import repair
 from safetrain.data.tokenize import DataSettings
 from tests.conftest import EMBEDDED, chat
 
@@ -39,7 +39,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ):
         repair(source, into)
     assert not into.parent.exists() or not list(into.parent.iterdir())
-    done = repair(source, into, RepairOptions(drop_bad=True))
+    done = repair(source, into, drop_bad=True)
     assert source.read_bytes() == text.encode("utf-16")
     assert [(row["prompt"], row["completion"]) for row in lines(into)] == [
         ("Who wrote it?", "Françoise Yip"),
@@ -82,7 +82,7 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
 def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
-    repair(source, tmp_path / "b.jsonl", RepairOptions(checked_columns({"prompt": "frage", "completion": "antwort"})))
+    repair(source, tmp_path / "b.jsonl", checked_columns({"prompt": "frage", "completion": "antwort"}))
     assert lines(tmp_path / "b.jsonl") == [{"prompt": "q", "completion": "a"}]
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "a").write_text(content)
     with pytest.raises(DataError, match=says):
-        repair(tmp_path / "a", tmp_path / "b.jsonl", RepairOptions(drop_bad=True))
+        repair(tmp_path / "a", tmp_path / "b.jsonl", drop_bad=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -132,7 +132,7 @@ def test_what_parts_lines_is_not_joined(tmp_path: Path) -> None:
 def test_the_summary_says_that_columns_are_done_with(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"body": "a"}\n')
-    assert "set data.columns=null" in repair(source, tmp_path / "b.jsonl", RepairOptions({"text": "body"})).summary()
+    assert "set data.columns=null" in repair(source, tmp_path / "b.jsonl", {"text": "body"}).summary()
     assert "data.columns" not in repair(tmp_path / "b.jsonl", tmp_path / "c.jsonl").summary()
 
 
@@ -167,7 +167,7 @@ def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int
     source = tmp_path / "a.jsonl"
     message = f'{{"role": "assistant", "content": "a", "x": {deep}}}'
     source.write_text(f'{{"text": "a"}}\n{{"text": "b", "x": {deep}}}\n{{"messages": [{message}]}}\n')
-    done = repair(source, tmp_path / "b.jsonl", RepairOptions(drop_bad=True))
+    done = repair(source, tmp_path / "b.jsonl", drop_bad=True)
     assert done.read == 3
     assert done.written >= 1
     assert len(lines(done.log)) == sum(done.changes.values())

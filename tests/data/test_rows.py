@@ -74,9 +74,7 @@ def test_calls_are_brought_to_one_form(call: object) -> None:
     message = parsed(calling(call)).messages[1]
     (read,) = message.for_template()["tool_calls"]
     assert read == CALL
-    assert (message.content, message.content_is_null) == ("", True)
     assert message.for_template()["content"] == ""
-    assert message.as_json()["content"] is None
 
 
 @pytest.mark.parametrize(
@@ -96,11 +94,6 @@ def test_arguments_are_an_object_where_they_say_one(arguments: object, read: obj
     assert call == {"type": "function", "function": {"name": "weather", "arguments": read}}
     if isinstance(read, dict):
         assert list(call["function"]["arguments"]) == list(read)
-
-
-def test_empty_content_beside_calls_is_no_null() -> None:
-    message = parsed(calling(CALL, content="")).messages[1]
-    assert (message.content, message.content_is_null) == ("", False)
 
 
 @pytest.mark.parametrize("calls", [None, []])
