@@ -20,7 +20,7 @@ from safetrain.core.data.template import Controls
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.words import words_of
 from safetrain.data.checks import is_refusal, secrets, text_findings
-from safetrain.data.compare import RowFacts, Whole, asked_text, compare, digests, shingles
+from safetrain.data.compare import RowFacts, asked_text, compare, digests, shingles
 from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.forms import parse_row
@@ -78,7 +78,7 @@ def write_rows(path: Path, count: int) -> int:
 
 def one(path: Path) -> None:
     """Print what each part took."""
-    controls, findings, facts = Controls(None, frozenset()), Findings(Severities()), RowFacts()
+    controls, findings, facts = Controls(None, frozenset()), Findings(Severities()), RowFacts([str(path)])
     clock = time.perf_counter()
     took = dict.fromkeys(("parse", "words", "survey", "near", "rest"), 0.0)
     tokens = TokenRow(np.zeros(100, dtype=np.uint32), np.ones(100, dtype=np.bool_))
@@ -101,7 +101,7 @@ def one(path: Path) -> None:
     sides = np.zeros(len(facts), dtype=np.uint8)
     likeness = facts.likeness(SIMILARITY)
     took["near"] = time.process_time() - began
-    compare(findings, Whole(facts, likeness, sides, [str(path)]))
+    compare(findings, facts, likeness, sides)
     took["rest"] = time.process_time() - began - took["near"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     copies = int((likeness.clusters != likeness.groups).sum())

@@ -65,8 +65,9 @@ class DuplicateGroups:
 class RowFacts:
     """Collects what is known of each row that can be trained."""
 
-    def __init__(self) -> None:
-        self._numbers, self._shingles = bytearray(), Shingles()
+    def __init__(self, names: Sequence[str]) -> None:
+        """``names`` of the files."""
+        self._names, self._numbers, self._shingles = names, bytearray(), Shingles()
 
     def __len__(self) -> int:
         return len(self._numbers) // NUMBERS.itemsize
@@ -88,9 +89,19 @@ class RowFacts:
         """(rows,) one number of each row."""
         return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
 
-    def place(self, row: int) -> Place:
-        """Where a row is in its file."""
-        return Place(int(self.column("lines")[row]), int(self.column("table_rows")[row]))
+    def tell(
+        self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
+    ) -> None:
+        """Add a finding of some rows, each with the row that it is compared with, if that is another."""
+        most = findings.most_places
+        pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
+        spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
+        if len(rows):
+            findings.add(identifier, detail, len(rows), spots)
+
+    def _spot(self, row: int, beside: Spot | None = None) -> Spot:
+        file, line, table_row = (int(self.column(name)[row]) for name in ("files", "lines", "table_rows"))
+        return Spot(self._names[file], Place(line, table_row), beside)
 
     def keys(self, name: str, *, in_context: bool = False) -> np.ndarray:
         """(rows,) what rows ask ("questions" or "asked"), perhaps with what comes before the answer."""
@@ -107,77 +118,54 @@ class RowFacts:
         return DuplicateGroups(groups, clusters[groups], left_out, by_context)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """All rows, with what is known of them. ``parts`` (rows,) are indices into SPLITS, ``names`` those of the files."""
-
-    facts: RowFacts
-    likeness: DuplicateGroups
-    parts: np.ndarray
-    names: Sequence[str]
-
-    def tell(
-        self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
-    ) -> None:
-        """Add a finding of some rows, each with the row that it is compared with, if that is another."""
-        most = findings.most_places
-        pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
-        spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
-        if len(rows):
-            findings.add(identifier, detail, len(rows), spots)
-
-    def _spot(self, row: int, beside: Spot | None = None) -> Spot:
-        return Spot(self.names[int(self.facts.column("files")[row])], self.facts.place(row), beside)
-
-
-def compare(findings: Findings, whole: Whole) -> None:
-    """Make every check that needs all rows."""
-    train = np.flatnonzero(whole.parts == TRAIN)
-    firsts = train[first_alike(whole.facts.column("identities")[train])]
-    whole.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
-    _overlaps(findings, whole)
-    groups, clusters = whole.likeness.groups[train], whole.likeness.clusters[train]
+def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
+    """Make every check that needs all rows; ``parts`` (rows,) are indices into SPLITS."""
+    train = np.flatnonzero(parts == TRAIN)
+    firsts = train[first_alike(facts.column("identities")[train])]
+    facts.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
+    _overlaps(findings, facts, likeness, parts)
+    groups, clusters = likeness.groups[train], likeness.clusters[train]
     firsts = first_alike(clusters)  # the first of each cluster is the one to keep
     near = groups != groups[firsts]
-    if whole.likeness.left_out:
-        findings.add("NEAR-COPIES", f"; {whole.likeness.left_out}", 0)
-    whole.tell(findings, "NEAR-COPIES", train[near], train[firsts[near]])
-    _answers(findings, whole)
+    if likeness.left_out:
+        findings.add("NEAR-COPIES", f"; {likeness.left_out}", 0)
+    facts.tell(findings, "NEAR-COPIES", train[near], train[firsts[near]])
+    _answers(findings, facts)
 
 
-def _overlaps(findings: Findings, whole: Whole) -> None:
+def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
     """Rows of a later split with a question of an earlier one, and with nearly one."""
-    in_context = whole.facts.keys("asked", in_context=True)
-    asked = in_context if whole.likeness.by_context else whole.facts.keys("asked")
+    in_context = facts.keys("asked", in_context=True)
+    asked = in_context if likeness.by_context else facts.keys("asked")
     for later, earlier in LATER_SPLITS:
-        rows, known = (np.flatnonzero(whole.parts == part) for part in (later, earlier))
+        rows, known = (np.flatnonzero(parts == part) for part in (later, earlier))
         detail = f"the question of a row of {SPLITS[earlier]}"
         checks = [
             ("SPLITS-OVERLAP", f"{SPLITS[later]} with {detail}", asked),
-            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly {detail}", whole.likeness.clusters),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly {detail}", likeness.clusters),
         ]
         if (later, earlier) == (TEST, TRAIN):
             checks.insert(0, ("QUESTION-IN-TEST", "", in_context))
         for identifier, said, keys in checks:
             alike = np.isin(keys[rows], keys[known])
-            whole.tell(findings, identifier, rows[alike], _partners(keys, rows[alike], known), said)
+            facts.tell(findings, identifier, rows[alike], _partners(keys, rows[alike], known), said)
             rows = rows[~alike]
 
 
-def _answers(findings: Findings, whole: Whole) -> None:
+def _answers(findings: Findings, facts: RowFacts) -> None:
     """Questions with several answers, and answers to many questions."""
-    keys = whole.facts.column("answers")
+    keys = facts.column("answers")
     rows = np.flatnonzero(keys)
-    firsts = rows[first_alike(whole.facts.keys("asked", in_context=True)[rows])]
+    firsts = rows[first_alike(facts.keys("asked", in_context=True)[rows])]
     differ = keys[rows] != keys[firsts]
-    whole.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
-    long = rows[whole.facts.column("answer_words")[rows] >= LONG_ANSWER]
+    facts.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
+    long = rows[facts.column("answer_words")[rows] >= LONG_ANSWER]
     _, places, counts = np.unique(keys[long], return_inverse=True, return_counts=True)
     many = counts >= max(LEAST_SAME, SAME_SHARE * len(rows))
     same = long[many[places]]
     if len(same):
         detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
-        whole.tell(findings, "ANSWER-DOMINATES", same, same, detail)
+        facts.tell(findings, "ANSWER-DOMINATES", same, same, detail)
 
 
 def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> np.ndarray:

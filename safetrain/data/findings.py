@@ -216,9 +216,18 @@ class Findings:
         """Found a row that cannot be read."""
         self.add("ROW-UNREADABLE", str(error), where=[replace(spot, column=error.column)], remedy=error.do)
 
-    def has_errors(self) -> bool:
-        """Whether one of them ends the validation."""
-        return any(self._severities.of(identifier) == ERROR for identifier, _ in self._tallies)
+    def add_unreadable_file(self, error: DataError) -> None:
+        """Found a file that cannot be read, or not to its end."""
+        self.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+
+    def refuse_errors(self) -> None:
+        """Raise one DataError for everything that ends a validation, if anything does."""
+        errors = [finding for finding in self.listed() if finding.severity == ERROR]
+        lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
+        lines[MOST_ERRORS:] = [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
+        if errors:
+            what = "The data cannot be trained as it is:\n" + "\n".join(lines)
+            raise DataError(what, do="see above; nothing was written")
 
 
 def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
@@ -228,14 +237,6 @@ def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
     message = kind.message.format(rows=counted(tally.count, "row"), detail=detail)
     where = tuple(spot.text() for spot in tally.where)
     return Finding(identifier, severity, tally.count, where, message, tally.remedy or kind.remedy.format(id=identifier))
-
-
-def refused(findings: Sequence[Finding]) -> DataError:
-    """One error for everything that ends a validation."""
-    errors = [finding for finding in findings if finding.severity == ERROR]
-    lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors[:MOST_ERRORS]]
-    lines += [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
-    return DataError("The data cannot be trained as it is:\n" + "\n".join(lines), do="see above; nothing was written")
 
 
 def summary(findings: Sequence[Finding], all_in: str) -> str:

@@ -30,11 +30,6 @@ class DataFiles:
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # what lies there as if it were data
 
-    def without_rows(self, empty: Sequence[Path]) -> list[Path]:
-        """The files of those splits of which all are ``empty``."""
-        having = {name for name, path in zip(self.names, self.paths, strict=True) if path not in empty}
-        return [path for name, path in zip(self.names, self.paths, strict=True) if name not in having]
-
 
 class _File(NamedTuple):
     """A file in a folder. A split of rows has one file, shards of one name, or one folder: one ``kind``."""

@@ -121,7 +121,7 @@ class Layouts:
         except TemplateError as error:
             if error.kind != "refuses":
                 raise RenderError("TEMPLATE-SANDBOX", error.message) from error
-            raise RenderError("TEMPLATE-REFUSES", error.message) from error
+            raise RenderError("TEMPLATE-REFUSES", error.message + _hint(row, error.message)) from error
 
     def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""
@@ -181,6 +181,15 @@ class Layouts:
         return PlacedChat(
             TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.placeholders, text, tuple(places)
         )
+
+
+def _hint(row: Row, said: str) -> str:
+    """What of a row is most often behind a refusal, where the template's own words do not name it."""
+    if not row.tools and "'NoneType'" in said:
+        return " (perhaps because the row has no list of tools)"
+    roles = {"tool" if message.calls_tools else message.role for message in row.messages}
+    cause = "tool calls" if "tool" in roles else "system message" if roles & {"system", "developer"} else ""
+    return f" (perhaps because of its {cause})" if cause else ""
 
 
 def _forms(chat: Chat) -> Iterator[ChatForm]:

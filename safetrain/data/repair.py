@@ -15,7 +15,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.storage.files import write_atomic
 from safetrain.data.checks import without_invisible
 from safetrain.data.files import rows_of
-from safetrain.data.findings import Findings, Severities, Spot, refused
+from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.json_rows import Place, RowError
 
@@ -89,8 +89,8 @@ class Repair:
         ):
             for place, value in rows_of(self.source):
                 self._add(place, value)
-        if self._findings.has_errors() and not drop_bad:
-            raise refused(self._findings.listed())
+        if not drop_bad:
+            self._findings.refuse_errors()
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")
 

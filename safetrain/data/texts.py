@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetrain.core.errors import DataError
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Findings, Severities, Spot, refused
+from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.folders import corpus_of, data_files_of, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.json_rows import RowError
@@ -47,8 +47,7 @@ def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
             continue
         for text in (row.text, *(message.content for message in row.messages)):
             yield from _pieces(text)
-    if findings.has_errors():
-        raise refused(findings.listed())
+    findings.refuse_errors()
 
 
 def _pieces(text: str) -> Iterator[str]:

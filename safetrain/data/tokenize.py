@@ -17,7 +17,7 @@ from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
 from safetrain.data.checks import text_findings
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Findings, Severities, Spot, refused
+from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.folders import DataFiles, suffix_of
 from safetrain.data.forms import Columns, checked_columns, parse_row
 from safetrain.data.json_rows import Place, RowError
@@ -100,37 +100,32 @@ class RowReader:
         self._inside: set[str] = set()  # of these, those that are also inside an answer
         self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
 
-    def blocks(self, *, strict: bool = False) -> Iterator[tuple[int, list[ReadRow]]]:
-        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings.
-
-        With ``strict`` they raise DataError: an unreadable file at once, rows and files without any once all are known.
-        """
+    def blocks(self) -> Iterator[tuple[int, list[ReadRow]]]:
+        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings."""
         waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for number, path in enumerate(self._files.paths):
-                for block in self._rendered_blocks(path, strict):
+                for block in self._rendered_blocks(path):
                     texts = [each.rendered for each in block if each.rendered is not None]
                     waiting.append((number, block, pool.submit(self._tokenize, texts)))
                     if len(waiting) > AHEAD:
                         yield self._finished(*waiting.popleft())
             while waiting:
                 yield self._finished(*waiting.popleft())
-        self._tell_of_all(strict)
+        self._tell_of_files()
 
-    def _tell_of_all(self, strict: bool) -> None:
-        """Report what is found in all rows together."""
+    def _tell_of_files(self) -> None:
+        """Report files that are not read, and those without rows, which matter where their split has no others."""
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
-        bare = self._files.without_rows(self._empty)
-        for path in self._empty:
-            if path in bare:
-                error = NoRowsError(path)
-                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-            else:
+        files = list(zip(self._files.names, self._files.paths, strict=True))
+        having = {split for split, path in files if path not in self._empty}
+        for split, path in files:
+            if path in self._empty and split in having:
                 remedy = "fetch it again, or remove it"
                 self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
-        if strict and self._findings.has_errors():
-            raise refused(self._findings.listed())
+            elif path in self._empty:
+                self._findings.add_unreadable_file(NoRowsError(path))
 
     def provenance(self, made: Provenance) -> Provenance:
         """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
@@ -144,7 +139,7 @@ class RowReader:
         system = next(iter(self._systems)) if len(self._systems) == 1 else ""
         return replace(made, stop_ids=stops, opening=opening, asked=asked, system=system)
 
-    def _rendered_blocks(self, path: Path, strict: bool) -> Iterator[list[ReadRow]]:
+    def _rendered_blocks(self, path: Path) -> Iterator[list[ReadRow]]:
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
         block, left, is_empty = list[ReadRow](), BLOCK_CHARACTERS, True
         try:
@@ -158,9 +153,7 @@ class RowReader:
         except NoRowsError:
             pass
         except DataError as error:  # it cannot be read at all, or no further
-            if strict:
-                raise
-            self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+            self._findings.add_unreadable_file(error)
             is_empty = False
         yield block
         self._empty += [path] if is_empty else []

@@ -327,8 +327,17 @@ ANSWER: Message = {"role": "assistant", "content": "a"}
 USER: Message = {"role": "user", "content": "q"}
 
 
-def test_a_refusal_has_the_template_s_own_words(model: Build) -> None:
+@pytest.mark.parametrize(
+    ("chat", "hint"),
+    [
+        ([SYSTEM, USER, ANSWER], " (perhaps because of its system message)"),
+        ([USER, CALL, RESULT, ANSWER], " (perhaps because of its tool calls)"),
+        ([USER, USER, ANSWER], ""),
+    ],
+)
+def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message], hint: str) -> None:
+    """They are often about something else, so what the row has is named with them."""
     folder = model(loop(TURN, before="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(RenderError) as caught:
-        rendered(folder, turns("Iron?", "It is Fe."))
-    assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", "roles must alternate")
+        rendered(folder, chat)
+    assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", f"roles must alternate{hint}")
