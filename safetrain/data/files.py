@@ -306,7 +306,7 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
             for start in range(0, batch.num_rows, rows):
                 for row in batch.slice(start, rows).drop_columns(times).to_pylist():
                     number += 1
-                    yield Place(0, number), _plain_row(row)
+                    yield Place(0, number), _plain(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         where, do = Place(0, number + 1).of(str(path)), "copy or make it again"
@@ -334,24 +334,17 @@ def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
             yield from (file.get_batch(place) for place in range(file.num_record_batches))
 
 
-def _plain_row(row: dict[str, object]) -> object:
-    try:
-        return {name: _plain(value, name) for name, value in row.items()}
-    except RowError as error:
-        return error
-
-
-def _plain(value: object, place: str) -> object:
+def _plain(value: object) -> object:
     """What JSON can say: times and decimals, which it cannot, become texts, and so does text in a column of bytes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(item, f"{place}.{key}") for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, place) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
-        except UnicodeDecodeError:
-            raise RowError(f"the column {shown(place)} holds bytes that are not text in UTF-8: drop it") from None
+        except UnicodeDecodeError:  # an image, or text in another encoding: not there, for the row
+            return None
     return str(value)

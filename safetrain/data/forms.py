@@ -81,7 +81,12 @@ def key_names(keys: Collection[str]) -> str:
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
-    """The row in ``value``, read by ``columns`` or, without them, by the usual names; raises RowError."""
+    """The row in ``value``, read by ``columns`` or, without them, by the usual names; raises RowError.
+
+    Where a RowError stands in place of a row, it is raised.
+    """
+    if isinstance(value, RowError):
+        raise value
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, this is {kind(value)}", do=AS_OBJECTS)
     if columns is None and len(value) == 1 and "messages" in value:

@@ -125,15 +125,6 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 load = StrictDecoder().load
 
 
-def load_object(text: str) -> dict[str, object] | None:
-    """The object that ``text`` holds, or None where it holds anything else."""
-    try:
-        value = load(text)
-    except RowError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def dump(value: object, place: str) -> str:
     """``value`` as JSON text that ``load`` reads again; ``place`` names it in errors."""
     try:

@@ -7,6 +7,7 @@ a template that reacts to words in another way is refused, not guessed.
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +30,13 @@ from safetrain.data.masks import (
     align,
     chat_of,
     mark,
-    spellings,
     written_by,
 )
 from safetrain.data.rows import Message, Row
 
 KEPT = 4096  # layouts that are remembered
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
+WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of JSON in small letters, not its escapes
 Remark = tuple[str, str]  # a finding's id and detail
 THINKING_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
 
@@ -353,11 +354,12 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
 
 
 def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
-    """Whether every key and value of the message's calls is written in its own turn."""
+    """Whether every word of the message's calls, of keys, texts and numbers, is written in its own turn."""
     spans = [_span(placed, turn, turn.start) for turn in placed.layout.turns if turn.message == index]
-    text = "".join(placed.text[span.start : span.end] for span in spans)
+    text = "".join(placed.text[span.start : span.end] for span in spans).lower()
     calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
-    return all(any(spelling in text for spelling in leaf) for leaf in _leaves(calls))
+    words = set(WORD.findall(json.dumps(calls, ensure_ascii=False).lower())) - {"name", "arguments", "null"}
+    return all(word in text for word in words)
 
 
 def _lost(row: Row, index: int, kind: str) -> Remark:
@@ -371,22 +373,6 @@ def _lost(row: Row, index: int, kind: str) -> Remark:
         return "ANSWER-LOST", "an answer"
     role = "system" if message.role == "developer" else message.role
     return "TEXT-LOST", f"the {role} message"
-
-
-def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
-    """The spellings, one of which must be there, of every key and value of a call."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key not in ("name", "arguments"):
-                yield tuple(spellings(str(key)))
-            yield from _leaves(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str):
-        yield tuple(spellings(value.strip()))
-    else:
-        yield json.dumps(value), str(value)
 
 
 def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:

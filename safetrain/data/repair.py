@@ -103,8 +103,6 @@ class Repair:
             self._tell(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
             return
         try:
-            if isinstance(before, RowError):
-                raise before
             row = parse_row(before, self._columns)
             value = row.as_json()
             mended = self._mended(value, where)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.data.json_rows import RowError, dump, kind, load, load_object, require_unicode, shown
+from safetrain.data.json_rows import RowError, dump, kind, load, load_or_fault, require_unicode, shown
 
 GROUP = "category"  # the key under which a row's category is written
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -269,8 +269,8 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
     function = _function(call.get("function"), value, place, CALL, "parameters")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # OpenAI writes JSON text, and "" without arguments
-        parsed = load_object(arguments) if arguments.strip() else {}
-        arguments = arguments if parsed is None else parsed
+        parsed = load_or_fault(arguments) if arguments.strip() else {}
+        arguments = parsed if isinstance(parsed, dict) else arguments
     elif not isinstance(arguments, dict | None):
         raise RowError(f"{place}.function.arguments must be an object or its JSON text, this is {kind(arguments)}")
     call.setdefault("type", "function")

@@ -39,8 +39,6 @@ def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
     is_plain, findings = suffix_of(path) in PLAIN, Findings(Severities())
     for place, value in texts_of(path) if is_plain else rows_of(path):
         try:
-            if isinstance(value, RowError):
-                raise value
             row = parse_row(value, None if is_plain else columns)
         except RowError as error:
             findings.add_unreadable(Spot(str(path), place), error)

@@ -161,8 +161,6 @@ class RowReader:
     def _rendered(self, spot: Spot, value: object) -> ReadRow:
         row: Row | None = None
         try:
-            if isinstance(value, RowError):
-                raise value
             row = parse_row(value, self._settings.columns)
             rendered = self._renderer.render(row)
         except RowError as error:

@@ -32,8 +32,6 @@ def read_rows(path: Path, columns: Columns | None = None) -> list[SourcedRow]:
     rows, faults = list[SourcedRow](), list[str]()
     for place, value in rows_of(path):
         try:
-            if isinstance(value, RowError):
-                raise value
             rows.append(SourcedRow(parse_row(value, columns), place.of(str(path))))
         except RowError as error:
             faults.append(f"{place.of(str(path), error.column)}: {error}")
