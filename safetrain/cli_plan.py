@@ -59,12 +59,13 @@ def validate(
     """
     from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
+    from safetrain.data.tokenize import settings_of
     from safetrain.watch.progress import still_working
 
     try:
         given = params() if Path("params.yaml").is_file() else None
         documents = given is not None and given.train.method == PRETRAIN
-        settings = command.command_settings(given.data if given else None, columns or (), documents=documents)
+        settings = settings_of(given.data if given else None, columns or (), documents=documents)
         named = files or [Path(params().data.path)]
         if fix is not None:
             command.refuse_idle({"--show-mask": show_mask, "--json": as_json}, "With")

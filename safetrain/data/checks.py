@@ -80,6 +80,10 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
     others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
     said = SEPARATOR.join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
     found += [("SECRETS", detail) for detail in secrets(said)]
+    if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
+        found.append(("EMPTY-MESSAGE", ""))
+    if row.messages and row.messages[-1].role == "user":
+        found.append(("ENDS-WITH-USER", ""))
     if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
         found.append(("REFUSALS", ""))
     return found

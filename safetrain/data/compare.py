@@ -23,7 +23,6 @@ from safetrain.data.rows import Row
 from safetrain.data.split import MIN_GROUPS, TEST, TRAIN, VALID
 from safetrain.data.tokenize import ReadRow
 
-FEW_QUESTIONS = MIN_GROUPS
 TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
 NUMBERS = np.dtype([  # of a row
     ("files", "u4"),
@@ -74,7 +73,7 @@ class RowFacts:
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Add those rows of a file that can be trained."""
-        kept = [(each.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
+        kept = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
         texts = [asked_text(row) or _answer_text(row) for _, row in kept]
         words = words_of(texts)
         self._shingles.add(words)
@@ -110,7 +109,7 @@ class RowFacts:
     def likeness(self, similarity: float) -> DuplicateGroups:
         """Compare the questions of all rows; with a ``similarity`` of 1 only the same words in the same order count."""
         different = len(np.unique(self.column("questions")))
-        by_context = different < FEW_QUESTIONS and len(np.unique(self.keys("questions", in_context=True))) > different
+        by_context = different < MIN_GROUPS and len(np.unique(self.keys("questions", in_context=True))) > different
         groups = first_alike(self.keys("questions", in_context=by_context))
         if similarity == 1 or by_context:
             return DuplicateGroups(groups, groups, "", by_context)

@@ -25,7 +25,7 @@ from safetrain.data.json_rows import (
     RowError,
     array_rows,
     line_rows,
-    load_or_fault,
+    load,
     shown,
 )
 
@@ -284,7 +284,7 @@ def _table_row(names: list[str], cells: list[str]) -> object:
     for name in JSON_CELLS:
         cell = row.get(name)
         if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
-            row[name] = value = load_or_fault(cell)
+            row[name] = value = load(cell)
             if isinstance(value, RowError):
                 return RowError(f"the cell {name} is not JSON: {value}")
     return row

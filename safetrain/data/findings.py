@@ -16,6 +16,7 @@ SCREEN_FINDINGS, MOST_ERRORS, MOST_LETTERS = 9, 20, 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 DROP = "safetrain validate FILE --fix OUT --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
+WHOLE_FILE = Place()
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,14 @@ class Kind:
     fixed: bool = False  # an error that no key can make a warning
     by_detail: bool = False  # one finding for each detail
     lists: bool = False  # one finding, in which all details are listed
-    of_rows: bool = True  # whether its places are rows, which --drop can leave out
 
 
 KINDS = {
     # files and keys
-    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True, of_rows=False),
+    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "FILES-UNREAD": Kind(
         WARNING, "in the data folder, {detail}",
-        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True, of_rows=False),
+        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True),
     "ROW-UNREADABLE": Kind(
         ERROR, "{rows} cannot be read: {detail}",
         "correct these rows, or leave them out: safetrain validate FILE --fix OUT --drop-bad",
@@ -109,10 +109,10 @@ KINDS = {
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
-        "use the model with its tokenizer, or tokenize the corpus with this model's", of_rows=False),
+        "use the model with its tokenizer, or tokenize the corpus with this model's"),
     "DOCUMENTS-OPEN": Kind(
         WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to end",
-        "tokenize the corpus with the model's end token (datatrove: eos_token)", of_rows=False),
+        "tokenize the corpus with the model's end token (datatrove: eos_token)"),
 }  # fmt: skip
 
 
@@ -121,19 +121,19 @@ class Spot:
     """Where a finding is: a file, the row's place in it, and the row that it is compared with."""
 
     file: str
-    place: Place | None = None
+    place: Place = WHOLE_FILE
     beside: "Spot | None" = None
     column: int = 0  # of the line, where it is known
 
     def text(self) -> str:
         """``a.jsonl:62 matches a.jsonl:61``; ``a.jsonl:62:14``."""
-        own = self.place.of(self.file, self.column) if self.place is not None else self.file
+        own = self.place.of(self.file, self.column)
         return own if self.beside is None else f"{own} matches {self.beside.text()}"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         value: dict[str, Any] = {"file": self.file}
-        if self.place is not None:
+        if any(self.place):
             value |= {"line": self.place.line, **({"row": self.place.row} if self.place.row else {})}
         return value if self.beside is None else {**value, "beside": self.beside.as_json()}
 

@@ -81,10 +81,7 @@ def key_names(keys: Collection[str]) -> str:
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
-    """The row in ``value``, read by ``columns`` or, without them, by the usual names; raises RowError.
-
-    Where a RowError stands in place of a row, it is raised.
-    """
+    """The row in ``value``, read by ``columns`` or else by the usual names; raises RowError, also where it is one."""
     if isinstance(value, RowError):
         raise value
     if not isinstance(value, dict):

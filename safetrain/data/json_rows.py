@@ -24,11 +24,7 @@ MOST_DEEP = 300
 DEEP = "brackets are nested some hundred deep, which no reader takes"
 DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
 CUT = "the line is cut off, or the object goes on in the next line: it must be one line"
-HINTS = (  # what json says, what the rest of the line begins with, and the usual cause
-    ("Extra data", "{", "two objects in one line: each needs a line of its own"),
-    ("", ("'", "None", "True", "False"), "as Python prints it: write the file with json.dumps"),
-    ("Unterminated string", "", CUT),
-)
+PYTHON = "as Python prints it: write the file with json.dumps"
 
 
 class RowError(ValueError):
@@ -45,19 +41,14 @@ class RowError(ValueError):
 class Place(NamedTuple):
     """The line in which a row begins, and in arrays and tables its number; both from 1, and 0 where there is none."""
 
-    line: int
+    line: int = 0
     row: int = 0
 
-    @property
-    def number(self) -> int:
-        """The line; the row where there is none, and in an array that is one long line."""
-        return max(self.line, self.row)
-
     def of(self, name: str, column: int = 0) -> str:
-        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``."""
-        if not self.row:
-            return f"{name}:{self.line}:{column}" if column else f"{name}:{self.line}"
-        return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
+        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``; the name for no place."""
+        if self.row:
+            return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
+        return ":".join([name, *(str(number) for number in (self.line, column) if number)])
 
 
 Placed = tuple[Place, object]  # where a row stands, and its value, or the RowError for it
@@ -74,18 +65,15 @@ class StrictDecoder:
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
 
     def load(self, text: str) -> object:
-        """The value of one line; raises RowError."""
+        """The value of one line, or the RowError for it."""
         self._faults.clear()
         try:
             value: object = self._decoder.decode(text)
         except json.JSONDecodeError as error:
-            raise RowError(f"{said_of(error)}{_hint(text, error)}", column=error.colno) from None
+            return RowError(f"{said_of(error)}{_hint(text, error)}", column=error.colno)
         except (ValueError, RecursionError) as error:
-            raise RowError(said_of(error)) from None
-        fault = self._fault(value, text, 0, len(text))
-        if fault:
-            raise fault
-        return value
+            return RowError(said_of(error))
+        return self._fault(value, text, 0, len(text)) or value
 
     def value_at(self, text: str, start: int) -> tuple[object, int]:
         """The value that begins at ``start``, or a RowError in its place, and its end.
@@ -163,25 +151,16 @@ def _is_deep(value: object, most: int) -> bool:
 def _hint(text: str, error: json.JSONDecodeError) -> str:
     """The usual cause of a fault, in brackets; empty where none is known."""
     rest = text[error.pos :].lstrip()
-    if not rest:
+    if not rest or error.msg.startswith("Unterminated"):
         return f" ({CUT})"
-    hint = next((cause for said, start, cause in HINTS if error.msg.startswith(said) and rest.startswith(start)), "")
-    return f" ({hint})" if hint else ""
-
-
-def load_or_fault(text: str) -> object:
-    """The value that ``text`` holds, or the RowError for it."""
-    try:
-        return load(text)
-    except RowError as error:
-        return error
+    return f" ({PYTHON})" if rest.startswith(("'", "None", "True", "False")) else ""
 
 
 def line_rows(lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
     """The values of JSON lines. A byte order mark, left where files were joined, is passed over."""
     for number, line in lines:
         if not line.isspace():
-            yield Place(number), load_or_fault(line.lstrip("\ufeff").rstrip("\r\n"))
+            yield Place(number), load(line.lstrip("\ufeff").rstrip("\r\n"))
 
 
 def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:

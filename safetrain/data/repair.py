@@ -42,13 +42,13 @@ def repair(
     Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError where ``into`` or its log is there
     already or is not named .jsonl, DataError.
     """
-    done = Repair(source, into, columns, dropped or {})
+    done = Repair(source, into, columns, dropped or {}, drop_bad=drop_bad)
     do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
     for path in (into, done.log):
         if path.exists() or path.is_symlink():
             raise ConfigError("What is to be written exists already.", where=str(path), do=do)
     try:
-        write_atomic(into, lambda rows: done.write(rows, drop_bad=drop_bad), over=False)
+        write_atomic(into, done.write, over=False)
     except OSError as error:
         raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
     return done
@@ -57,7 +57,9 @@ def repair(
 class Repair:
     """Repairs one row after the other, counts the changes, and tells every one in a log."""
 
-    def __init__(self, source: Path, into: Path, columns: Columns | None, dropped: Mapping[Place, str]) -> None:
+    def __init__(
+        self, source: Path, into: Path, columns: Columns | None, dropped: Mapping[Place, str], *, drop_bad: bool
+    ) -> None:
         """Raises ConfigError for a name of another format."""
         if into.suffix != ".jsonl":
             expected = "a name that ends in .jsonl"
@@ -65,7 +67,8 @@ class Repair:
         self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
         self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
-        self._columns, self._dropped, self._findings = columns, dropped, Findings(Severities())
+        self._columns, self._dropped, self._drop_bad = columns, dropped, drop_bad
+        self._findings = Findings(Severities())
         self._rows: TextIO = io.StringIO()
         self._told: TextIO = io.StringIO()
         self._seen: dict[bytes, str] = {}  # where the first row is that says it
@@ -78,18 +81,18 @@ class Repair:
             lines.append("  its keys are the usual ones: set data.columns=null for it")
         return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
 
-    def write(self, target: Path, *, drop_bad: bool) -> None:
+    def write(self, target: Path) -> None:
         """Write the log and the repaired rows; raises DataError where some cannot be read, or none are left."""
-        write_atomic(self.log, lambda log: self._write(target, log, drop_bad), over=False)
+        write_atomic(self.log, lambda log: self._write(target, log), over=False)
 
-    def _write(self, target: Path, log: Path, drop_bad: bool) -> None:
+    def _write(self, target: Path, log: Path) -> None:
         with (
             target.open("w", encoding="utf-8", newline="\n") as self._rows,
             log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._told,
         ):
             for place, value in rows_of(self.source):
                 self._add(place, value)
-        if not drop_bad:
+        if not self._drop_bad:
             self._findings.refuse_errors()
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.data.json_rows import RowError, dump, kind, load, load_or_fault, require_unicode, shown
+from safetrain.data.json_rows import RowError, dump, kind, load, require_unicode, shown
 
 GROUP = "category"  # the key under which a row's category is written
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,8 +56,8 @@ class Message:
 class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
-    ``ignored_keys`` are keys that nothing reads, ``remarks`` ids of findings, ``taken`` says which keys the row was
-    made of where they are not the usual ones; ``group`` is its category or task, by which answers are scored.
+    ``ignored_keys`` are keys that nothing reads, ``taken`` says which keys the row was made of where they are not the
+    usual ones; ``group`` is its category or task, by which answers are scored.
     """
 
     format: str
@@ -65,7 +65,6 @@ class Row:
     tools: str = ""
     text: str = ""
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
-    remarks: tuple[str, ...] = field(default=(), compare=False)
     taken: str = field(default="", compare=False)
     group: str = field(default="", compare=False)
 
@@ -109,7 +108,7 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
     tools = tools_text(parts.get("tools"))
     form = "tools" if tools else "completions" if is_plain else "chat"
-    return Row(form, messages, tools, remarks=_remarks(messages))
+    return Row(form, messages, tools)
 
 
 def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
@@ -155,16 +154,6 @@ def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, 
     if messages[0] != system:
         raise RowError("the system text stands twice and differs: beside messages and in messages[0]; keep one")
     return messages
-
-
-def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
-    """The ids of findings that the messages alone show."""
-    found = []
-    if not all(message.content.strip() for message in messages if message.role in ("user", "tool")):
-        found.append("EMPTY-MESSAGE")
-    if messages[-1].role == "user":
-        found.append("ENDS-WITH-USER")
-    return tuple(found)
 
 
 def _text(value: object, key: str) -> str:
@@ -269,7 +258,7 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
     function = _function(call.get("function"), value, place, CALL, "parameters")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # OpenAI writes JSON text, and "" without arguments
-        parsed = load_or_fault(arguments) if arguments.strip() else {}
+        parsed = load(arguments) if arguments.strip() else {}
         arguments = parsed if isinstance(parsed, dict) else arguments
     elif not isinstance(arguments, dict | None):
         raise RowError(f"{place}.function.arguments must be an object or its JSON text, this is {kind(arguments)}")
@@ -309,7 +298,7 @@ def _parsed(value: object, place: str) -> object:
     """The value of a JSON text; anything else as it is."""
     if not isinstance(value, str) or not value.strip():
         return value
-    try:
-        return load(value)
-    except RowError as error:
-        raise RowError(f"{place} is a text that must be JSON: {error}") from None
+    parsed = load(value)
+    if isinstance(parsed, RowError):
+        raise RowError(f"{place} is a text that must be JSON: {parsed}")
+    return parsed

@@ -154,7 +154,7 @@ class StoredRow:
     line: str  # canonical JSON
     tokens: TokenRow
     file: int
-    number: int  # of its line in the file
+    number: int  # of its line in the file, or of its row where that is greater or it has no line
     label_bytes: int  # UTF-8 bytes of the text of its labels
     prompt: Prompt | None
 
@@ -163,7 +163,7 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
     """The rows of a file that can be trained; the others have been counted as errors."""
     return [
         StoredRow(
-            _encode(read.row.as_json()) + "\n", read.tokens, file, read.place.number, read.label_bytes, read.prompt
+            _encode(read.row.as_json()) + "\n", read.tokens, file, max(read.spot.place), read.label_bytes, read.prompt
         )
         for read in reads if read.row is not None and read.tokens is not None
     ]  # fmt: skip

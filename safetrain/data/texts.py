@@ -23,8 +23,7 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
             raise DataError(
                 "This is a corpus of tokens: it has no text to make a tokenizer of.",
                 where=str(source),
-                expected="the tokenizer that the corpus was made with",
-                do="safetrain create PRESET DIR --tokenizer MODEL, a model with that tokenizer",
+                do="safetrain create PRESET DIR --tokenizer MODEL, the model whose tokenizer made the corpus",
             )
         files = data_files_of(source, documents=True)
         if files.unread:

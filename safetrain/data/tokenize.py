@@ -1,7 +1,7 @@
 """The rows of a file as tokens with labels, block by block, with findings about them; the settings that decide it."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from safetrain.data.checks import text_findings
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.folders import DataFiles, suffix_of
-from safetrain.data.forms import Columns, checked_columns, parse_row
-from safetrain.data.json_rows import Place, RowError
+from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
+from safetrain.data.json_rows import RowError
 from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer, RenderError
 from safetrain.data.rows import Row
 
@@ -42,8 +42,11 @@ class DataSettings:
     documents: bool = False  # rows are documents of a training from scratch: no context cuts them
 
 
-def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: bool = False) -> DataSettings:
-    """Read the section data of params.yaml; ``columns`` go before its own. Raises ConfigError."""
+def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool = False) -> DataSettings:
+    """Read the section data of params.yaml, if there is one; ``words`` of --columns go first. Raises ConfigError."""
+    columns = named_columns(words)
+    if data is None:
+        return DataSettings(columns=columns)
     return DataSettings(
         labelling=Labelling(data.append_end, data.train_empty_thinking, data.opening),
         severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
@@ -74,11 +77,6 @@ class ReadRow:
     findings: tuple[str, ...]  # ids
     prompt: Prompt | None = None  # None where its last answer cannot be asked for
     label_bytes: int = 0  # UTF-8 bytes of the text of its labels, without the tokens that close answers
-
-    @property
-    def place(self) -> Place:
-        """The place in its file."""
-        return self.spot.place or Place(0)
 
 
 class RowReader:
@@ -187,7 +185,6 @@ class RowReader:
         if rendered.is_chat:
             self._openings[rendered.asked, rendered.opening] += 1
         found = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
-        found += [(identifier, "") for identifier in row.remarks]
         found += [("KEYS-IGNORED", key) for key in row.ignored_keys]
         found += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
         for identifier, detail in dict.fromkeys(found):

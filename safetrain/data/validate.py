@@ -28,12 +28,12 @@ from safetrain.core.errors import DataError
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
-from safetrain.data.compare import FEW_QUESTIONS, RowFacts, compare
+from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
 from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
-from safetrain.data.split import TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
+from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
@@ -104,9 +104,6 @@ def read_held_out(
 
     Raises DataError for a file that is not there, has no rows, or has some that cannot be used; ModelError.
     """
-    if not path.is_file():
-        what = "The data is a folder." if path.is_dir() else "The data file does not exist."
-        raise DataError(what, where=str(path), do="name a file")
     tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
     findings = Findings(settings.severities)
     reader = RowReader(files, tokenizer, settings, findings)
@@ -192,7 +189,7 @@ class _Gate:
             clusters = likeness.clusters
             if likeness.by_context:
                 said = "; the questions are too few: rows with one question and one system text stay together"
-            if len(np.unique(clusters[parts == TRAIN])) < FEW_QUESTIONS:  # at least the same stay together
+            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least the same stay together
                 said = "; all rows are near copies of each other, and such stand on both sides"
                 clusters = likeness.groups
             numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)

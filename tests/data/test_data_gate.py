@@ -148,12 +148,12 @@ def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_
 
 def test_a_row_of_many_rare_details_counts_once() -> None:
     findings = Findings(Severities())
-    for row in range(10):
+    for row in range(1, 11):
         for key in range(80):
             findings.add("TEXT-LOST", f"key{key} of {row}", where=[Spot("a", Place(row))])
     others = next(finding for finding in findings.listed() if "others" in finding.message)
     assert others.count == 10
-    assert others.where == tuple(f"a:{row}" for row in range(5))
+    assert others.where == tuple(f"a:{row}" for row in range(1, 6))
 
 
 def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write) -> None:
