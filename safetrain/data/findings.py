@@ -14,7 +14,8 @@ ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
 SCREEN_FINDINGS, MOST_ERRORS, MOST_LETTERS = 9, 20, 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
-DROP = "safetrain validate FILE --fix OUT --drop {id} writes a copy without these rows"
+FIX = "safetrain validate FILE --fix OUT.jsonl"
+DROP = FIX + " --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
 WHOLE_FILE = Place()
 
@@ -39,7 +40,7 @@ KINDS = {
         "rename it to a split, merge it into the file that is read, or remove it", by_detail=True),
     "ROW-UNREADABLE": Kind(
         ERROR, "{rows} cannot be read: {detail}",
-        "correct these rows, or leave them out: safetrain validate FILE --fix OUT --drop-bad",
+        f"correct these rows, or leave them out: {FIX} --drop-bad",
         fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
@@ -84,7 +85,7 @@ KINDS = {
         "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
     "NEAR-COPIES": Kind(NOTE, "{rows} of train with nearly the question of another row{detail}", IGNORE),
     "REPEATED-ROWS": Kind(
-        WARNING, "{rows} of train equal to an earlier one", "safetrain validate FILE --fix OUT keeps one of each"),
+        WARNING, "{rows} of train equal to an earlier one", f"{FIX} keeps one of each"),
     "ANSWERS-DIFFER": Kind(
         WARNING, "an earlier question has a different answer in {rows}",
         "keep one answer of each, or ignore if several are right"),
@@ -100,10 +101,10 @@ KINDS = {
         "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
-        "safetrain validate FILE --fix OUT repairs most; where U+FFFD is, make the file again: the character is lost"),
+        f"{FIX} repairs most; where U+FFFD is, make the file again: the character is lost"),
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
-        "safetrain validate FILE --fix OUT writes a copy without them"),
+        f"{FIX} writes a copy without them"),
     "SECRETS": Kind(
         WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # corpora of tokens

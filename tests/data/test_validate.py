@@ -103,7 +103,7 @@ def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, 
     into = tmp_path / "fixed.jsonl"
     refused = run(path, "--fix", str(into))
     assert (refused.exit_code, into.exists()) == (1, False)
-    assert "leave them out: safetrain validate FILE --fix OUT --drop-bad" in refused.stderr
+    assert "leave them out: safetrain validate FILE --fix OUT.jsonl --drop-bad" in refused.stderr
     done = run(path, "--fix", str(into), "--drop-bad")
     assert done.exit_code == 0
     assert "wrote 1 of 3 rows" in done.stdout
