@@ -67,7 +67,7 @@ def as_setting(columns: Columns) -> str:
 
 def _look_at(*ways: Columns) -> str:
     """A remedy: the settings that would read a row, and each as options of `safetrain validate`."""
-    text = "if all rows are so, name their keys, with data.columns or, in this command, with --columns:"
+    text = "if all rows are so, name their keys as here; else leave them out with --fix OUT.jsonl --drop-bad:"
     for columns in ways:
         options = " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
         text += f"\n{'':12}{as_setting(columns)}\n{'':12}{options}"
