@@ -182,8 +182,8 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     """Of the project's token store, where it was made for this tokenizer; else read and tokenized for the model."""
     from safetrain.core.data.held_out import load_held_out
     from safetrain.core.data.store import read_made, store_path
-    from safetrain.core.data.tokenizer_files import tokenizer_hash
-    from safetrain.data.command import command_settings
+    from safetrain.core.model.files import tokenizer_hash
+    from safetrain.data.tokenize import settings_of
     from safetrain.data.validate import read_held_out
 
     if data is None and not TEST_ROWS.is_file():
@@ -196,7 +196,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
         from omegaconf import OmegaConf
 
         section = OmegaConf.load("params.yaml").data
-    settings = command_settings(section, ())
+    settings = settings_of(section)
     if data is None:  # these have the usual keys
         settings = dataclasses.replace(settings, columns=None)
     return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)
@@ -204,8 +204,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
 
 def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
     """One model, or base and tuned; raises ConfigError for two tokenizers, ModelError for another base."""
-    from safetrain.core.data.tokenizer_files import make_same_tokens
-    from safetrain.core.model.files import read_model_files
+    from safetrain.core.model.files import make_same_tokens, read_model_files
     from safetrain.core.records.adapter_files import require_base
     from safetrain.engine.comparison import Subject
 

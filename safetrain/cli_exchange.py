@@ -132,7 +132,7 @@ def export_gguf(
 
 def _tokens_of(folder: Path) -> Path:
     """Of a fused model the base, whose tokens the rows have: fuse names further tokens that end an answer."""
-    from safetrain.core.data.tokenizer_files import make_same_tokens
+    from safetrain.core.model.files import make_same_tokens
     from safetrain.core.records.fusing import REPORT, FuseReport
     from safetrain.core.storage.files import read_record
 

@@ -35,9 +35,7 @@ def validate(
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fix: Annotated[
-        Path | None, typer.Option(help="write a repaired copy here, in the format of its name, and a log")
-    ] = None,
+    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, as JSON lines, and a log")] = None,
     drop: Annotated[
         list[str] | None, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")
     ] = None,
@@ -59,12 +57,13 @@ def validate(
     """
     from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
+    from safetrain.data.tokenize import settings_of
     from safetrain.watch.progress import still_working
 
     try:
         given = params() if Path("params.yaml").is_file() else None
         documents = given is not None and given.train.method == PRETRAIN
-        settings = command.command_settings(given.data if given else None, columns or (), documents=documents)
+        settings = settings_of(given.data if given else None, columns or (), documents=documents)
         named = files or [Path(params().data.path)]
         if fix is not None:
             command.refuse_idle({"--show-mask": show_mask, "--json": as_json}, "With")

@@ -7,7 +7,7 @@ import numpy as np
 
 from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
-from safetrain.core.data.tokenizer_files import tokenizer_hash
+from safetrain.core.model.files import tokenizer_hash
 
 MADE = Provenance("tokenizer", "settings", "source", "2026-01-31", (1, 2), "<think>")
 

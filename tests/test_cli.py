@@ -16,9 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import ConfigError, MachineError, ModelError
-from safetrain.core.model.files import read_model_files
+from safetrain.core.model.files import read_model_files, tokenizer_hash
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record

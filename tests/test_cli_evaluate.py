@@ -85,7 +85,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
         (("--model", other, "--adapter", adapter, "--data", data), ModelError, "trained on another base"),
         (("--model", tmp_path / "none", "--data", data), ModelError, "none"),
         (("--model", base, "--data", tmp_path / "none.jsonl"), DataError, "does not exist"),
-        (("--model", base, "--data", tmp_path), DataError, "is a folder"),
+        (("--model", base, "--data", tmp_path), DataError, "not a regular file"),
         (("--model", base, "--data", data, "--out", data), ConfigError, "exists already"),
         (("--model", base, "--data", data, "--out", data / "inside.json"), ConfigError, "can be written there"),
         (("--model", base, "--data", data, "--out", "checkpoints_qlora/new.json"), ConfigError, "own files"),

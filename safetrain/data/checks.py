@@ -5,7 +5,6 @@ search by pattern and settles most rows.
 """
 
 import re
-from collections.abc import Iterator
 
 from safetrain.core.data.template import Controls
 from safetrain.data.rows import Row
@@ -35,6 +34,7 @@ INVISIBLE = re.compile(
     "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
     "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
 )
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # what steers a terminal, whole
 LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # they part words, or turn the direction of writing
 LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
 
@@ -53,19 +53,13 @@ HEAD = 160  # characters of an answer in which a refusal is looked for
 
 CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
 
-KEYS = (  # a part that must be in the text, what the key looks like, whose it is
-    ("AKIA", r"\bAKIA[0-9A-Z]{16}\b", "an AWS key"),
-    *((part, rf"\b{part}[A-Za-z0-9]{{36}}\b", "a GitHub token") for part in ("ghp_", "gho_", "ghs_")),
-    ("github_pat_", r"\bgithub_pat_[A-Za-z0-9_]{50,}", "a GitHub token"),
-    ("glpat-", r"\bglpat-[A-Za-z0-9_-]{20}\b", "a GitLab token"),
-    ("sk-", r"\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}", "a key of a model's provider"),
-    ("hf_", r"\bhf_[A-Za-z]{34}\b", "a Hugging Face token"),
-    ("xox", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}", "a Slack token"),
-    ("AIza", r"\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])", "a Google key"),
-    ("_live_", r"\b[sr]k_live_[A-Za-z0-9]{20,}", "a Stripe key"),
-    ("npm_", r"\bnpm_[A-Za-z0-9]{36}\b", "an npm token"),
-    ("SG.", r"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", "a SendGrid key"),
-    ("PRIVATE KEY-----", r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\\nr]*[A-Za-z0-9+/]{20,64}", "a private key"),
+KEY_PARTS = ("AKIA", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "sk-", "hf_", "xox", "AIza", "_live_", "npm_",
+             "SG.", "PRIVATE KEY-----")  # fmt: skip
+KEY = re.compile(  # of AWS, GitHub, GitLab, models' providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
+    r"\bAKIA[0-9A-Z]{16}\b|\bgh[ops]_[A-Za-z0-9]{36}\b|\bgithub_pat_[A-Za-z0-9_]{50,}|\bglpat-[A-Za-z0-9_-]{20}\b"
+    r"|\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z]{34}\b|\bxox[abeoprs]-[A-Za-z0-9-]{10,}"
+    r"|\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])|\b[sr]k_live_[A-Za-z0-9]{20,}|\bnpm_[A-Za-z0-9]{36}\b"
+    r"|\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}|-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\\nr]*[A-Za-z0-9+/]{20,64}"
 )
 EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys of documentation
 
@@ -86,6 +80,10 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
     others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
     said = SEPARATOR.join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
     found += [("SECRETS", detail) for detail in secrets(said)]
+    if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
+        found.append(("EMPTY-MESSAGE", ""))
+    if row.messages and row.messages[-1].role == "user":
+        found.append(("ENDS-WITH-USER", ""))
     if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
         found.append(("REFUSALS", ""))
     return found
@@ -142,18 +140,29 @@ def invisible_character(text: str) -> str:
     """The first character that no reader sees, unless its script needs it."""
     if text.replace("\n", "").isprintable():
         return ""
-    found = INVISIBLE.search(LAYING_OUT.sub("", text) if LAID_OUT.search(text) else text)
-    return f"U+{ord(found[0]):04X}" if found is not None else ""
+    is_laid_out = LAID_OUT.search(text) is not None
+    found = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
+    return next((f"U+{ord(letter):04X}" for letter in found), "")
 
 
-def secrets(text: str) -> Iterator[str]:
-    """Whose key is in the text, and how it begins; keys of documentation are left out."""
-    for part, pattern, name in KEYS:
-        if part not in text:
-            continue
-        real = next((match[0] for match in re.finditer(pattern, text) if _is_random(match[0])), "")
-        if real:
-            yield f"{name} ({'-----BEGIN' if real.startswith('-') else real[:4]}…, {len(real)} characters)"
+def without_invisible(text: str) -> str:
+    """The text without what ``invisible_character`` finds; vertical tabs and form feeds become the end of a line."""
+    is_laid_out = LAID_OUT.search(text) is not None
+
+    def instead(found: re.Match[str]) -> str:
+        is_needed = is_laid_out and LAYING_OUT.fullmatch(found[0])
+        return found[0] if is_needed else "\n" if found[0] in "\v\f" else ""
+
+    while invisible_character(text):  # one that is gone may have hidden another
+        text = INVISIBLE.sub(instead, ESCAPES.sub("", text))
+    return text
+
+
+def secrets(text: str) -> list[str]:
+    """How each key in the text begins; keys of documentation are left out."""
+    if not any(part in text for part in KEY_PARTS):
+        return []
+    return [f"a key ({key[:5]}…, {len(key)} characters)" for key in KEY.findall(text) if _is_random(key)]
 
 
 def is_refusal(answer: str) -> bool:

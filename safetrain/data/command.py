@@ -6,27 +6,19 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable
-from safetrain.data.containers import Place
-from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
-from safetrain.data.forms import named_columns
-from safetrain.data.repair import RepairOptions, repair
-from safetrain.data.tokenize import DataSettings, ReadRow, settings_of
+from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, require_kinds, summary
+from safetrain.data.json_rows import Place
+from safetrain.data.repair import repair
+from safetrain.data.tokenize import DataSettings, ReadRow
 from safetrain.data.validate import Validation, validate
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained
 EVERY_PLACE = 2**62
-
-
-def command_settings(data: Any, columns: Sequence[str], *, documents: bool = False) -> DataSettings:
-    """Settings by the section data of params.yaml, if there is one, and by --columns before it; raises ConfigError."""
-    named = named_columns(columns)
-    return DataSettings(columns=named) if data is None else settings_of(data, named, documents=documents)
 
 
 def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
@@ -69,7 +61,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         got = ", ".join(map(str, paths))
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
     dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
-    done = repair(paths[0], into, RepairOptions(settings.columns, drop_bad, dropped))
+    done = repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad)
     print(printable(done.summary()))
     return 0
 
@@ -82,15 +74,12 @@ def refuse_idle(options: Mapping[str, object], when: str) -> None:
 
 
 def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) -> dict[Place, str]:
-    """The rows of the findings to drop; raises ConfigError for a name that is not of a finding in rows."""
+    """The rows of the findings to drop; raises ConfigError for a name that no finding has."""
     names = [name.strip().upper() for name in drop.split(",") if name.strip()]
     require_kinds("--drop", names)
-    others = [name for name in names if not KINDS[name].of_rows]
-    if others:
-        raise ConfigError(f"--drop: {', '.join(others)} is not a finding in rows.", do="leave it out")
     found = validate([path], model, settings, most_places=EVERY_PLACE).found
     rows = ((finding.id, spot) for finding, spots in found for spot in spots if finding.id in names)
-    return {spot.place: identifier for identifier, spot in rows if spot.place is not None}
+    return {spot.place: identifier for identifier, spot in rows}
 
 
 def _as_json(validation: Validation) -> str:

@@ -10,13 +10,12 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from safetrain.core.data.corpus_store import Corpus, DocumentWriter
-from safetrain.core.data.store import Provenance, metadata_of, store_path
+from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, metadata_of, store_path
 from safetrain.core.data.token_files import OpenFiles, Stretch, TokenFile, loss_path, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
@@ -41,16 +40,11 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 Run = tuple[int, range]  # the number of a file, and documents of it that follow each other
 
 
-@dataclass(frozen=True)
-class TokenizedFile:
+class TokenizedFile(NamedTuple):
     """A whole file of tokens."""
 
     file: TokenFile
-    ends: np.ndarray  # (documents,) int64, ascending
-
-    def begin(self, document: int) -> int:
-        """The first token of a document."""
-        return int(self.ends[document - 1]) if document else 0
+    bounds: np.ndarray  # (documents + 1,) int64, where each begins and ends
 
 
 def read_tokenized(path: Path) -> TokenizedFile:
@@ -66,7 +60,8 @@ def read_tokenized(path: Path) -> TokenizedFile:
     if masked and mask.stat().st_size != tokens:
         what = "The mask of a file of tokens is not as long as the file."
         raise _not_whole(what, mask, f"{tokens} bytes", f"{mask.stat().st_size} bytes")
-    return TokenizedFile(TokenFile(str(path), tokens, width, masked, sampled_digest(path, masked)), ends)
+    file = TokenFile(str(path), tokens, width, masked, sampled_digest(path, masked))
+    return TokenizedFile(file, np.concatenate([[0], ends]))
 
 
 def _read_index(path: Path) -> np.ndarray:
@@ -150,7 +145,7 @@ class CorpusReader:
 
     def digest(self) -> str:
         """A hash of all files."""
-        parts = [(each.file, hashlib.sha256(each.ends.tobytes()).hexdigest()) for each in self._files]
+        parts = [(each.file, hashlib.sha256(each.bounds.tobytes()).hexdigest()) for each in self._files]
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def compare_tokenizers(self, findings: Findings) -> None:
@@ -165,7 +160,7 @@ class CorpusReader:
         self, folder: Path, shares: Mapping[str, float], made: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
         """Read all tokens and write where the documents of each split are; in words how the splits came to be."""
-        runs = split_runs([each.ends for each in self._files], self._names, shares)
+        runs = split_runs([each.bounds[1:] for each in self._files], self._names, shares)
         splits = {name: self._write(folder, name, found, made) for name, found in runs.items()}
         if self._open:
             share = f"{self._open} of {self.rows} ({100 * self._open / self.rows:.3g} %)"
@@ -182,7 +177,7 @@ class CorpusReader:
         with DocumentWriter(store_path(folder, name)) as store:
             for file, documents in runs:
                 source = self._files[file]
-                stretch = Stretch(file, source.begin(documents.start), source.begin(documents.stop))
+                stretch = Stretch(file, int(source.bounds[documents.start]), int(source.bounds[documents.stop]))
                 stretches += [stretch] if stretch.end > stretch.begin else []
                 for ids, mask, numbers, lengths, counts in self._pieces(source, documents):
                     store.add(lengths, counts, file, numbers)
@@ -208,11 +203,12 @@ class CorpusReader:
         """
         first = documents.start
         while first < documents.stop:
-            begin = source.begin(first)
-            stop = min(documents.stop, max(first + 1, int(np.searchsorted(source.ends, begin + PIECE, side="right"))))
-            ids, mask = self._tokens(source.file, begin, source.begin(stop))
-            ends = source.ends[first:stop] - begin
-            lengths = np.diff(ends, prepend=0)
+            begin = int(source.bounds[first])
+            fitting = int(np.searchsorted(source.bounds, begin + PIECE, side="right")) - 1
+            stop = min(documents.stop, max(first + 1, fitting))
+            ids, mask = self._tokens(source.file, begin, int(source.bounds[stop]))
+            ends = source.bounds[first + 1 : stop + 1] - begin
+            lengths = np.diff(source.bounds[first : stop + 1])
             there = np.flatnonzero(lengths)
             starts, last = (ends - lengths)[there], ids[ends[there] - 1]
             if len(there):
@@ -241,12 +237,12 @@ class CorpusReader:
 
     def _samples(self) -> Iterator[list[int]]:
         """The beginnings of documents from all over the corpus, without the token that ends them."""
-        having = [each for each in self._files if len(each.ends)]
+        having = [each for each in self._files if len(each.bounds) > 1]
         for each in having[:: -(-len(having) // SAMPLED) or 1]:
-            long = np.flatnonzero(np.diff(each.ends, prepend=0) > LEAST_TOKENS)
+            long = np.flatnonzero(np.diff(each.bounds) > LEAST_TOKENS)
             wanted = min(max(1, SAMPLED // len(having)), len(long))
             for number in long[np.linspace(0, len(long) - 1, wanted).astype(np.int64)].tolist():
-                begin, end = each.begin(number), each.begin(number + 1) - 1
+                begin, end = int(each.bounds[number]), int(each.bounds[number + 1]) - 1
                 yield self._tokens(each.file, begin, min(end, begin + SAMPLE_TOKENS))[0].tolist()
 
 

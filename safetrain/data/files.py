@@ -4,155 +4,145 @@ The format is detected from the content, not the name. Memory does not grow with
 """
 
 import codecs
+import collections
+import csv
 import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.formatting import counted
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
-from safetrain.data import containers
-from safetrain.data.containers import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, Place, Placed
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
-from safetrain.data.strict_json import RowError, shown
+from safetrain.data.json_rows import (
+    MOST_ROW_BYTES,
+    TOO_LONG,
+    Place,
+    Placed,
+    RowError,
+    array_rows,
+    line_rows,
+    load,
+    shown,
+)
 
 HEAD_BYTES, CHUNK_BYTES = 64 * 1024, 2**19
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 COLUMNAR = {b"PAR1": "Parquet", b"ARROW1": "Arrow file", b"\xff\xff\xff\xff": "Arrow stream"}
-EXPORT = "save the table as 'CSV UTF-8' in the program that made it, and give that file"
-PICKLE = "have it written as JSON lines: a pickle runs code when it is opened, do not open a stranger's"
-ONE_LINE_EACH = "jq -c . FILE > rows.jsonl; for rows under a key, such as data: jq -c '.data[]' FILE > rows.jsonl"
+WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # texts are compressed to a third or a tenth, repeated rows to a fiftieth
+BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # made into Python's values at once
+JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
+ONE_LINE_EACH = "write JSON lines, one object in each line, or one list of all rows"
+AS_TEXT = "give its rows as JSON lines or CSV, in UTF-8"
 FOREIGN = (  # the first bytes of what is not read, what it is, what to do
-    (rb"BZh\d", "packed with bzip2", "bunzip2 -k FILE, and give what it wrote; or pack it with gzip or zstd"),
-    (rb"\xfd7zXZ\x00", "packed with xz", "unxz -k FILE, and give what it wrote; or pack it with gzip or zstd"),
-    (rb"\x04\x22\x4d\x18", "packed with LZ4", "lz4 -d FILE, and give what it wrote; or pack it with gzip or zstd"),
-    (rb"PK\x03\x04", "a zip archive or an Office document", f"unzip FILE, and give the data file in it; or {EXPORT}"),
-    (rb".{257}ustar", "a tar archive", "tar -xf FILE, and give the data file that was in it"),
-    (rb"\xd0\xcf\x11\xe0|%PDF", "a PDF or an old Office document", f"give its rows as text; or {EXPORT}"),
+    (rb"BZh\d|\xfd7zXZ\x00|\x04\x22\x4d\x18", "packed with bzip2, xz or LZ4", "unpack it; gzip and zstd are read"),
+    (rb"PK\x03\x04|.{257}ustar", "an archive or an Office document", f"unpack it; or {AS_TEXT}"),
+    (rb"\xd0\xcf\x11\xe0|%PDF", "a PDF or an old Office document", AS_TEXT),
     (rb"GGUF|.{5}\x00\x00\x00\{\"", "a model's weights", "data.path names the training rows, model.path the model"),
-    (rb"SQLite format 3\x00", "an SQLite database", "sqlite3 -csv -header FILE 'select * from TABLE' > rows.csv"),
-    (rb"\x80[\x02-\x05]", "a Python pickle", PICKLE),
-    (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE > rows.jsonl"),
+    (rb"SQLite format 3\x00|\x80[\x02-\x05]", "a database or a Python pickle", f"{AS_TEXT}; a pickle can run code"),
+    (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "save it in UTF-8"),
     (re.escape(LFS_POINTER), "a pointer of Git LFS", FETCH_LFS),
     (rb"\s*<(?i:!doctype|html)", "a web page", "download the file itself ('raw'), not the page that shows it"),
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
-SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
+SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
 NO_HEADER = re.compile(r"\||^sep=")  # bars between the cells; the line that Excel writes
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
 PLAIN = (".txt", ".text", ".md")
 TEXT_END = "<|endoftext|>"  # alone on a line, it divides a file of plain text
-END: tuple[int, str | None] = (0, TEXT_END)  # after the last line
 
 
-@dataclass(frozen=True)
-class FileForm:
+class FileForm(NamedTuple):
     """How to read a file. ``container``: JSON lines, JSON array, table, or the kind of a columnar table."""
 
     container: str
     separator: str = ""  # of a table
     packing: str = ""
-    encoding: str = "utf-8"
-    has_mark: bool = False
-
-    def __str__(self) -> str:
-        """For the log of a repair."""
-        mark = "byte order mark" if self.has_mark else ""
-        parts = [self.container, SEPARATORS.get(self.separator, ""), self.packing, self.encoding.upper(), mark]
-        return ", ".join(filter(None, parts))
+    encoding: str = "utf-8-sig"
 
 
 def rows_of(path: Path) -> Iterator[Placed]:
     """The rows of ``path`` in their order; raises DataError for what holds none, and where it cannot be read on."""
     form = recognised(path)
     if form.container in COLUMNAR.values():
-        return containers.columnar_rows(path, form.container)
+        return _columnar_rows(path, form.container)
     chunks = _text_chunks(path, form)
     if form.container == "JSON array":
-        return containers.array_rows(chunks, path)
-    if form.container == "table":
-        return containers.table_rows(_lines(chunks), form.separator, path)
-    return containers.line_rows(_lines(chunks))
+        return array_rows(chunks, path)
+    lines = _lines(chunks, path)
+    return _table_rows(lines, form.separator, path) if form.separator else line_rows(lines)
 
 
 def texts_of(path: Path) -> Iterator[Placed]:
     """The documents of a file of plain text as rows: the file is one, or several divided by lines <|endoftext|>."""
-    head = _head(path)
-    if head.startswith(LFS_POINTER):
-        _refuse_foreign(head, path)
+    _, packing = _start(path)
     parts, size, first = list[str](), 0, 1
-    for number, line in itertools.chain(_lines(_text_chunks(path, FileForm("text", packing=_packing_of(head)))), [END]):
-        text = line or ""
-        if text.strip() == TEXT_END:
+    lines = _lines(_text_chunks(path, FileForm("text", packing=packing)), path)
+    for number, line in itertools.chain(lines, [(0, TEXT_END)]):
+        if line.strip() == TEXT_END:
             document = "".join(parts).strip("\r\n")
-            if size > MOST_ROW_BYTES:
-                said = f"a document is longer than 16 MiB: divide it, by lines of {TEXT_END} or into files"
-                yield Place(first), RowError(said)
-            elif document:
+            if document:
                 yield Place(first), {"text": document}
             parts, size, first = [], 0, number + 1
-        elif parts or not text.isspace():
-            size += len(text) if line is not None else MOST_ROW_BYTES + 1
-            parts += [text] if size <= MOST_ROW_BYTES else []  # what is too long need not be kept
+        elif parts or not line.isspace():
+            parts.append(line)
+            size += len(line)
+            if size > MOST_ROW_BYTES:
+                do = f"divide it, by lines of {TEXT_END} or into files"
+                raise DataError("A document is longer than 16 MiB.", where=f"{path}:{first}", do=do)
         else:
             first = number + 1
 
 
 def recognised(path: Path) -> FileForm:
     """What ``path`` is; raises DataError where it is missing, or holds no rows, and NoRowsError where it is empty."""
-    head = _head(path)
-    packing = _packing_of(head)
-    head = _head(path, packing) if packing else head
+    head, packing = _start(path)
     kind = next((name for magic, name in COLUMNAR.items() if head.startswith(magic)), "")
-    if kind and not packing:
+    if kind:
         return FileForm(kind)
-    is_wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    _refuse_foreign(head, path, packing, is_text=is_wide)
-    encoding = "utf-16" if is_wide else "utf-8"
-    text = head.decode(encoding, errors="replace").removeprefix("\ufeff").lstrip()
+    encoding = "utf-16" if head.startswith(WIDE) else "utf-8-sig"
+    text = head.decode(encoding, errors="replace").lstrip()
     if not text and len(head) < HEAD_BYTES:
         raise NoRowsError(path)
-    container, separator = _container(text, path)
-    return FileForm(container, separator, packing, encoding, is_wide or head.startswith(codecs.BOM_UTF8))
+    return FileForm(*_container(text, path), packing, encoding)
 
 
-def _packing_of(head: bytes) -> str:
-    return next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
-
-
-def _refuse_foreign(head: bytes, path: Path, packing: str = "", *, is_text: bool = False) -> None:
-    """Raise DataError for a file that is not text."""
+def _start(path: Path) -> tuple[bytes, str]:
+    """The first bytes of a file, unpacked, and how it is packed; raises DataError where it is not text or a table."""
+    head = _head(path)
+    packing = next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
+    if not packing and head.startswith(tuple(COLUMNAR)):
+        return head, ""
+    head = _head(path, packing) if packing else head
     found = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL)]
-    what, do = found[0] if found else ("", "")
     if packing and head.startswith((*PACKINGS, *COLUMNAR)):
-        what, do = f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside"
-    elif not what and not is_text and len(CONTROLS.findall(head)) > max(8, len(head) // 20):
-        what, do = "a binary file, or text without a byte order mark", "give the rows as text in UTF-8"
-    if what:
-        raise DataError(
-            f"The data file is {what}, not rows of text.",
-            where=str(path),
-            expected="rows as JSON, CSV, TSV, Parquet or Arrow",
-            do=do.replace("FILE", shlex.quote(str(path))),
-        )
+        found = [(f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside")]
+    elif not head.startswith(WIDE) and len(CONTROLS.findall(head)) > max(8, len(head) // 20):
+        found.append(("a binary file, or text without a byte order mark", AS_TEXT))
+    if found:
+        what, do = found[0]
+        expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
+        raise DataError(f"The data file is {what}, not rows of text.", where=str(path), expected=expected, do=do)
+    return head, packing
 
 
 def _container(start: str, path: Path) -> tuple[str, str]:
     """What the rows of a file with this ``start`` stand in, and the separator of a table; raises DataError."""
     first, _, rest = start.partition("\n")
+    where, got = f"{path}:1", shown(first.rstrip("\r"))
     if start.startswith("["):
         if OF_TURNS.match(start):
-            do = f"jq -c '{{messages: .}}' {shlex.quote(str(path))} > rows.jsonl"
-            raise DataError("The rows are lists of messages without a key.", where=str(path), got=shown(first), do=do)
+            raise DataError("The rows are lists of messages without a key.", where=where, got=got, do=AS_OBJECTS)
         return "JSON array", ""
     if start.startswith("{"):
         if rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
             what = "The first JSON object does not end in its line: it is cut off, or goes over several lines."
-            raise DataError(what, where=f"{path}:1", do=ONE_LINE_EACH.replace("FILE", shlex.quote(str(path))))
+            raise DataError(what, where=where, do=ONE_LINE_EACH)
         return "JSON lines", ""
     separator = _separator(first.rstrip("\r"), path)
     if separator:
@@ -160,7 +150,6 @@ def _container(start: str, path: Path) -> tuple[str, str]:
     if re.search(r"^\s*\{", start, re.MULTILINE):
         return "JSON lines", ""  # the reader names the lines that are not JSON
     said = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
-    where, got = f"{path}:1", shown(first.rstrip("\r"))
     raise DataError(f"The data file has no rows that can be read: {said}.", where=where, got=got, do=AS_OBJECTS)
 
 
@@ -179,7 +168,7 @@ def _separator(first: str, path: Path) -> str:
 # Bytes and lines
 
 
-def _unpacked(path: Path, packing: str) -> Iterator[bytes]:
+def _unpacked(path: Path, packing: str = "") -> Iterator[bytes]:
     """What ``path`` holds, a chunk at a time; raises DataError for a bomb, and where it cannot be read."""
     if not path.is_file():
         what = "The data is not a regular file." if path.exists() else "The data file does not exist."
@@ -190,7 +179,7 @@ def _unpacked(path: Path, packing: str) -> Iterator[bytes]:
             while chunk := stream.read(CHUNK_BYTES):
                 size += len(chunk)
                 if packing and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
-                    raise containers.bomb(path)
+                    raise _bomb(path)
                 yield chunk
     except OSError as error:
         do = "copy or download it again, or make it again"
@@ -205,6 +194,11 @@ def _stream(file: IO[bytes], packing: str) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packing)
 
 
+def _bomb(path: Path) -> DataError:
+    what = f"The data file unpacks to more than {BOMB_RATIO} times its size: it is a bomb, not text."
+    return DataError(what, where=str(path), do="do not use it; if it is yours, unpack it yourself and give that file")
+
+
 def _head(path: Path, packing: str = "") -> bytes:
     head = b""
     for chunk in _unpacked(path, packing):  # a compressed file may give it in small pieces
@@ -216,13 +210,13 @@ def _head(path: Path, packing: str = "") -> bytes:
 
 def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
     """The text of a file without its byte order mark, a piece at a time; raises DataError."""
-    decoder, line = codecs.getincrementaldecoder("utf-8-sig" if form.encoding == "utf-8" else form.encoding)(), 1
+    decoder, line = codecs.getincrementaldecoder(form.encoding)(), 1
     for chunk in itertools.chain(_unpacked(path, form.packing), [b""]):
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
             where = f"{path}:{line + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
-            what = f"The data file is not {form.encoding.upper()} throughout."
+            what = f"The data file is not {form.encoding.removesuffix('-sig').upper()} throughout."
             do = "correct that byte; or, if it is saved in another encoding, say in WINDOWS-1252, convert it: "
             do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
             if not chunk:
@@ -232,15 +226,125 @@ def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
         yield text
 
 
-def _lines(chunks: Iterable[str]) -> Iterator[tuple[int, str | None]]:
-    """Each line with its number and its end; None for a line that is too long to be kept."""
-    left, number, is_skipped = "", 1, False
+def _lines(chunks: Iterable[str], path: Path) -> Iterator[tuple[int, str]]:
+    """Each line with its number and its end; raises DataError for one that is too long to be kept."""
+    left, number = "", 1
     for chunk in chunks:
-        *whole, rest = (left + chunk).split("\n") if not is_skipped else chunk.split("\n")
+        *whole, left = (left + chunk).split("\n")
         for line in whole:
-            yield number, None if is_skipped else f"{line}\n"
-            number, is_skipped = number + 1, False
-        is_skipped = is_skipped or len(rest) > MOST_ROW_BYTES
-        left = "" if is_skipped else rest
-    if is_skipped or left:
-        yield number, None if is_skipped else left
+            yield number, f"{line}\n"
+            number += 1
+        if len(left) > MOST_ROW_BYTES:
+            raise DataError(
+                f"The data cannot be read on: {TOO_LONG}.", where=f"{path}:{number}", do=f"split it, or {ONE_LINE_EACH}"
+            )
+    if left:
+        yield number, left
+
+
+# Tables
+
+
+def _table_rows(lines: Iterable[tuple[int, str]], separator: str, path: Path) -> Iterator[Placed]:
+    """The rows of a table with a header; rows of empty cells are passed over."""
+    csv.field_size_limit(MOST_ROW_BYTES)
+    reader = csv.reader((text for _, text in lines), delimiter=separator, strict=True)
+    names, line, row = list[str](), 1, 0
+    try:
+        for cells in reader:
+            begin, line = line, reader.line_num + 1
+            if not any(map(str.strip, cells)):
+                continue
+            if not names:
+                names = _header(cells, f"{path}:{begin}")
+                continue
+            row += 1
+            yield Place(begin, row), _table_row(names, cells)
+    except csv.Error as error:
+        why = TOO_LONG if "field limit" in str(error) else error
+        do = "correct that line: a cell with separators, quotes or line ends stands in quotes, and its quotes twice"
+        where = Place(line, row + 1).of(str(path))
+        raise DataError(f"The table cannot be read on: {why}.", where=where, do=do) from None
+
+
+def _header(cells: list[str], where: str) -> list[str]:
+    """The names of the columns; raises DataError where one stands twice."""
+    names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
+    ((name, count),) = collections.Counter(names).most_common(1)
+    if count > 1:
+        raise DataError(f"The table has two columns named {shown(name)}.", where=where, do="rename one")
+    return names
+
+
+def _table_row(names: list[str], cells: list[str]) -> object:
+    if len(cells) != len(names):
+        said = f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}"
+        return RowError(said, do="put cells that hold a separator into quotes")
+    row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # CSV has no null
+    for name in JSON_CELLS:
+        cell = row.get(name)
+        if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
+            row[name] = value = load(cell)
+            if isinstance(value, RowError):
+                return RowError(f"the cell {name} is not JSON: {value}")
+    return row
+
+
+# Parquet and Arrow
+
+
+def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
+    """The rows of a table that pyarrow reads, of the ``kind`` Parquet, Arrow file or Arrow stream; raises DataError."""
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path, kind):
+            batch.validate(full=True)  # lengths that a damaged file gives, before anything is read by them
+            times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python has no type for them
+            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+            for start in range(0, batch.num_rows, rows):
+                for row in batch.slice(start, rows).drop_columns(times).to_pylist():
+                    number += 1
+                    yield Place(0, number), _plain(row)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        where, do = Place(0, number + 1).of(str(path)), "copy or make it again"
+        raise DataError(f"The table cannot be read: {shown(said[0])}", where=where, do=do) from None
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
+        if size > BOMB_BYTES and size > BOMB_RATIO * path.stat().st_size:
+            raise _bomb(path)
+        yield from file.iter_batches(BATCH_ROWS)
+
+
+def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        if kind == "Arrow stream":
+            yield from pyarrow.ipc.open_stream(source)
+        else:
+            file = pyarrow.ipc.open_file(source)
+            yield from (file.get_batch(place) for place in range(file.num_record_batches))
+
+
+def _plain(value: object) -> object:
+    """What JSON can say: times and decimals, which it cannot, become texts, and so does text in a column of bytes."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:  # an image, or text in another encoding: not there, for the row
+            return None
+    return str(value)

@@ -1,21 +1,23 @@
 """The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted with its places."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Finding
-from safetrain.data.containers import Place
+from safetrain.data.json_rows import Place, RowError
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
-SCREEN_FINDINGS, MOST_LETTERS = 9, 600
+SCREEN_FINDINGS, MOST_ERRORS, MOST_LETTERS = 9, 20, 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
-DROP = "safetrain validate FILE --fix OUT --drop {id} writes a copy without these rows"
+FIX = "safetrain validate FILE --fix OUT.jsonl"
+DROP = FIX + " --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
+WHOLE_FILE = Place()
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,17 @@ class Kind:
     fixed: bool = False  # an error that no key can make a warning
     by_detail: bool = False  # one finding for each detail
     lists: bool = False  # one finding, in which all details are listed
-    of_rows: bool = True  # whether its places are rows, which --drop can leave out
-    is_secret: bool = False  # whether its rows stay out of the log of a repair
 
 
 KINDS = {
     # files and keys
-    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True, of_rows=False),
+    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "FILES-UNREAD": Kind(
         WARNING, "in the data folder, {detail}",
-        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True, of_rows=False),
+        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True),
     "ROW-UNREADABLE": Kind(
-        ERROR, "{detail}", "correct these rows, or leave them out: safetrain validate FILE --fix OUT --drop-bad",
+        ERROR, "{rows} cannot be read: {detail}",
+        f"correct these rows, or leave them out: {FIX} --drop-bad",
         fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
@@ -84,7 +85,7 @@ KINDS = {
         "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
     "NEAR-COPIES": Kind(NOTE, "{rows} of train with nearly the question of another row{detail}", IGNORE),
     "REPEATED-ROWS": Kind(
-        WARNING, "{rows} of train equal to an earlier one", "safetrain validate FILE --fix OUT keeps one of each"),
+        WARNING, "{rows} of train equal to an earlier one", f"{FIX} keeps one of each"),
     "ANSWERS-DIFFER": Kind(
         WARNING, "an earlier question has a different answer in {rows}",
         "keep one answer of each, or ignore if several are right"),
@@ -100,20 +101,19 @@ KINDS = {
         "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
-        "safetrain validate FILE --fix OUT repairs most of it; or make the file again in UTF-8"),
+        f"{FIX} repairs most; where U+FFFD is, make the file again: the character is lost"),
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
-        "safetrain validate FILE --fix OUT removes control characters; remove the others from the text"),
+        f"{FIX} writes a copy without them"),
     "SECRETS": Kind(
-        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True,
-        is_secret=True),
+        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
-        "use the model with its tokenizer, or tokenize the corpus with this model's", of_rows=False),
+        "use the model with its tokenizer, or tokenize the corpus with this model's"),
     "DOCUMENTS-OPEN": Kind(
         WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to end",
-        "tokenize the corpus with the model's end token (datatrove: eos_token)", of_rows=False),
+        "tokenize the corpus with the model's end token (datatrove: eos_token)"),
 }  # fmt: skip
 
 
@@ -122,18 +122,19 @@ class Spot:
     """Where a finding is: a file, the row's place in it, and the row that it is compared with."""
 
     file: str
-    place: Place | None = None
+    place: Place = WHOLE_FILE
     beside: "Spot | None" = None
+    column: int = 0  # of the line, where it is known
 
     def text(self) -> str:
-        """``a.jsonl:62 matches a.jsonl:61``."""
-        own = self.place.of(self.file) if self.place is not None else self.file
+        """``a.jsonl:62 matches a.jsonl:61``; ``a.jsonl:62:14``."""
+        own = self.place.of(self.file, self.column)
         return own if self.beside is None else f"{own} matches {self.beside.text()}"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         value: dict[str, Any] = {"file": self.file}
-        if self.place is not None:
+        if any(self.place):
             value |= {"line": self.place.line, **({"row": self.place.row} if self.place.row else {})}
         return value if self.beside is None else {**value, "beside": self.beside.as_json()}
 
@@ -191,7 +192,7 @@ class Findings:
         """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
         if key not in self._tallies and sum(known == identifier for known, _ in self._tallies) >= MOST_DETAILS:
-            key, detail = (identifier, OTHERS), OTHERS
+            key, detail, remedy = (identifier, OTHERS), OTHERS, ""
         tally = self._tallies.setdefault(key, _Tally())
         if len(tally.details) < MOST_DETAILS:
             tally.details[detail] = None
@@ -212,9 +213,22 @@ class Findings:
         found.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
         return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in found]
 
-    def has_errors(self) -> bool:
-        """Whether one of them ends the validation."""
-        return any(self._severities.of(identifier) == ERROR for identifier, _ in self._tallies)
+    def add_unreadable(self, spot: Spot, error: RowError) -> None:
+        """Found a row that cannot be read."""
+        self.add("ROW-UNREADABLE", str(error), where=[replace(spot, column=error.column)], remedy=error.do)
+
+    def add_unreadable_file(self, error: DataError) -> None:
+        """Found a file that cannot be read, or not to its end."""
+        self.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+
+    def refuse_errors(self) -> None:
+        """Raise one DataError for everything that ends a validation, if anything does."""
+        errors = [finding for finding in self.listed() if finding.severity == ERROR]
+        lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
+        lines[MOST_ERRORS:] = [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
+        if errors:
+            what = "The data cannot be trained as it is:\n" + "\n".join(lines)
+            raise DataError(what, do="see above; nothing was written")
 
 
 def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
@@ -224,13 +238,6 @@ def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
     message = kind.message.format(rows=counted(tally.count, "row"), detail=detail)
     where = tuple(spot.text() for spot in tally.where)
     return Finding(identifier, severity, tally.count, where, message, tally.remedy or kind.remedy.format(id=identifier))
-
-
-def refused(findings: Sequence[Finding]) -> DataError:
-    """One error for everything that ends a validation."""
-    errors = [finding for finding in findings if finding.severity == ERROR]
-    lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
-    return DataError("The data cannot be trained as it is:\n" + "\n".join(lines), do="see above; nothing was written")
 
 
 def summary(findings: Sequence[Finding], all_in: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import override, similar_path
 from safetrain.data.files import PLAIN
-from safetrain.data.strict_json import shown
+from safetrain.data.json_rows import shown
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
@@ -30,14 +30,9 @@ class DataFiles:
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # what lies there as if it were data
 
-    def without_rows(self, empty: Sequence[Path]) -> list[Path]:
-        """The files of those splits of which all are ``empty``."""
-        having = {name for name, path in zip(self.names, self.paths, strict=True) if path not in empty}
-        return [path for name, path in zip(self.names, self.paths, strict=True) if name not in having]
 
-
-class _RowFile(NamedTuple):
-    """A file of rows in a folder. A split has one file, shards of one name, or one folder: one ``kind``."""
+class _File(NamedTuple):
+    """A file in a folder. A split of rows has one file, shards of one name, or one folder: one ``kind``."""
 
     path: Path
     split: str  # empty where no name says one
@@ -53,18 +48,19 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     """
     if source.is_file():
         return DataFiles(("train",), (source,))
-    rows = _row_files(source)
-    has_train = any(file.split == "train" for file in rows)
-    found = files_by_split(source, PLAIN) if documents and not has_train else {}
-    if "" in found or (found and "train" not in found):
-        found = {"train": tuple(path for paths in found.values() for path in paths)}
-    unread = rows
-    if not found:
+    rows = _files_in(source, SUFFIXES)
+    texts = _files_in(source, PLAIN) if documents and not any(file.split == "train" for file in rows) else []
+    if texts:
+        splits, unread = {file.split for file in texts}, rows
+        is_named = "train" in splits and "" not in splits
+        here = texts if is_named else [file._replace(split="train") for file in texts]
+    else:
         folder = _folder_of_rows(source, rows)
         here = [file for file in rows if file.folder == folder]
-        found = {split: _files_of_split(split, here) for split in SPLITS}
         unread = [file for file in here if not file.split]
-    pairs = [(split, path) for split, paths in found.items() for path in paths]
+        for split in SPLITS:
+            _require_whole(split, [file for file in here if file.split == split])
+    pairs = [(split, file.path) for split in SPLITS for file in here if file.split == split]
     return _data_files(pairs, sorted(file.path.relative_to(source).as_posix() for file in unread))
 
 
@@ -77,7 +73,7 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
     for path in paths:
         _require_there(path)
         if path.is_dir():
-            part = data_files_of(path, documents=documents or not _row_files(path))
+            part = data_files_of(path, documents=documents or not _files_in(path, SUFFIXES))
             pairs += zip(part.names, part.paths, strict=True)
             unread += part.unread
         else:
@@ -94,30 +90,23 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
 
     Raises DataError where some files are named train and others are of no split, or a part cannot be read.
     """
-    found = files_by_split(source, (TOKENS,))
-    unnamed = found.pop("", ())
-    if unnamed and "train" in found:
+    files = _files_in(source, (TOKENS,))
+    found = {split: tuple(file.path for file in files if file.split == split) for split in ("", *SPLITS)}
+    if found[""] and found["train"]:
         what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
-        raise DataError(what, where=str(unnamed[0]), do=do)
-    found = {"train": unnamed, **found} if unnamed else found
-    if found and "train" not in found:
+        raise DataError(what, where=str(found[""][0]), do=do)
+    found["train"] += found.pop("")
+    if files and not found["train"]:
         raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
-    return found
+    return {split: paths for split, paths in found.items() if paths}
 
 
-def files_by_split(source: Path, suffixes: Sequence[str]) -> dict[str, tuple[Path, ...]]:
-    """The files of ``source`` and of all folders below it by split; the split is empty where no name says one.
-
-    Raises DataError where a part of the folder cannot be read.
-    """
-    if source.is_file():
-        return {"": (source,)} if suffix_of(source) in suffixes else {}
+def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
+    """All files with these suffixes in a folder and below, or the file itself; raises DataError."""
     _require_there(source)
-    found: dict[str, list[Path]] = {split: [] for split in ("", *SPLITS)}
-    for path in _files_below(source):
-        if suffix_of(path) in suffixes:
-            found[_split_in(path.relative_to(source))[0]].append(path)
-    return {split: tuple(paths) for split, paths in found.items() if paths}
+    below = [source] if source.is_file() else _files_below(source)
+    paths = [path for path in below if suffix_of(path) in suffixes]
+    return [_file(path, source) for path in paths if not OF_DATASETS.fullmatch(path.name)]
 
 
 def suffix_of(path: Path) -> str:
@@ -180,39 +169,19 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in parts]
 
 
-def _row_files(source: Path) -> list[_RowFile]:
-    """All files of rows in a folder and below."""
-    _require_there(source)
-    paths = [path for path in _files_below(source) if suffix_of(path) in SUFFIXES]
-    return [_row_file(path, source) for path in paths if not OF_DATASETS.fullmatch(path.name)]
-
-
-def _row_file(path: Path, source: Path) -> _RowFile:
+def _file(path: Path, source: Path) -> _File:
     relative = path.relative_to(source)
     split, part = _split_in(relative)
     if part != relative:
-        return _RowFile(path, split, source / part.parent, (f"{part.name}/", False))
+        return _File(path, split, source / part.parent, (f"{part.name}/", False))
     if not split and (path.parent / "state.json").is_file():  # one split, as datasets.save_to_disk wrote it
         split = "train"
     name = path.name.casefold()
     series = NUMBERS.sub("", name)
-    return _RowFile(path, split, path.parent, (series, series != name))
+    return _File(path, split, path.parent, (series, series != name))
 
 
-def _files_of_split(split: str, here: Sequence[_RowFile]) -> tuple[Path, ...]:
-    """The files of a split, of one kind and with no shard missing; raises DataError."""
-    files = [file for file in here if file.split == split]
-    kinds = {file.kind: file.path for file in reversed(files)}
-    if len(kinds) > 1:
-        names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
-        what, do = f"The data folder has {split} more than once.", f"keep one; or put all into a folder {split}"
-        raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
-    paths = tuple(file.path for file in files)
-    _require_all_shards(paths, split)
-    return paths
-
-
-def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
+def _folder_of_rows(source: Path, found: Sequence[_File]) -> Path:
     """The one folder that holds a data set: ``source``, or one below it, as ``data`` in a clone from the hub."""
     folders = sorted({file.folder for file in found if file.split == "train"})
     if source in folders or len(folders) == 1:
@@ -234,15 +203,19 @@ def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
     )
 
 
-def _require_all_shards(files: Sequence[Path], split: str) -> None:
-    """Raise DataError where some shards are missing, of those whose names say how many there are."""
-    found = [match for path in files if (match := SHARD_OF.search(path.name.casefold()))]
+def _require_whole(split: str, files: Sequence[_File]) -> None:
+    """Raise DataError for a split that is there twice, or lacks some of the shards that its names count."""
+    kinds = {file.kind: file.path for file in reversed(files)}
+    if len(kinds) > 1:
+        names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
+        what, do = f"The data folder has {split} more than once.", f"keep one; or put all into a folder {split}"
+        raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
+    found = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in found), sorted({int(match[2]) for match in found})
-    first, count = (numbers[0], len(numbers)) if found else (0, 0)
-    if found and (first > 1 or totals != [count] or numbers != list(range(first, first + count))):
+    if found and (totals != [len(found)] or numbers not in (list(range(len(found))), list(range(1, len(found) + 1)))):
         raise DataError(
             f"Shards of {split} are missing, or of two data sets.",
-            where=str(files[0].parent),
+            where=str(files[0].path.parent),
             expected=f"{' or '.join(map(str, totals))} files, each number once",
             got=shown(", ".join(map(str, numbers))),
             do="fetch the others, or remove what is old",

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError
+from safetrain.data.json_rows import RowError, dump, kind, shown
 from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, is_turn, row_of
-from safetrain.data.strict_json import RowError, dump, kind, shown
 
 Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
@@ -23,7 +23,6 @@ MAKES_ROW = "messages (and system, tools); or prompt and completion (and input, 
 KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history",
                         "conversations", "conversation"))  # fmt: skip
 FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
-TWO_WAYS = "the row can be read in two ways"
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 MOST_NAMES, MOST_GROUP = 12, 80  # keys that an error lists; letters of a category
@@ -66,9 +65,13 @@ def as_setting(columns: Columns) -> str:
     return f"data.columns={{{', '.join(f'{part}: {shown(key)}' for part, key in columns.items())}}}"
 
 
-def as_options(columns: Columns) -> str:
-    """The same as options of `safetrain validate`, to be pasted."""
-    return " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
+def _look_at(*ways: Columns) -> str:
+    """A remedy: the settings that would read a row, and each as options of `safetrain validate`."""
+    text = "if all rows are so, name their keys as here; else leave them out with --fix OUT.jsonl --drop-bad:"
+    for columns in ways:
+        options = " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
+        text += f"\n{'':12}{as_setting(columns)}\n{'':12}{options}"
+    return text
 
 
 def key_names(keys: Collection[str]) -> str:
@@ -78,7 +81,9 @@ def key_names(keys: Collection[str]) -> str:
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
-    """The row in ``value``, read by ``columns`` or, without them, by the usual names; raises RowError."""
+    """The row in ``value``, read by ``columns`` or else by the usual names; raises RowError, also where it is one."""
+    if isinstance(value, RowError):
+        raise value
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, this is {kind(value)}", do=AS_OBJECTS)
     if columns is None and len(value) == 1 and "messages" in value:
@@ -92,15 +97,6 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     named = tuple(sorted(shown(key) for key in ignored if key != group))
     taken = ", ".join(f"{shown(key)} -> {part}" for part, key in chosen.items() if key != part or part == "input")
     return replace(row, ignored_keys=named, taken=taken, group=value[group].strip() if group else "")
-
-
-def is_row(value: object) -> bool:
-    """Whether it is a row by the usual names, also one that can be read in two ways."""
-    try:
-        parse_row(value)
-    except RowError as error:
-        return str(error).startswith(TWO_WAYS)
-    return True
 
 
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
@@ -186,7 +182,7 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
         ways.append({"prompt": asked[0] if asked else turns, "completion": answers[0]})
     if ways:
         settings = " or ".join(map(as_setting, (columns, *ways)))
-        raise RowError(f"{TWO_WAYS}; choose one: {settings}", columns=(columns, *ways))
+        raise RowError(f"the row can be read in two ways; choose one: {settings}", do=_look_at(columns, *ways))
 
 
 def _preference(value: dict[str, Any]) -> RowError:
@@ -196,11 +192,15 @@ def _preference(value: dict[str, Any]) -> RowError:
     pair = {"prompt": asked, "completion": "chosen"} if asked else {"text": "chosen"}
     columns = {"messages": "chosen"} if is_chat else pair
     said = "chosen: preference data is not supported; to train on the chosen answers only: "
-    return RowError(said + as_setting(columns), columns=(columns,))
+    return RowError(said + as_setting(columns), do=_look_at(columns))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms, with a setting of data.columns to look at."""
+    for key, item in value.items():
+        if key not in KNOWN_KEYS and isinstance(item, list) and item and _is_row(item[0]):
+            said = f"the rows of the file stand under the key '{shown(key)}' of one object"
+            return RowError(said, do="give that list alone, or JSON lines: one row in each")
     asked, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
     for key in (asked[0], answers[0]) if asked and answers else ("text",):
         if not isinstance(value.get(key, ""), str):
@@ -214,4 +214,12 @@ def _unknown(value: dict[str, Any]) -> RowError:
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")
     guess = dict(zip(parts, sorted(best, key=texts.index), strict=False))
     said = f"unknown keys ({key_names(value)}); expected one of: {FORMATS}"
-    return RowError(said, columns=(guess,) if guess else (), do=AS_OBJECTS)
+    return RowError(said, do=_look_at(guess) if guess else AS_OBJECTS)
+
+
+def _is_row(value: object) -> bool:
+    try:
+        parse_row(value)
+    except RowError:
+        return False
+    return True

@@ -1,75 +1,175 @@
-"""How a template lays out a chat, and where each assistant turn stands in it: after its header, to its closing token.
+"""Where each assistant turn stands in a rendered chat, for any template: after its header, to its closing token.
 
-A chat is rendered twice: as it is, and with a placeholder for each run of its words (placeholders.py). The text around
-the placeholders is the template's own literal text, equal for all chats of one shape: their layout. In it, a turn
-begins where the generation prompt for that answer ends, and ends at the first closing token after its last placeholder.
-A chat of a known shape is rendered once, and its real words are looked for where the layout has placeholders: every
-character has to be accounted for, so a template that reacts to words in another way is refused, not guessed.
+A chat is rendered twice: as it is, and with a placeholder for each run of its words. The text around the placeholders
+is the template's own literal text. In it, a turn begins where the generation prompt for that answer ends, and ends at
+the first closing token after its last placeholder.
+
+A template can react to what a message is: empty or not, its white space, the control strings that the template itself
+spells or looks for, such as ``</think>``. All that stays; each other run of words becomes one placeholder. That the
+template reacts to no other words is assumed, and checked: if it does, the rendered texts do not align.
 """
 
+import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from safetrain.core.data.template import (
     ChatTemplate,
-    Controls,
     PlainAnswers,
     Skeleton,
     TemplateError,
     borders,
     common_prefix,
-    plain_answers,
     skeleton_of,
 )
-from safetrain.data.placeholders import Chat, MarkedChat, Placeholder, align, chat_of, mark
-from safetrain.data.rows import Row
+from safetrain.data.rows import Message
 
-KEPT = 4096  # layouts that are remembered
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # what may be a template's control string
+LOOKED_FOR = re.compile(  # texts that a template looks for in a message: '/no_think' in content, content.split('…')
+    r"""['"]([^'"\n]{2,60})['"]\s*(?:not\s+)?in\b|\.(?:(?:starts|ends)with|r?split|replace|r?find|r?index|r?partition)"""
+    r"""\(\s*['"]([^'"\n]{2,60})['"]"""
+)
+END_OF_THINKING = re.compile(r"</think(?:ing)?>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>|</seed:think>|◁/think▷")
 EMPTY_THINKING = re.compile(
     r"\s*(?:<think>\s*</think>|</think>|\[THINK\]\s*\[/THINK\]|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
     r"|<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<seed:think>\s*</seed:think>|◁think▷\s*◁/think▷)\s*"
 )
 THINKING = re.compile(r"think|thought", re.IGNORECASE)
 
-
-class RenderError(ValueError):
-    """A row that the template cannot render for training. ``id`` names the finding."""
-
-    def __init__(self, identifier: str, message: str) -> None:
-        super().__init__(message)
-        self.id = identifier
+Chat = list[dict[str, Any]]  # messages as a template reads them
 
 
 @dataclass(frozen=True)
-class ChatForm:
-    """One of the ways to hand the same chat to a template: published templates want different ones."""
+class Placeholder:
+    """A run of words and where it stands. ``kind``: content, thinking, or call (a string of a tool call)."""
 
-    content_as_parts: bool = False
-    developer_as_system: bool = False
-    arguments_as_text: bool = False
-    null_content: bool = False  # None where there is a call and no text, as OpenAI has it
-
-    def of(self, chat: Chat) -> Chat:
-        """The chat in this form."""
-        return chat if self == USUAL else [self._message(dict(message)) for message in chat]
-
-    def _message(self, value: dict[str, Any]) -> dict[str, Any]:
-        if self.developer_as_system and value["role"] == "developer":
-            value["role"] = "system"
-        if self.null_content and _calls_without_text(value):
-            value["content"] = None
-        elif self.content_as_parts:
-            value["content"] = [{"type": "text", "text": value["content"]}]
-        if self.arguments_as_text and value.get("tool_calls"):
-            value["tool_calls"] = [_with_text_arguments(call) for call in value["tool_calls"]]
-        return value
+    message: int
+    kind: str
+    text: str
 
 
-USUAL = ChatForm()
+@dataclass(frozen=True)
+class MarkedChat:
+    """A chat with placeholders. ``shape`` is equal for chats that differ only in their words."""
+
+    messages: Chat
+    placeholders: tuple[Placeholder, ...]
+    shape: str
+
+
+def chat_of(messages: Sequence[Message]) -> Chat:
+    """The messages as most templates read them; reasoning stands under both of its usual names."""
+    chat = [message.for_template() for message in messages]
+    for value in chat:
+        reasoning = next((value[key] for key in REASONING_KEYS if isinstance(value.get(key), str)), None)
+        if reasoning is not None:  # as transformers does: gpt-oss reads thinking, most read reasoning_content
+            value.update(reasoning_content=reasoning, thinking=reasoning)
+    return chat
+
+
+def mark(chat: Chat, source: str) -> MarkedChat:
+    """The chat with placeholders, for the template ``source``."""
+    marker = _Marker(_control_strings(source))
+    marked = [marker.message(index, message) for index, message in enumerate(chat)]
+    return MarkedChat(marked, tuple(marker.placeholders), json.dumps(marked, ensure_ascii=False))
+
+
+class _Marker:
+    def __init__(self, control: "re.Pattern[str] | None") -> None:
+        self._control = control
+        self.placeholders: list[Placeholder] = []
+
+    def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        """One message with its words replaced."""
+        marked = dict(message)
+        thinking = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
+        if thinking:
+            marked.update(dict.fromkeys(thinking, self._placeholder(index, "thinking", message[thinking[0]])))
+        marked["content"] = self._content(index, message["content"])
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return marked
+
+    def _content(self, index: int, content: str) -> str:
+        if self._control is None or self._control.search(content) is None:
+            return self._placeholder(index, "content", content)
+        found = list(self._control.finditer(content))
+        thinking_end = max((one.start() for one in found if END_OF_THINKING.fullmatch(one.group())), default=-1)
+        pieces, start = [], 0
+        for match in found:
+            kind = "thinking" if match.start() <= thinking_end else "content"
+            pieces += [self._placeholder(index, kind, content[start : match.start()]), match.group()]
+            start = match.end()
+        return "".join([*pieces, self._placeholder(index, "content", content[start:])])
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A call with its arguments replaced; its name where no argument has words, so that the call can be found."""
+        function, before = dict(call["function"]), len(self.placeholders)
+        function["arguments"] = self._value(index, function.get("arguments"))
+        if len(self.placeholders) == before:
+            function["name"] = self._value(index, function.get("name"))
+        return {**call, "function": function}
+
+    def _value(self, index: int, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._value(index, item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._value(index, item) for item in value]
+        return self._placeholder(index, "call", value) if isinstance(value, str) else value
+
+    def _placeholder(self, index: int, kind: str, text: str) -> str:
+        words = text.strip()
+        if not words:
+            return text
+        start = len(text) - len(text.lstrip())
+        self.placeholders.append(Placeholder(index, kind, words))
+        return f"{text[:start]}Zq{len(self.placeholders) - 1:05d}qZ{text[start + len(words) :]}"
+
+
+@functools.lru_cache(maxsize=8)
+def _control_strings(source: str) -> "re.Pattern[str] | None":
+    """Finds every text that a template can react to inside a message: what it spells or looks for."""
+    looked_for = {one or two for one, two in LOOKED_FOR.findall(source)}
+    found = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
+    longest_first = sorted(found, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first))) if found else None
+
+
+def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:
+    """Where each placeholder's words stand in the real ``text``; None if the literal texts around them differ.
+
+    Every character of ``text`` is accounted for. Words may be written as they are, or escaped.
+    """
+    literals = skeleton.literals
+    position, spans = len(literals[0]), []
+    if not text.startswith(literals[0]):
+        return None
+    for literal, number in zip(literals[1:], skeleton.places, strict=True):
+        real = placeholders[number].text
+        for written in (real,) if text.startswith(real, position) else spellings(real):
+            end = position + len(written)
+            if text.startswith(written, position) and text.startswith(literal, end):
+                spans.append((position, end))
+                position = end + len(literal)
+                break
+        else:
+            return None
+    return spans if position == len(text) else None
+
+
+def spellings(text: str) -> Iterator[str]:
+    """The ways in which templates write words: as they are, or escaped."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+
+
+# Turns
 
 
 @dataclass(frozen=True)
@@ -87,114 +187,7 @@ class Turn:
     own_opening: str  # what this turn has in its place, as part of its header
 
 
-@dataclass(frozen=True)
-class TemplateLayout:
-    """How a template writes chats of one shape."""
-
-    form: ChatForm
-    skeleton: Skeleton
-    turns: tuple[Turn, ...]
-    lost: frozenset[int]  # numbers of the placeholders that it does not write
-    tools_lost: bool
-
-
-@dataclass(frozen=True)
-class PlacedChat:
-    """A chat as text, its layout, and where in the text the words of each placeholder stand."""
-
-    layout: TemplateLayout
-    placeholders: tuple[Placeholder, ...]
-    text: str
-    places: tuple[tuple[int, int], ...]
-
-    @property
-    def rank(self) -> tuple[int, bool, bool, bool, int]:
-        """Orders forms of a chat: fewest losses, then the usual form, then the shorter text.
-
-        Some templates write a null content as ``None``, others an empty one as an empty answer after a call.
-        """
-        form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
-        return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
-
-
-class Layouts:
-    """Places chats of one template. A chat of a known shape costs one rendering and a comparison."""
-
-    def __init__(self, template: ChatTemplate, controls: Controls) -> None:
-        self._template, self._controls = template, controls
-        self._known: dict[str, TemplateLayout] = {}
-        self._plain: dict[str, PlainAnswers] = {}  # by the template's source
-
-    def place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
-        """The chat as text, and where everything in it stands; raises RenderError."""
-        try:
-            return self._place(row, tools)
-        except TemplateError as error:
-            if error.kind != "refuses":
-                raise RenderError("TEMPLATE-SANDBOX", error.message) from error
-            raise RenderError("TEMPLATE-REFUSES", error.message + _hint(row, error.message)) from error
-
-    def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
-        """What the template writes around plain answers in rows with or without tools."""
-        source = self._template.source(tools)
-        if source not in self._plain:
-            self._plain[source] = plain_answers(self._template, self._controls, tools)
-        return self._plain[source]
-
-    def _place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
-        source, chat = self._template.source(tools), chat_of(row.messages)
-        marked = mark(chat, source)
-        shape = marked.shape + row.tools
-        layout = self._known.get(shape)
-        if layout is not None:
-            text = self._template.write(layout.form.of(chat), tools)
-            places = align(layout.skeleton, marked.placeholders, text)
-            if places is not None:
-                return PlacedChat(layout, marked.placeholders, text, tuple(places))
-        if len(self._known) >= KEPT:
-            self._known.clear()
-        placed = self._search(chat, marked, tools)
-        self._known[shape] = placed.layout
-        return placed
-
-    def _search(self, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None) -> PlacedChat:
-        """The chat in the form that loses least; raises the refusal where the template takes none."""
-        refusal: TemplateError | None = None
-        found: list[PlacedChat] = []
-        for form in _forms(chat):
-            try:
-                placed = self._lay_out(form, chat, marked, tools)
-            except TemplateError as error:
-                refusal = refusal or error
-                continue
-            found += [placed] if placed else []
-            if placed and not placed.rank[0] and not any(map(_calls_without_text, chat)):
-                break
-        if found:
-            return min(found, key=lambda placed: placed.rank)
-        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: no answer can be found")
-
-    def _lay_out(
-        self, form: ChatForm, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None
-    ) -> PlacedChat | None:
-        """The chat in a layout of its own; None where the marked chat is not rendered as the chat itself is."""
-        text, messages = self._template.write(form.of(chat), tools), form.of(marked.messages)
-        written = _written(self._template, messages, tools)
-        if written is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
-            return None
-        skeleton = skeleton_of(written)
-        places = align(skeleton, marked.placeholders, text)
-        if places is None:
-            return None
-        turns = _TurnFinder(self._template, self.plain(tools), messages, tools, marked.placeholders, skeleton).turns()
-        lost = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
-        tools_lost = bool(tools) and _written(self._template, form.of(chat), None) == text
-        return PlacedChat(
-            TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.placeholders, text, tuple(places)
-        )
-
-
-def _written(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
+def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
     """The chat as text; None where the template refuses it."""
     try:
         return template.write(chat, tools, prompt=prompt)
@@ -202,37 +195,7 @@ def _written(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *,
         return None
 
 
-def _hint(row: Row, said: str) -> str:
-    """What of a row is most often behind a refusal, where the template's own words do not name it."""
-    if not row.tools and "'NoneType'" in said:
-        return " (perhaps because the row has no list of tools)"
-    roles = {"tool" if message.calls_tools else message.role for message in row.messages}
-    cause = "tool calls" if "tool" in roles else "system message" if roles & {"system", "developer"} else ""
-    return f" (perhaps because of its {cause})" if cause else ""
-
-
-def _forms(chat: Chat) -> Iterator[ChatForm]:
-    """The ways to say this chat, the usual one first."""
-    developer = any(message["role"] == "developer" for message in chat)
-    calls = any(message.get("tool_calls") for message in chat)
-    null = any(map(_calls_without_text, chat))
-    choices = [(False, True)[: 1 + possible] for possible in (True, developer, calls, null)]
-    return itertools.starmap(ChatForm, itertools.product(*choices))
-
-
-def _calls_without_text(message: dict[str, Any]) -> bool:
-    """Whether null and an empty text would say the same."""
-    return bool(message["role"] == "assistant" and not message["content"] and message.get("tool_calls"))
-
-
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments")
-    text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-    return {**call, "function": {**function, "arguments": text}}
-
-
-class _TurnFinder:
+class TurnFinder:
     """Finds the turns of one marked chat in its skeleton."""
 
     def __init__(
@@ -315,7 +278,7 @@ class _TurnFinder:
 
     def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
         """The first messages of the chat alone; None where the template refuses that."""
-        written = _written(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
+        written = written_by(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
         return None if written is None else skeleton_of(written)
 
 

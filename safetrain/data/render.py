@@ -1,18 +1,217 @@
-"""A row as text with the spans that are trained, and a remark on everything that the template loses or changes."""
+"""A row as text with the spans that are trained, and a remark on everything that the template loses or changes.
 
+The literal text of a template is equal for all chats of one shape: their layout. A chat of a known shape is rendered
+once, and its real words are looked for where the layout has placeholders: every character has to be accounted for, so
+a template that reacts to words in another way is refused, not guessed.
+"""
+
+import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.template import ChatTemplate, Controls
-from safetrain.data.masks import Layouts, PlacedChat, RenderError, Turn
-from safetrain.data.placeholders import spellings
+from safetrain.core.data.template import (
+    ChatTemplate,
+    Controls,
+    PlainAnswers,
+    Skeleton,
+    TemplateError,
+    plain_answers,
+    skeleton_of,
+)
+from safetrain.data.masks import (
+    Chat,
+    MarkedChat,
+    Placeholder,
+    Turn,
+    TurnFinder,
+    align,
+    chat_of,
+    mark,
+    written_by,
+)
 from safetrain.data.rows import Message, Row
 
+KEPT = 4096  # layouts that are remembered
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
+WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of JSON in small letters, not its escapes
 Remark = tuple[str, str]  # a finding's id and detail
 THINKING_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
+
+
+class RenderError(ValueError):
+    """A row that the template cannot render for training. ``id`` names the finding."""
+
+    def __init__(self, identifier: str, message: str) -> None:
+        super().__init__(message)
+        self.id = identifier
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """One of the ways to hand the same chat to a template: published templates want different ones."""
+
+    content_as_parts: bool = False
+    developer_as_system: bool = False
+    arguments_as_text: bool = False
+    null_content: bool = False  # None where there is a call and no text, as OpenAI has it
+
+    def of(self, chat: Chat) -> Chat:
+        """The chat in this form."""
+        return chat if self == USUAL else [self._message(dict(message)) for message in chat]
+
+    def _message(self, value: dict[str, Any]) -> dict[str, Any]:
+        if self.developer_as_system and value["role"] == "developer":
+            value["role"] = "system"
+        if self.null_content and _calls_without_text(value):
+            value["content"] = None
+        elif self.content_as_parts:
+            value["content"] = [{"type": "text", "text": value["content"]}]
+        if self.arguments_as_text and value.get("tool_calls"):
+            value["tool_calls"] = [_with_text_arguments(call) for call in value["tool_calls"]]
+        return value
+
+
+USUAL = ChatForm()
+
+
+@dataclass(frozen=True)
+class TemplateLayout:
+    """How a template writes chats of one shape."""
+
+    form: ChatForm
+    skeleton: Skeleton
+    turns: tuple[Turn, ...]
+    lost: frozenset[int]  # numbers of the placeholders that it does not write
+    tools_lost: bool
+
+
+@dataclass(frozen=True)
+class PlacedChat:
+    """A chat as text, its layout, and where in the text the words of each placeholder stand."""
+
+    layout: TemplateLayout
+    placeholders: tuple[Placeholder, ...]
+    text: str
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def rank(self) -> tuple[int, bool, bool, bool, int]:
+        """Orders forms of a chat: fewest losses, then the usual form, then the shorter text.
+
+        Some templates write a null content as ``None``, others an empty one as an empty answer after a call.
+        """
+        form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
+        return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
+
+
+class Layouts:
+    """Places chats of one template. A chat of a known shape costs one rendering and a comparison."""
+
+    def __init__(self, template: ChatTemplate, controls: Controls) -> None:
+        self._template, self._controls = template, controls
+        self._known: dict[str, TemplateLayout] = {}
+        self._plain: dict[str, PlainAnswers] = {}  # by the template's source
+
+    def place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
+        """The chat as text, and where everything in it stands; raises RenderError."""
+        try:
+            return self._place(row, tools)
+        except TemplateError as error:
+            if error.kind != "refuses":
+                raise RenderError("TEMPLATE-SANDBOX", error.message) from error
+            raise RenderError("TEMPLATE-REFUSES", error.message + _hint(row, error.message)) from error
+
+    def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
+        """What the template writes around plain answers in rows with or without tools."""
+        source = self._template.source(tools)
+        if source not in self._plain:
+            self._plain[source] = plain_answers(self._template, self._controls, tools)
+        return self._plain[source]
+
+    def _place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
+        source, chat = self._template.source(tools), chat_of(row.messages)
+        marked = mark(chat, source)
+        shape = marked.shape + row.tools
+        layout = self._known.get(shape)
+        if layout is not None:
+            text = self._template.write(layout.form.of(chat), tools)
+            places = align(layout.skeleton, marked.placeholders, text)
+            if places is not None:
+                return PlacedChat(layout, marked.placeholders, text, tuple(places))
+        if len(self._known) >= KEPT:
+            self._known.clear()
+        placed = self._search(chat, marked, tools)
+        self._known[shape] = placed.layout
+        return placed
+
+    def _search(self, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None) -> PlacedChat:
+        """The chat in the form that loses least; raises the refusal where the template takes none."""
+        refusal: TemplateError | None = None
+        found: list[PlacedChat] = []
+        for form in _forms(chat):
+            try:
+                placed = self._lay_out(form, chat, marked, tools)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            found += [placed] if placed else []
+            if placed and not placed.rank[0] and not any(map(_calls_without_text, chat)):
+                break
+        if found:
+            return min(found, key=lambda placed: placed.rank)
+        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: no answer can be found")
+
+    def _lay_out(
+        self, form: ChatForm, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None
+    ) -> PlacedChat | None:
+        """The chat in a layout of its own; None where the marked chat is not rendered as the chat itself is."""
+        text, messages = self._template.write(form.of(chat), tools), form.of(marked.messages)
+        written = written_by(self._template, messages, tools)
+        if written is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
+            return None
+        skeleton = skeleton_of(written)
+        places = align(skeleton, marked.placeholders, text)
+        if places is None:
+            return None
+        turns = TurnFinder(self._template, self.plain(tools), messages, tools, marked.placeholders, skeleton).turns()
+        lost = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
+        tools_lost = bool(tools) and written_by(self._template, form.of(chat), None) == text
+        return PlacedChat(
+            TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.placeholders, text, tuple(places)
+        )
+
+
+def _hint(row: Row, said: str) -> str:
+    """What of a row is most often behind a refusal, where the template's own words do not name it."""
+    if not row.tools and "'NoneType'" in said:
+        return " (perhaps because the row has no list of tools)"
+    roles = {"tool" if message.calls_tools else message.role for message in row.messages}
+    cause = "tool calls" if "tool" in roles else "system message" if roles & {"system", "developer"} else ""
+    return f" (perhaps because of its {cause})" if cause else ""
+
+
+def _forms(chat: Chat) -> Iterator[ChatForm]:
+    """The ways to say this chat, the usual one first."""
+    developer = any(message["role"] == "developer" for message in chat)
+    calls = any(message.get("tool_calls") for message in chat)
+    null = any(map(_calls_without_text, chat))
+    choices = [(False, True)[: 1 + possible] for possible in (True, developer, calls, null)]
+    return itertools.starmap(ChatForm, itertools.product(*choices))
+
+
+def _calls_without_text(message: dict[str, Any]) -> bool:
+    """Whether null and an empty text would say the same."""
+    return bool(message["role"] == "assistant" and not message["content"] and message.get("tool_calls"))
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+    return {**call, "function": {**function, "arguments": text}}
 
 
 @dataclass(frozen=True)
@@ -155,11 +354,12 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
 
 
 def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
-    """Whether every key and value of the message's calls is written in its own turn."""
+    """Whether every word of the message's calls, of keys, texts and numbers, is written in its own turn."""
     spans = [_span(placed, turn, turn.start) for turn in placed.layout.turns if turn.message == index]
-    text = "".join(placed.text[span.start : span.end] for span in spans)
+    text = "".join(placed.text[span.start : span.end] for span in spans).lower()
     calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
-    return all(any(spelling in text for spelling in leaf) for leaf in _leaves(calls))
+    words = set(WORD.findall(json.dumps(calls, ensure_ascii=False).lower())) - {"name", "arguments", "null"}
+    return all(word in text for word in words)
 
 
 def _lost(row: Row, index: int, kind: str) -> Remark:
@@ -173,22 +373,6 @@ def _lost(row: Row, index: int, kind: str) -> Remark:
         return "ANSWER-LOST", "an answer"
     role = "system" if message.role == "developer" else message.role
     return "TEXT-LOST", f"the {role} message"
-
-
-def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
-    """The spellings, one of which must be there, of every key and value of a call."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key not in ("name", "arguments"):
-                yield tuple(spellings(str(key)))
-            yield from _leaves(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str):
-        yield tuple(spellings(value.strip()))
-    else:
-        yield json.dumps(value), str(value)
 
 
 def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.data.strict_json import RowError, dump, kind, load, load_object, require_unicode, shown
+from safetrain.data.json_rows import RowError, dump, kind, load, require_unicode, shown
 
 GROUP = "category"  # the key under which a row's category is written
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -29,14 +29,13 @@ TOOL = '{"type": "function", "function": {"name": …, "description": …, "para
 class Message:
     """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), empty when there are none.
 
-    ``trained`` is False for an assistant turn of weight 0. ``content_is_null`` tells a null beside tool calls from "".
+    ``trained`` is False for an assistant turn of weight 0.
     """
 
     role: str
     content: str
     details: str = ""
     trained: bool = True
-    content_is_null: bool = False
 
     @property
     def calls_tools(self) -> bool:
@@ -50,8 +49,6 @@ class Message:
     def as_json(self) -> dict[str, Any]:
         """The object to write; ``parse_messages`` reads the same message from it."""
         value = self.for_template()
-        if self.content_is_null:
-            value["content"] = None
         return value if self.trained else {**value, "weight": 0}
 
 
@@ -59,8 +56,8 @@ class Message:
 class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
-    ``ignored_keys`` are keys that nothing reads, ``remarks`` ids of findings, ``taken`` says which keys the row was
-    made of where they are not the usual ones; ``group`` is its category or task, by which answers are scored.
+    ``ignored_keys`` are keys that nothing reads, ``taken`` says which keys the row was made of where they are not the
+    usual ones; ``group`` is its category or task, by which answers are scored.
     """
 
     format: str
@@ -68,7 +65,6 @@ class Row:
     tools: str = ""
     text: str = ""
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
-    remarks: tuple[str, ...] = field(default=(), compare=False)
     taken: str = field(default="", compare=False)
     group: str = field(default="", compare=False)
 
@@ -112,7 +108,7 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
     tools = tools_text(parts.get("tools"))
     form = "tools" if tools else "completions" if is_plain else "chat"
-    return Row(form, messages, tools, remarks=_remarks(messages))
+    return Row(form, messages, tools)
 
 
 def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
@@ -160,16 +156,6 @@ def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, 
     return messages
 
 
-def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
-    """The ids of findings that the messages alone show."""
-    found = []
-    if not all(message.content.strip() for message in messages if message.role in ("user", "tool")):
-        found.append("EMPTY-MESSAGE")
-    if messages[-1].role == "user":
-        found.append("ENDS-WITH-USER")
-    return tuple(found)
-
-
 def _text(value: object, key: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"{key} must be a text, this is {kind(value)}")
@@ -209,11 +195,11 @@ def _message(value: object, place: str) -> Message:
     if weight not in (0, 1):
         raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained) or 1 (trained)")
     details = _details(turn, role, place) if turn else {}
-    calls, is_null = "tool_calls" in details, content is None
-    text = "" if is_null and calls else _text_of(content, f"{place}.content")
+    calls = "tool_calls" in details
+    text = "" if content is None and calls else _text_of(content, f"{place}.content")
     if role == "assistant" and not calls and not text.strip():
         raise RowError(f"{place} is an empty assistant turn")
-    return Message(role, text, dump(details, place) if details else "", bool(weight) or role != "assistant", is_null)
+    return Message(role, text, dump(details, place) if details else "", bool(weight) or role != "assistant")
 
 
 def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
@@ -272,8 +258,8 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
     function = _function(call.get("function"), value, place, CALL, "parameters")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # OpenAI writes JSON text, and "" without arguments
-        parsed = load_object(arguments) if arguments.strip() else {}
-        arguments = arguments if parsed is None else parsed
+        parsed = load(arguments) if arguments.strip() else {}
+        arguments = parsed if isinstance(parsed, dict) else arguments
     elif not isinstance(arguments, dict | None):
         raise RowError(f"{place}.function.arguments must be an object or its JSON text, this is {kind(arguments)}")
     call.setdefault("type", "function")
@@ -312,7 +298,7 @@ def _parsed(value: object, place: str) -> object:
     """The value of a JSON text; anything else as it is."""
     if not isinstance(value, str) or not value.strip():
         return value
-    try:
-        return load(value)
-    except RowError as error:
-        raise RowError(f"{place} is a text that must be JSON: {error}") from None
+    parsed = load(value)
+    if isinstance(parsed, RowError):
+        raise RowError(f"{place} is a text that must be JSON: {parsed}")
+    return parsed

@@ -1,22 +1,33 @@
-"""Which rows go to train, valid and test, by a hash of their question; and the figures of a split."""
+"""Which rows go to train, valid and test, by a hash of their question; the splits are written, with their figures.
 
+Rows that are tokens wait on the disk until the split of each is known.
+"""
+
+import contextlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from safetrain.core.data.store import Columns
+from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_path
+from safetrain.core.data.token_rows import Question, TokenRow
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import BINS_PER_DOUBLING, LengthHistogram, LengthQuantiles, SplitReport
 from safetrain.data.folders import SPLITS
+from safetrain.data.tokenize import Prompt, ReadRow
 
-MIN_GROUPS = 3
+MIN_GROUPS = 3  # rows with different questions, to be split
 TRAIN, VALID, TEST = range(3)
 DOUBLINGS = 32  # a row's length has 32 bits
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995)
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def split_off(
@@ -131,3 +142,110 @@ class SplitFigures:
         self._trained += int(label_counts.sum(dtype=np.int64))
         self._rows += np.histogram(lengths, self._bounds)[0]
         self._by_labels += np.histogram(label_counts, self._bounds)[0]
+
+
+# Writing
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A row that is tokens, with all that is written of it."""
+
+    line: str  # canonical JSON
+    tokens: TokenRow
+    file: int
+    number: int  # of its line in the file, or of its row where that is greater or it has no line
+    label_bytes: int  # UTF-8 bytes of the text of its labels
+    prompt: Prompt | None
+
+
+def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
+    """The rows of a file that can be trained; the others have been counted as errors."""
+    return [
+        StoredRow(
+            _encode(read.row.as_json()) + "\n", read.tokens, file, max(read.spot.place), read.label_bytes, read.prompt
+        )
+        for read in reads if read.row is not None and read.tokens is not None
+    ]  # fmt: skip
+
+
+def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
+    """Append some hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
+    texts = [(row.line, row.file, row.number, row.label_bytes, row.prompt, len(row.tokens)) for row in rows]
+    spool.write((_encode(texts) + "\n").encode("utf-8"))
+    spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
+    spool.writelines(row.tokens.trained.tobytes() for row in rows)
+
+
+def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
+    texts = json.loads(spool.readline())
+    counts = [text[-1] for text in texts]
+    ids = np.frombuffer(spool.read(4 * sum(counts)), dtype="<u4")
+    trained = np.frombuffer(spool.read(sum(counts)), dtype=np.bool_)
+    found = list[StoredRow]()
+    for (line, file, number, label_bytes, prompt, count), end in zip(texts, np.cumsum(counts), strict=True):
+        tokens = TokenRow(ids[end - count : end], trained[end - count : end])
+        found.append(StoredRow(line, tokens, file, number, label_bytes, Prompt(*prompt) if prompt else None))
+    return found
+
+
+class SplitWriter(contextlib.ExitStack):
+    """Writes a split: canonical lines, and a token store with the questions of test."""
+
+    def __init__(self, folder: Path, name: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__()
+        self._lines = self.enter_context((folder / f"{name}.jsonl").open("wb"))
+        self._store = self.enter_context(StoreWriter(store_path(folder, name)))
+        self._figures, self._label_bytes = SplitFigures(), 0
+        self._tokenizer, self._has_questions = tokenizer, name == "test"
+
+    def add(self, rows: Sequence[StoredRow]) -> None:
+        """Append some hundred rows."""
+        if not rows:
+            return
+        if self._has_questions:
+            self._add_questions(rows)
+        columns = Columns(
+            ids=np.concatenate([row.tokens.ids for row in rows]),
+            trained=np.concatenate([row.tokens.trained for row in rows]),
+            lengths=np.array([len(row.tokens) for row in rows]),
+            label_counts=np.array([row.tokens.trained_tokens for row in rows]),
+            files=np.array([row.file for row in rows]),
+            lines=np.array([row.number for row in rows]),
+        )
+        self._lines.writelines(row.line.encode("utf-8") for row in rows)
+        self._store.add(columns)
+        self._figures.add(columns)
+        self._label_bytes += sum(row.label_bytes for row in rows)
+
+    def finish(self, made: Provenance, files: Sequence[Path]) -> SplitReport:
+        """Complete the store; gives the figures of the split."""
+        self._store.finish(made, [str(path) for path in files], self._label_bytes)
+        return self._figures.report(self._label_bytes)
+
+    def _add_questions(self, rows: Sequence[StoredRow]) -> None:
+        """What is asked is tokenized alone: in a row, its last token may be joined with the answer's first."""
+        asking = [
+            (number, row.tokens, row.prompt) for number, row in enumerate(rows, len(self._store))
+            if row.prompt is not None
+        ]  # fmt: skip
+        encodings = self._tokenizer.encode_chats([prompt.rendered for _, _, prompt in asking])
+        for (number, tokens, prompt), encoding in zip(asking, encodings, strict=True):
+            end = prompt.begin + int(np.flatnonzero(tokens.trained[prompt.begin :])[-1]) + 1
+            answer = tuple(tokens.ids[prompt.begin : end].tolist())
+            self._store.add_question(Question(number, tuple(encoding.ids), answer, prompt.text, prompt.group))
+
+
+def write_splits(
+    spool: IO[bytes], folder: Path, parts: np.ndarray, made: Provenance, files: Sequence[Path], tokenizer: ChatTokenizer
+) -> dict[str, SplitReport]:
+    """Write each row of a scratch file into its split; ``parts`` (rows,) are indices into SPLITS."""
+    with contextlib.ExitStack() as stack:
+        writers = {name: stack.enter_context(SplitWriter(folder, name, tokenizer)) for name in SPLITS}
+        first = spool.seek(0)
+        while first < len(parts):
+            block = _next_rows(spool)
+            own, first = parts[first : first + len(block)], first + len(block)
+            for part, writer in enumerate(writers.values()):
+                writer.add([block[row] for row in np.flatnonzero(own == part).tolist()])
+        return {name: writer.finish(made, files) for name, writer in writers.items()}

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from safetrain.core.errors import DataError
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Spot
+from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.folders import corpus_of, data_files_of, suffix_of
 from safetrain.data.forms import Columns, parse_row
-from safetrain.data.strict_json import RowError
-from safetrain.data.tokenize import Fault, bad_rows
+from safetrain.data.json_rows import RowError
 
 PIECE_CHARACTERS = 2**16  # of a text, to the end of its line
 
@@ -24,8 +23,7 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
             raise DataError(
                 "This is a corpus of tokens: it has no text to make a tokenizer of.",
                 where=str(source),
-                expected="the tokenizer that the corpus was made with",
-                do="safetrain create PRESET DIR --tokenizer MODEL, a model with that tokenizer",
+                do="safetrain create PRESET DIR --tokenizer MODEL, the model whose tokenizer made the corpus",
             )
         files = data_files_of(source, documents=True)
         if files.unread:
@@ -37,19 +35,16 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
 
 
 def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
-    is_plain, faults = suffix_of(path) in PLAIN, list[Fault]()
+    is_plain, findings = suffix_of(path) in PLAIN, Findings(Severities())
     for place, value in texts_of(path) if is_plain else rows_of(path):
         try:
-            if isinstance(value, RowError):
-                raise value
             row = parse_row(value, None if is_plain else columns)
         except RowError as error:
-            faults.append(Fault(Spot(str(path), place), error))
+            findings.add_unreadable(Spot(str(path), place), error)
             continue
         for text in (row.text, *(message.content for message in row.messages)):
             yield from _pieces(text)
-    if faults:
-        raise bad_rows(faults)
+    findings.refuse_errors()
 
 
 def _pieces(text: str) -> Iterator[str]:

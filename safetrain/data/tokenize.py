@@ -1,7 +1,7 @@
 """The rows of a file as tokens with labels, block by block, with findings about them; the settings that decide it."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,24 +13,19 @@ from safetrain.core.data.store import Provenance
 from safetrain.core.data.token_rows import TokenRow, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, NoRowsError
-from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
 from safetrain.data.checks import text_findings
-from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Findings, Severities, Spot, refused
+from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.folders import DataFiles, suffix_of
-from safetrain.data.forms import Columns, as_options, as_setting, checked_columns, parse_row
-from safetrain.data.masks import RenderError
-from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer
+from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
+from safetrain.data.json_rows import RowError
+from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer, RenderError
 from safetrain.data.rows import Row
-from safetrain.data.strict_json import RowError
 
-WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
-MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 6
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
 Tokenized = list[tuple[TokenRow, Runs]]
 
@@ -47,8 +42,11 @@ class DataSettings:
     documents: bool = False  # rows are documents of a training from scratch: no context cuts them
 
 
-def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: bool = False) -> DataSettings:
-    """Read the section data of params.yaml; ``columns`` go before its own. Raises ConfigError."""
+def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool = False) -> DataSettings:
+    """Read the section data of params.yaml, if there is one; ``words`` of --columns go first. Raises ConfigError."""
+    columns = named_columns(words)
+    if data is None:
+        return DataSettings(columns=columns)
     return DataSettings(
         labelling=Labelling(data.append_end, data.train_empty_thinking, data.opening),
         severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
@@ -57,20 +55,6 @@ def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: 
         shares={"valid": data.valid_fraction, "test": data.test_fraction},
         documents=documents,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why something is not a row, and its place."""
-
-    spot: Spot
-    error: RowError
-
-    @property
-    def where(self) -> str:
-        """``file:line``, with the column where it is known."""
-        place = self.spot.place
-        return self.spot.file if place is None else place.of(self.spot.file, self.error.column)
 
 
 class Prompt(NamedTuple):
@@ -94,11 +78,6 @@ class ReadRow:
     prompt: Prompt | None = None  # None where its last answer cannot be asked for
     label_bytes: int = 0  # UTF-8 bytes of the text of its labels, without the tokens that close answers
 
-    @property
-    def place(self) -> Place:
-        """The place in its file."""
-        return self.spot.place or Place(0)
-
 
 class RowReader:
     """Reads a data set for one model. The tokenizer library works on all cores while the next block is rendered."""
@@ -109,8 +88,6 @@ class RowReader:
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of what can be trained
         self.formats: set[str] = set()
         self._files, self._empty = files, list[Path]()  # files without rows
-        self._faults: list[Fault] = []  # the first of what is not a row
-        self._unreadable = 0  # rows
         self._openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
@@ -121,44 +98,32 @@ class RowReader:
         self._inside: set[str] = set()  # of these, those that are also inside an answer
         self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
 
-    def blocks(self, *, strict: bool = False) -> Iterator[tuple[int, list[ReadRow]]]:
-        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings.
-
-        With ``strict`` they raise DataError: an unreadable file at once, rows and files without any once all are known.
-        """
+    def blocks(self) -> Iterator[tuple[int, list[ReadRow]]]:
+        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings."""
         waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for number, path in enumerate(self._files.paths):
-                for block in self._rendered_blocks(path, strict):
+                for block in self._rendered_blocks(path):
                     texts = [each.rendered for each in block if each.rendered is not None]
                     waiting.append((number, block, pool.submit(self._tokenize, texts)))
                     if len(waiting) > AHEAD:
                         yield self._finished(*waiting.popleft())
             while waiting:
                 yield self._finished(*waiting.popleft())
-        self._tell_of_all(strict)
+        self._tell_of_files()
 
-    def _tell_of_all(self, strict: bool) -> None:
-        """Report what is found in all rows together."""
-        is_shared = self._unreadable == self.rows and len({str(fault.error) for fault in self._faults}) == 1
-        remedy = _remedy(self._faults) if is_shared else ""
-        if strict and self._faults:
-            do = remedy or f"correct them, or leave them out: {WITHOUT_BAD}"
-            raise bad_rows(self._faults, self._unreadable, f"nothing was written; {do}")
-        if remedy:
-            self._findings.add("ROW-UNREADABLE", str(self._faults[0].error), 0, remedy=remedy)
+    def _tell_of_files(self) -> None:
+        """Report files that are not read, and those without rows, which matter where their split has no others."""
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
-        bare = self._files.without_rows(self._empty)
-        for path in self._empty:
-            if path in bare:
-                error = NoRowsError(path)
-                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-            else:
+        files = list(zip(self._files.names, self._files.paths, strict=True))
+        having = {split for split, path in files if path not in self._empty}
+        for split, path in files:
+            if path in self._empty and split in having:
                 remedy = "fetch it again, or remove it"
                 self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
-        if strict and self._findings.has_errors():
-            raise refused(self._findings.listed())
+            elif path in self._empty:
+                self._findings.add_unreadable_file(NoRowsError(path))
 
     def provenance(self, made: Provenance) -> Provenance:
         """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
@@ -172,7 +137,7 @@ class RowReader:
         system = next(iter(self._systems)) if len(self._systems) == 1 else ""
         return replace(made, stop_ids=stops, opening=opening, asked=asked, system=system)
 
-    def _rendered_blocks(self, path: Path, strict: bool) -> Iterator[list[ReadRow]]:
+    def _rendered_blocks(self, path: Path) -> Iterator[list[ReadRow]]:
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
         block, left, is_empty = list[ReadRow](), BLOCK_CHARACTERS, True
         try:
@@ -186,9 +151,7 @@ class RowReader:
         except NoRowsError:
             pass
         except DataError as error:  # it cannot be read at all, or no further
-            if strict:
-                raise
-            self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+            self._findings.add_unreadable_file(error)
             is_empty = False
         yield block
         self._empty += [path] if is_empty else []
@@ -196,15 +159,11 @@ class RowReader:
     def _rendered(self, spot: Spot, value: object) -> ReadRow:
         row: Row | None = None
         try:
-            if isinstance(value, RowError):
-                raise value
             row = parse_row(value, self._settings.columns)
             rendered = self._renderer.render(row)
         except RowError as error:
-            if len(self._faults) < MOST_FAULTS:
-                self._faults.append(Fault(spot, error))
-            self._unreadable += 1
-            identifier, detail = "ROW-UNREADABLE", str(error)
+            self._findings.add_unreadable(spot, error)
+            return ReadRow(spot, row, None, None, ("ROW-UNREADABLE",))
         except RenderError as error:
             if error.id == "ANSWER-LOST":  # it may be downgraded to a warning: that nothing is left may not
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
@@ -226,7 +185,6 @@ class RowReader:
         if rendered.is_chat:
             self._openings[rendered.asked, rendered.opening] += 1
         found = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
-        found += [(identifier, "") for identifier in row.remarks]
         found += [("KEYS-IGNORED", key) for key in row.ignored_keys]
         found += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
         for identifier, detail in dict.fromkeys(found):
@@ -297,31 +255,6 @@ def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:
     ids, end, stops = tokenizer.encode(text), tokenizer.end_id, tokenizer.stop_ids
     is_ended = ids and (ids[-1] in stops or text.rstrip().endswith(tuple(map(tokenizer.token_of, stops))))
     return ids if end is None or is_ended else [*ids, end]
-
-
-def bad_rows(faults: Sequence[Fault], total: int | None = None, do: str = "") -> DataError:
-    """One error for all bad rows: each different fault once, with the first places that share it."""
-    places = collections.defaultdict[str, list[str]](list)
-    for fault in faults:
-        places[str(fault.error)].append(fault.where)
-    total = total or len(faults)  # of which these are the first
-    listed, untold = list[str](), total
-    for text, where in list(places.items())[:SHOWN_FAULTS]:
-        more = f"; … ({counted(len(where), 'row')})" if len(where) > SHOWN_PLACES else ""
-        listed.append(f"  {'; '.join(where[:SHOWN_PLACES])}{more}: {text}")
-        untold -= len(where)
-    what = "\n".join([f"The data has {counted(total, 'bad row')}:", *listed])
-    what += f"\n  and {untold} more" if untold else ""
-    return DataError(what, do=do or "correct or remove them; nothing was written")
-
-
-def _remedy(faults: Sequence[Fault]) -> str:
-    """What to do where no row could be read, all for one reason."""
-    error = faults[0].error
-    if error.columns:
-        lines = "".join(f"\n{'':12}{as_setting(way)}\n{'':12}{as_options(way)}" for way in error.columns)
-        return f"name the keys that are meant, with data.columns or, in this command, with --columns:{lines}"
-    return error.do or ("all rows have this fault: correct what wrote the file" if len(faults) > 1 else "")
 
 
 def _answers(rendered: RenderedRow) -> list[str]:

@@ -24,17 +24,16 @@ import psutil
 from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
+from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
-from safetrain.data.compare import FEW_QUESTIONS, RowFacts, Whole, compare
+from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import PLAIN
-from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
+from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
 from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
-from safetrain.data.split import TRAIN, split_off
-from safetrain.data.spool import SplitWriter, add_rows, stored_rows, write_splits
+from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
@@ -105,14 +104,13 @@ def read_held_out(
 
     Raises DataError for a file that is not there, has no rows, or has some that cannot be used; ModelError.
     """
-    if not path.is_file():
-        what = "The data is a folder." if path.is_dir() else "The data file does not exist."
-        raise DataError(what, where=str(path), do="name a file")
     tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
-    reader = RowReader(files, tokenizer, settings, Findings(settings.severities))
+    findings = Findings(settings.severities)
+    reader = RowReader(files, tokenizer, settings, findings)
     with written(None) as folder, SplitWriter(folder, "test", tokenizer) as writer:
-        for _, block in reader.blocks(strict=True):
+        for _, block in reader.blocks():
             writer.add(stored_rows(block, 0))
+        findings.refuse_errors()
         made = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
         writer.finish(reader.provenance(made), [path])
         store = open_store(store_path(folder, "test"))  # mapped: its file may go
@@ -144,13 +142,15 @@ class _Gate:
             settings = dataclasses.replace(settings, documents=settings.documents or is_plain)
         made = self._provenance(_digest(files.paths) if self.into is not None else "")
         tokenizer = ChatTokenizer(self.model, date.fromisoformat(made.made_on))
-        reader, facts, shown = RowReader(files, tokenizer, settings, self.findings), RowFacts(), list[ReadRow]()
+        reader, shown = RowReader(files, tokenizer, settings, self.findings), list[ReadRow]()
+        facts = RowFacts(list(map(str, files.paths)))
         with written(self.into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
-            for number, block in reader.blocks(strict=self.into is not None):
+            for number, block in reader.blocks():
                 facts.add(block, number)
                 shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
                 if self.into is not None:
                     add_rows(spool, stored_rows(block, number))
+            self._refuse_errors()
             parts, how = self._compared(files, facts)
             self._refuse_errors()
             made, report = reader.provenance(made), None
@@ -189,17 +189,17 @@ class _Gate:
             clusters = likeness.clusters
             if likeness.by_context:
                 said = "; the questions are too few: rows with one question and one system text stay together"
-            if len(np.unique(clusters[parts == TRAIN])) < FEW_QUESTIONS:  # at least the same stay together
+            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least the same stay together
                 said = "; all rows are near copies of each other, and such stand on both sides"
                 clusters = likeness.groups
             numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
             parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
-        compare(self.findings, Whole(facts, likeness, parts, list(map(str, files.paths))))
+        compare(self.findings, facts, likeness, parts)
         return parts, how if set(files.names) == set(SPLITS) else how + said
 
     def _refuse_errors(self) -> None:
-        if self.into is not None and self.findings.has_errors():
-            raise refused(self.findings.listed())
+        if self.into is not None:
+            self.findings.refuse_errors()
 
     def _provenance(self, source: str) -> Provenance:
         """What stores are made with, as far as it is known before the data is read; ``source`` is a hash of the data.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
-from safetrain.data.masks import RenderError
-from safetrain.data.render import USUAL_LABELLING, Labelling, RenderedRow, Renderer
+from safetrain.data.render import USUAL_LABELLING, Labelling, RenderedRow, Renderer, RenderError
 from safetrain.data.tokenize import labelled
 from tests.conftest import EMBEDDED
 

@@ -1,5 +1,6 @@
 """The rows of a file with their places, and what validation says of files."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport, Finding
 from safetrain.data.files import rows_of
-from safetrain.data.findings import Severities, Spot
+from safetrain.data.findings import Severities
 from safetrain.data.forms import Columns, parse_row
+from safetrain.data.json_rows import RowError
 from safetrain.data.rows import Row
-from safetrain.data.strict_json import RowError
-from safetrain.data.tokenize import DataSettings, Fault, bad_rows
+from safetrain.data.tokenize import DataSettings
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED
 from tests.data.models import with_context
@@ -28,16 +29,14 @@ class SourcedRow:
 
 def read_rows(path: Path, columns: Columns | None = None) -> list[SourcedRow]:
     """Every row of ``path``; raises DataError."""
-    rows, faults = list[SourcedRow](), list[Fault]()
+    rows, faults = list[SourcedRow](), list[str]()
     for place, value in rows_of(path):
         try:
-            if isinstance(value, RowError):
-                raise value
             rows.append(SourcedRow(parse_row(value, columns), place.of(str(path))))
         except RowError as error:
-            faults.append(Fault(Spot(str(path), place), error))
+            faults.append(f"{place.of(str(path), error.column)}: {error}")
     if faults:
-        raise bad_rows(faults)
+        raise DataError("\n".join(faults))
     if not rows:
         raise DataError("The data file has no rows.", where=str(path))
     return rows
@@ -55,6 +54,11 @@ def refusal_of(path: Path) -> str:
     except DataError as error:
         return str(error)
     return ""
+
+
+def settings_in(error: RowError) -> list[str]:
+    """The settings of data.columns that an error gives to look at."""
+    return re.findall(r"data\.columns=(\{.*\})", error.do)
 
 
 def gate(

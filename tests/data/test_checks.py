@@ -8,13 +8,13 @@ from safetrain.data.forms import parse_row
 
 LETTERS = "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9aQz7RtB4nXc1V"
 KEYS = [  # in two parts, so that no scanner takes this file for a leak
-    ("AKIA" + "Q3EGRZZ5TPLW7YHN", "an AWS key"),
-    ("ghp_" + LETTERS[:36], "a GitHub token"),
-    ("github_pat_" + LETTERS + "_x9", "a GitHub token"),
-    ("sk-" + "ant-api03-" + LETTERS[:40], "a key of a model's provider"),
-    ("xoxb-" + "2938475610-" + LETTERS[:20], "a Slack token"),
-    ("-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7", "a private key"),
-    ("hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU", "a Hugging Face token"),
+    "AKIA" + "Q3EGRZZ5TPLW7YHN",
+    "ghp_" + LETTERS[:36],
+    "github_pat_" + LETTERS + "_x9",
+    "sk-" + "ant-api03-" + LETTERS[:40],
+    "xoxb-" + "2938475610-" + LETTERS[:20],
+    "-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7",
+    "hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU",
 ]
 FAULTY = [
     ("She sold 48/2 = <<48/2=24>>24 clips.", "CALCULATOR-MARKS", "<<48/2=24>>"),
@@ -91,11 +91,11 @@ def faults(text: str, marker: str = "") -> list[tuple[str, str]]:
     return text_findings(row, Controls(None, frozenset([marker] if marker else [])))
 
 
-@pytest.mark.parametrize(("key", "name"), KEYS)
-def test_a_key_is_found_and_not_shown(key: str, name: str) -> None:
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_found_and_not_shown(key: str) -> None:
     ((identifier, detail),) = faults(f"Not {'AKIA' + 'IOSFODNN7EXAMPLE'}, use {key} for it")
     assert identifier == "SECRETS"
-    assert detail.startswith(name)
+    assert detail.startswith(f"a key ({key[:5]}…, ")
     assert key[12:30] not in detail
 
 

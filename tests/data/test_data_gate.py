@@ -10,11 +10,11 @@ import pytest
 from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
-from safetrain.data import near_copies
+from safetrain.data import compare
 from safetrain.data.checks import text_findings
-from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
 from safetrain.data.forms import parse_row
+from safetrain.data.json_rows import Place
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.data.reading import by_id, gate
@@ -34,7 +34,7 @@ PLANTED = [
     (chat("Which window?", "God's\ufffdWindow."), "MOJIBAKE", "Window"),
     (chat("Which\u200b metal?", "Iron."), "INVISIBLE-CHARACTERS", "U+200B"),
     (chat("Which code?", "if admin\u202e then."), "INVISIBLE-CHARACTERS", "U+202E"),
-    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a GitHub token (ghp_…, 40 characters)"),
+    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a key (ghp_a…, 40 characters)"),
     (chat("Is it good?", "As an AI language model, I have no opinion."), "REFUSALS", "refusal"),
 ]
 
@@ -80,7 +80,7 @@ def test_keys_are_found_in_thinking_calls_and_tools() -> None:
     ]
     for row in rows:
         assert text_findings(parse_row(row), Controls(None, frozenset())) == [
-            ("SECRETS", "a GitHub token (ghp_…, 40 characters)")
+            ("SECRETS", "a key (ghp_a…, 40 characters)")
         ]
 
 
@@ -148,12 +148,12 @@ def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_
 
 def test_a_row_of_many_rare_details_counts_once() -> None:
     findings = Findings(Severities())
-    for row in range(10):
+    for row in range(1, 11):
         for key in range(80):
             findings.add("TEXT-LOST", f"key{key} of {row}", where=[Spot("a", Place(row))])
     others = next(finding for finding in findings.listed() if "others" in finding.message)
     assert others.count == 10
-    assert others.where == tuple(f"a:{row}" for row in range(5))
+    assert others.where == tuple(f"a:{row}" for row in range(1, 6))
 
 
 def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write) -> None:
@@ -170,7 +170,7 @@ def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
 
 
 def test_rows_that_are_not_compared_are_told(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
+    monkeypatch.setattr(compare, "MOST_TEXTS", 5)
     found = found_in(write_jsonl("a.jsonl", clean(CLEAN_ROWS)))["NEAR-COPIES"]
     assert (found.severity, "; more than 5 rows: only equal questions" in found.message) == ("note", True)
 

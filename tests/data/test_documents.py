@@ -10,8 +10,8 @@ from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
-from safetrain.data.containers import MOST_ROW_BYTES
 from safetrain.data.folders import data_files_of
+from safetrain.data.json_rows import MOST_ROW_BYTES
 from tests.conftest import EMBEDDED, chat
 from tests.corpora import TEXTS
 from tests.data.reading import gate

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.data.forms import as_setting, checked_columns, parse_row
-from safetrain.data.strict_json import RowError
+from safetrain.data.forms import checked_columns, parse_row
+from safetrain.data.json_rows import RowError
 from tests.conftest import chat
+from tests.data.reading import settings_in
 from tests.data.test_rows import IRON, of, parsed, refusal, turn
 
 TWO_TURNS = (turn("user", "x"), turn("assistant", "y"), turn("user", "q"), turn("assistant", "a"))
@@ -185,8 +186,8 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
 def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, Any], ways: list[str]) -> None:
     with pytest.raises(RowError, match="can be read in two ways") as caught:
         parse_row(value)
-    assert [as_setting(way) for way in caught.value.columns] == [f"data.columns={{{way}}}" for way in ways]
-    assert all(as_setting(way) in str(caught.value) for way in caught.value.columns)
+    assert settings_in(caught.value) == [f"{{{way}}}" for way in ways]
+    assert all(f"data.columns={{{way}}}" in str(caught.value) for way in ways)
     for way in ways:
         assert parse_row(value, checked_columns(columns_of(way))).format in ("chat", "completions", "text")
 
@@ -260,10 +261,10 @@ def test_null_media_and_labels_are_not_there() -> None:
 def test_unknown_keys_come_with_a_setting_to_look_at(value: object, setting: str) -> None:
     with pytest.raises(RowError, match=r"unknown keys \(") as caught:
         parse_row(value)
-    assert [as_setting(way) for way in caught.value.columns] == [f"data.columns={setting}"]
+    assert settings_in(caught.value) == [setting]
 
 
 def test_a_table_without_a_header_is_said_to_be_that() -> None:
     with pytest.raises(RowError, match="unknown keys") as caught:
         parse_row({"Who was it?": "Where is it?", "It was Ann.": "Here."})
-    assert (caught.value.columns, "not a header" in caught.value.do) == ((), True)
+    assert (settings_in(caught.value), "not a header" in caught.value.do) == ([], True)

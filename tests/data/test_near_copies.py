@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from safetrain.core.data.words import words_of
-from safetrain.data import near_copies
-from safetrain.data.near_copies import Shingles, shingles
+from safetrain.data import compare
+from safetrain.data.compare import Shingles, shingles
 from tests.support.made_texts import Maker
 
 WORDS = some.lists(some.sampled_from("abcdefghijklmnopqrst"), min_size=1, max_size=30).map(" ".join)
@@ -56,7 +56,7 @@ def test_many_texts_are_clustered_in_parts(monkeypatch: pytest.MonkeyPatch, bloc
     maker = Maker(3)
     texts = [maker.english()[0] for _ in range(400)]
     texts += [" ".join([*text.split()[:-1], "instead"]) for text in texts[::7]]
-    monkeypatch.setattr(near_copies, "BLOCK", block)
+    monkeypatch.setattr(compare, "BLOCK", block)
     require_right(texts, 0.7)
 
 
@@ -89,9 +89,9 @@ def test_a_large_family_of_near_copies_is_one_cluster() -> None:
 
 def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{n} one two three four five six seven eight nine ten {n}" for n in "abcdefgh"]
-    monkeypatch.setattr(near_copies, "MOST_CANDIDATES", 5)
+    monkeypatch.setattr(compare, "MOST_CANDIDATES", 5)
     assert "pairs of questions resemble" in found_in(texts, 0.5)[1]
-    monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
+    monkeypatch.setattr(compare, "MOST_TEXTS", 5)
     clusters, left_out = found_in(texts, 0.5)
     assert "only equal questions were compared" in left_out
     assert clusters == list(range(8))

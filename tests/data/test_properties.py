@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetrain.core.errors import DataError, SafetrainError
 from safetrain.data.files import rows_of
 from safetrain.data.forms import parse_row
-from safetrain.data.repair import RepairOptions, repair
-from safetrain.data.strict_json import RowError
+from safetrain.data.json_rows import RowError
+from safetrain.data.repair import repair
 from tests.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, parquet
 
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -126,11 +126,11 @@ def test_a_repair_is_whole_and_needs_no_other_or_is_refused(content: bytes) -> N
         folder = Path(name)
         (folder / "a").write_bytes(content)
         try:
-            done = repair(folder / "a", folder / "b", RepairOptions(drop_bad=True))
+            done = repair(folder / "a", folder / "b.jsonl", drop_bad=True)
         except SafetrainError:
             assert sorted(path.name for path in folder.iterdir()) == ["a"]
             return
         assert (folder / "a").read_bytes() == content
-        again = repair(folder / "b", folder / "c")
+        again = repair(folder / "b.jsonl", folder / "c.jsonl")
         assert (again.read, again.written, again.changes) == (done.written, done.written, {})
-        assert (folder / "b").read_bytes() == (folder / "c").read_bytes()
+        assert (folder / "b.jsonl").read_bytes() == (folder / "c.jsonl").read_bytes()

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from safetrain.data.forms import as_setting, parse_row
-from safetrain.data.strict_json import RowError
+from safetrain.data.forms import named_columns, parse_row
+from safetrain.data.json_rows import RowError
+from tests.data.reading import settings_in
 from tests.data.test_rows import parsed
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -17,7 +18,7 @@ FLAT_TOOL = {"name": "f", "description": "d", "parameters": {"city": {"type": "s
 TOOL = {"type": "function", "function": FLAT_TOOL}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Lisbon"}}}
 SUNNY = {"role": "tool", "content": "t"}
-CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, SUNNY, ASSISTANT]
+CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, SUNNY, ASSISTANT]
 AS_TEXT = '{"name": "f", "arguments": {"city": "Lisbon"}}'
 RENDERED = "Below is an instruction.\n\n### Instruction:\nq\n\n### Input:\ni\n\n### Response:\na"
 
@@ -205,6 +206,6 @@ def test_what_is_said_of_a_set_that_cannot_be_read_as_it_is(name: str) -> None:
     with pytest.raises(RowError) as caught:
         parse_row(value)
     assert says in str(caught.value)
-    assert [as_setting(way) for way in caught.value.columns] == [f"data.columns={{{way}}}" for way in columns]
-    for way in caught.value.columns if "chosen" in str(value) else ():  # the printed setting reads the row
-        parse_row(value, way)
+    assert settings_in(caught.value) == [f"{{{way}}}" for way in columns]
+    for way in columns if "chosen" in str(value) else ():  # the printed setting reads the row
+        parse_row(value, named_columns(part.replace(": ", "=") for part in way.split(", ")))

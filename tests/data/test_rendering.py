@@ -11,7 +11,7 @@ import pytest
 
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
-from safetrain.data.masks import RenderError
+from safetrain.data.render import RenderError
 from safetrain.data.tokenize import text_ids
 from tests.conftest import EMBEDDED
 from tests.data.models import LABELLING, Message, model_with, remarks, rendered, renderer, trained, turns

@@ -9,11 +9,11 @@ import pytest
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import repair as repair_module
+from safetrain.data.checks import invisible_character
 from safetrain.data.command import fix, refuse_idle
-from safetrain.data.containers import Placed
-from safetrain.data.files import rows_of
 from safetrain.data.forms import checked_columns
-from safetrain.data.repair import RepairOptions, repair
+from safetrain.data.json_rows import Placed
+from safetrain.data.repair import repair
 from safetrain.data.tokenize import DataSettings
 from tests.conftest import EMBEDDED, chat
 
@@ -35,11 +35,11 @@ def test_everything_at_once(tmp_path: Path) -> None:
     source.write_bytes(text.encode("utf-16"))
     with pytest.raises(
         DataError,
-        match=r"The data has 1 bad row(.|\n)*a\.csv, row 3 \(line 4\)(.|\n)*nothing was written; .*--drop-bad",
+        match=r"a\.csv, row 3 \(line 4\): 1 row cannot be read(.|\n)*--drop-bad(.|\n)*nothing was written",
     ):
         repair(source, into)
     assert not into.parent.exists() or not list(into.parent.iterdir())
-    done = repair(source, into, RepairOptions(drop_bad=True))
+    done = repair(source, into, drop_bad=True)
     assert source.read_bytes() == text.encode("utf-16")
     assert [(row["prompt"], row["completion"]) for row in lines(into)] == [
         ("Who wrote it?", "Françoise Yip"),
@@ -48,18 +48,16 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ]
     log = lines(done.log)
     assert [(line["where"].removeprefix(f"{source}"), line["what"]) for line in log] == [
-        ("", "file"),
         (", row 1 (line 2)", "mojibake"), (", row 1 (line 2)", "form"),
-        (", row 2 (line 3)", "mojibake"), (", row 2 (line 3)", "control-characters"), (", row 2 (line 3)", "form"),
+        (", row 2 (line 3)", "mojibake"), (", row 2 (line 3)", "invisible"), (", row 2 (line 3)", "form"),
         (", row 3 (line 4)", "dropped"),
         (", row 4 (line 5)", "form"), (", row 4 (line 5)", "duplicate"),
         (", row 5 (line 6)", "form"),
     ]  # fmt: skip
-    assert log[0]["before"] == "table, commas, UTF-16, byte order mark"
-    assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
-    assert log[6]["before"] == {"question": "Who?", "answer": None}
-    assert log[6]["reason"] == "answer must be a text, this is null, or an empty cell"
-    assert log[8]["reason"] == f"repeats {source}, row 1 (line 2)"
+    assert (log[0]["before"], log[0]["after"], log[0]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
+    assert log[5]["before"] == {"question": "Who?", "answer": None}
+    assert log[5]["reason"] == "answer must be a text, this is null, or an empty cell"
+    assert log[7]["reason"] == f"repeats {source}, row 1 (line 2)"
     assert (done.read, done.written) == (5, 3)
     said = done.summary()
     assert "3 of 5 rows" in said
@@ -84,17 +82,18 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
 def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
-    repair(source, tmp_path / "b.jsonl", RepairOptions(checked_columns({"prompt": "frage", "completion": "antwort"})))
+    repair(source, tmp_path / "b.jsonl", checked_columns({"prompt": "frage", "completion": "antwort"}))
     assert lines(tmp_path / "b.jsonl") == [{"prompt": "q", "completion": "a"}]
 
 
-@pytest.mark.parametrize("name", ["b.jsonl", "b.json", "b.csv", "b.tsv.gz", "b.jsonl.zst", "b.parquet"])
-def test_a_copy_has_the_format_of_its_name(tmp_path: Path, name: str) -> None:
-    rows = [{"prompt": f"q, {number}", "completion": "a\tb"} for number in range(3)]
+def test_what_validation_finds_of_characters_is_gone_from_the_copy(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    repair(source, tmp_path / name)
-    assert [value for _, value in rows_of(tmp_path / name)] == rows
+    texts = ["soft\u00adhyphen", "zero\u200bwidth", "turned\u202eround", "\ufeffmark", "می\u200cخواهم"]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    repair(source, tmp_path / "b.jsonl")
+    found = [row["text"] for row in lines(tmp_path / "b.jsonl")]
+    assert found == ["softhyphen", "zerowidth", "turnedround", "mark", texts[-1]]
+    assert not any(map(invisible_character, found))
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "a").write_text(content)
     with pytest.raises(DataError, match=says):
-        repair(tmp_path / "a", tmp_path / "b", RepairOptions(drop_bad=True))
+        repair(tmp_path / "a", tmp_path / "b.jsonl", drop_bad=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -133,7 +132,7 @@ def test_what_parts_lines_is_not_joined(tmp_path: Path) -> None:
 def test_the_summary_says_that_columns_are_done_with(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"body": "a"}\n')
-    assert "set data.columns=null" in repair(source, tmp_path / "b.jsonl", RepairOptions({"text": "body"})).summary()
+    assert "set data.columns=null" in repair(source, tmp_path / "b.jsonl", {"text": "body"}).summary()
     assert "data.columns" not in repair(tmp_path / "b.jsonl", tmp_path / "c.jsonl").summary()
 
 
@@ -154,8 +153,9 @@ def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, mon
 
 
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no name"):
-        repair(tmp_path / "a.jsonl", Path())
+    for name in (Path(), tmp_path / "b.csv"):
+        with pytest.raises(ConfigError, match="written as JSON lines"):
+            repair(tmp_path / "a.jsonl", name)
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
         refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")
     refuse_idle({"--drop": "", "--drop-bad": False}, "Without")
@@ -167,7 +167,7 @@ def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int
     source = tmp_path / "a.jsonl"
     message = f'{{"role": "assistant", "content": "a", "x": {deep}}}'
     source.write_text(f'{{"text": "a"}}\n{{"text": "b", "x": {deep}}}\n{{"messages": [{message}]}}\n')
-    done = repair(source, tmp_path / "b.jsonl", RepairOptions(drop_bad=True))
+    done = repair(source, tmp_path / "b.jsonl", drop_bad=True)
     assert done.read == 3
     assert done.written >= 1
     assert len(lines(done.log)) == sum(done.changes.values())

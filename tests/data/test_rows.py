@@ -5,9 +5,11 @@ import pickle
 
 import pytest
 
+from safetrain.core.data.template import Controls
+from safetrain.data.checks import text_findings
 from safetrain.data.forms import parse_row
+from safetrain.data.json_rows import RowError, load
 from safetrain.data.rows import Row
-from safetrain.data.strict_json import RowError, load
 from tests.conftest import chat
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Lisbon"}}}
@@ -74,9 +76,7 @@ def test_calls_are_brought_to_one_form(call: object) -> None:
     message = parsed(calling(call)).messages[1]
     (read,) = message.for_template()["tool_calls"]
     assert read == CALL
-    assert (message.content, message.content_is_null) == ("", True)
     assert message.for_template()["content"] == ""
-    assert message.as_json()["content"] is None
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,6 @@ def test_arguments_are_an_object_where_they_say_one(arguments: object, read: obj
     assert call == {"type": "function", "function": {"name": "weather", "arguments": read}}
     if isinstance(read, dict):
         assert list(call["function"]["arguments"]) == list(read)
-
-
-def test_empty_content_beside_calls_is_no_null() -> None:
-    message = parsed(calling(CALL, content="")).messages[1]
-    assert (message.content, message.content_is_null) == ("", False)
 
 
 @pytest.mark.parametrize("calls", [None, []])
@@ -197,7 +192,8 @@ def test_columns_that_are_null_are_not_there() -> None:
     ],
 )
 def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
-    assert parsed(value).remarks == remarks
+    found = [identifier for identifier, _ in text_findings(parsed(value), Controls(None, frozenset()))]
+    assert tuple(name for name in found if name in ("EMPTY-MESSAGE", "ENDS-WITH-USER")) == remarks
 
 
 # What is refused in one row, and what is said

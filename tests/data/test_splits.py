@@ -10,8 +10,7 @@ from hypothesis import strategies as some
 
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import DataError
-from safetrain.data.compare import digests, first_alike
-from safetrain.data.near_copies import Shingles
+from safetrain.data.compare import Shingles, digests, first_alike
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
 
 SHARES = {"valid": 0.2, "test": 0.2}

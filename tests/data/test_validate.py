@@ -35,7 +35,7 @@ def test_the_json_is_one_object_with_rows_and_findings(write_jsonl: Write) -> No
         {"where": f"{path}:3", "trained": [], "stops": [], "findings": ["ROW-UNREADABLE"]},
     ]
     assert [(item["id"], item["severity"], item["count"], item["where"]) for item in found["findings"]] == [
-        ("ROW-UNREADABLE", "error", 1, [f"{path}:3"]),
+        ("ROW-UNREADABLE", "error", 1, [f"{path}:3:2"]),
         ("KEYS-IGNORED", "note", 1, [f"{path}:2"]),
     ]
     keys = {"id", "severity", "count", "where", "message", "remedy", "places"}
@@ -103,7 +103,7 @@ def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, 
     into = tmp_path / "fixed.jsonl"
     refused = run(path, "--fix", str(into))
     assert (refused.exit_code, into.exists()) == (1, False)
-    assert "nothing was written; correct them, or leave them out: --drop-bad" in refused.stderr
+    assert "leave them out: safetrain validate FILE --fix OUT.jsonl --drop-bad" in refused.stderr
     done = run(path, "--fix", str(into), "--drop-bad")
     assert done.exit_code == 0
     assert "wrote 1 of 3 rows" in done.stdout
@@ -176,7 +176,7 @@ def test_the_json_has_every_place(write_jsonl: Write) -> None:
     done = run(path, "--model", EMBEDDED, "--json")
     places = {item["id"]: item["where"] for item in json.loads(done.stdout)["findings"]}
     assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
-    assert places["ROW-UNREADABLE"] == [f"{path}:{line}" for line in range(61, 73)]
+    assert places["ROW-UNREADABLE"] == [f"{path}:{line}:2" for line in range(61, 73)]
     assert places["REPEATED-ROWS"] == [f"{path}:{line} matches {path}:{line - 30}" for line in range(31, 61)]
     found = {item["id"]: item["places"] for item in json.loads(done.stdout)["findings"]}
     assert found["REPEATED-ROWS"][0] == {"file": str(path), "line": 31, "beside": {"file": str(path), "line": 1}}
@@ -190,19 +190,17 @@ def test_notes_are_counted_in_one_line(write_jsonl: Write) -> None:
 
 def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> None:
     rows = [chat("Iron?", "Fe."), chat("Who?", "As an AI language model, I cannot know."), chat("Gold?", "[Your Name]")]
-    path, into = write_jsonl("a.jsonl", [*rows, chat("Tin?", "Sn."), rows[0]]), tmp_path / "b.csv"
+    path, into = write_jsonl("a.jsonl", [*rows, chat("Tin?", "Sn."), rows[0]]), tmp_path / "b.jsonl"
     done = run(path, "--fix", str(into), "--drop", "REFUSALS,placeholders")
     assert done.exit_code == 0, done.stderr
     assert "wrote 2 of 5 rows" in done.stdout
-    messages = [json.dumps(row["messages"]).replace('"', '""') for row in (rows[0], chat("Tin?", "Sn."))]
-    assert into.read_text() == "messages\n" + "".join(f'"{each}"\n' for each in messages)
+    assert into.read_text() == "".join(json.dumps(row) + "\n" for row in (rows[0], chat("Tin?", "Sn.")))
     assert run(into, "--model", EMBEDDED).exit_code == 0
-    log = [json.loads(line) for line in (tmp_path / "b.csv.log.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (tmp_path / "b.jsonl.log.jsonl").read_text().splitlines()]
     assert [(line["where"], line["reason"]) for line in log if line["what"] == "finding"] == [
         (f"{path}:2", "REFUSALS"), (f"{path}:3", "PLACEHOLDERS"),
     ]  # fmt: skip
-    for drop, said in (("NO-SUCH", "--drop names no finding"), ("FILES-UNREAD", "is not a finding in rows")):
-        assert said in run(path, "--fix", str(tmp_path / "c"), "--drop", drop).stderr
+    assert "--drop names no finding" in run(path, "--fix", str(tmp_path / "c.jsonl"), "--drop", "NO-SUCH").stderr
     assert "--drop does nothing" in run(path, "--drop", "REFUSALS").stderr
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import Question, TokenRows
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows
 from safetrain.core.formatting import counted
+from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
 

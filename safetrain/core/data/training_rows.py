@@ -10,9 +10,9 @@ import numpy as np
 
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
 from safetrain.core.errors import ConfigError
+from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths

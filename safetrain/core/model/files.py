@@ -1,16 +1,20 @@
-"""A model folder as files: whether it is complete, its size and its shape. Reads headers, no weights, without mlx."""
+"""A model folder as files: whether it is complete, its size and its shape. Reads headers, no weights, without mlx.
+
+A config.json may leave out what mlx-lm has a default for, and some families have no such thing: a recurrent one has no
+attention heads. Then the weights say it, or what is usual: the estimate of memory goes by it, nothing that is computed.
+"""
 
 import hashlib
 import json
+import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import similar_path
-from safetrain.core.model.config import POSITIONS, VOCABULARY, first_of, sizes_of, with_text
 from safetrain.core.model.quantization import quantization_of, usual_bits, with_quantization
 from safetrain.core.model.shapes import TensorHeader, tensors_of
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
@@ -20,6 +24,34 @@ SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
+
+# The first of each that config.json has; those of mlx_lm/models/*.py
+WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "hidden_dim")
+DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_attention_groups")
+HEAD_SIZE = ("head_dim", "hidden_size_per_head", "kv_channels")
+FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ff_intermediate_size")
+VOCABULARY = ("vocab_size", "num_vocab")
+POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
+USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second in widths
+EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
+BLOCK = re.compile(r"(?:^|[._])(layers|h|blocks)\.(\d+)\.")
+
+TOKENIZER_FILES = (  # that decide how a text becomes tokens
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",  # which ids end an answer
+)
+TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 @dataclass(frozen=True)
@@ -110,30 +142,72 @@ def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHead
     """The record; raises ModelError when neither config.json nor the weights say what is needed."""
     quantization, config = quantization_of(config), with_text(config)
     tensors = with_quantization(headers, quantization)
-    sizes = sizes_of(config, tensors)
-    if isinstance(sizes, str):
+    try:
+        sizes = sizes_of(config, tensors)
+    except KeyError as error:
         raise ModelError(
-            f"config.json has no {sizes}, and the weights do not say it.",
+            f"config.json has no {error.args[0]}, and the weights do not say it.",
             where=str(folder / "config.json"),
             do="use a model that mlx-lm supports",
-        )
+        ) from None
     return ModelFiles(
+        **sizes,
         folder=folder,
         model_type=str(config.get("model_type", "unknown")),
-        hidden_size=sizes.hidden,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.key_heads,
-        head_dim=sizes.head,
-        intermediate_size=sizes.feed_forward,
-        vocab_size=sizes.vocabulary,
-        max_positions=sizes.positions,
         whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
         quantization_bits=usual_bits(tensors, quantization),
         static_bytes=sum(tensor.size_bytes for tensor in tensors),
         tensors=tensors,
         fingerprint=fingerprint,
     )
+
+
+def with_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json, with the keys of its text part (multimodal models) at the top level."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> dict[str, Any]:
+    """Widths of a model in features, as ModelFiles names them; of layers that differ, the largest.
+
+    Raises KeyError for a size that neither config.json nor the weights give.
+    """
+    headers = tuple(tensors)
+    embedding = next((t.dequantized_shape for t in headers if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
+    hidden = first_of(config, WIDTH) or embedding[1]
+    layers = first_of(config, DEPTH) or depth_of(headers)
+    vocabulary = first_of(config, VOCABULARY) or embedding[0]
+    for value, names in ((hidden, WIDTH), (layers, DEPTH), (vocabulary, VOCABULARY)):
+        if not value:
+            raise KeyError(names[0])
+    stated, size = first_of(config, HEADS), first_of(config, HEAD_SIZE)
+    heads = stated or max(1, hidden // (size or USUAL_HEAD_SIZE))
+    return {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": min(heads, first_of(config, KEY_HEADS) or heads),
+        "head_dim": size or max(1, hidden // heads),
+        "intermediate_size": first_of(config, FEED_FORWARD) or USUAL_FEED_FORWARD * hidden,
+        "vocab_size": vocabulary,
+        "max_positions": first_of(config, POSITIONS) or None,
+    }
+
+
+def first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
+    """The first of ``names`` that is a number, or the largest of a list; 0 if none is set."""
+    for name in names:
+        value = config.get(name)
+        numbers = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
+        if numbers and max(numbers) > 0:
+            return max(numbers)
+    return 0
+
+
+def depth_of(tensors: Iterable[TensorHeader]) -> int:
+    """Blocks that the names of the weights count, 0 where they name none."""
+    found = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
+    return max(found, default=-1) + 1
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -233,3 +307,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path.name} must be a JSON object.", where=str(path), do=FETCH)
     return value
+
+
+# The tokenizer, compared without loading it
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """A hash of names and contents of the tokenizer's, the chat template's and the stop ids' files in ``folder``."""
+    state = hashlib.blake2b(digest_size=16)
+    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for path in [*found, *sorted(folder.glob(TEMPLATES))]:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "blake2b")
+        state.update(f"{path.relative_to(folder).as_posix()}\0".encode() + content.digest())
+    return state.hexdigest()
+
+
+def make_same_tokens(first: Path, second: Path) -> bool:
+    """Whether two models split texts in the same way; their stop tokens may differ."""
+    return _splitting(first) == _splitting(second)
+
+
+def _splitting(folder: Path) -> bytes:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return (folder / name).read_bytes()
+    return b""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.tokenizer_files import NAMES, TEMPLATES
 from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import size_text
+from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)  # in the order of their ids, which begin at 0
@@ -144,7 +144,7 @@ def copied_ids(source: Path) -> SpecialIds:
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """The tokenizer's files as they are, and the chat template's."""
-    for path in [*(source / name for name in NAMES), *sorted(source.glob(TEMPLATES))]:
+    for path in [*(source / name for name in TOKENIZER_FILES), *sorted(source.glob(TEMPLATES))]:
         if path.is_file():
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.core.data.corpus_store import Corpus, DocumentWriter
-from safetrain.core.data.store import Store, metadata_of, open_store
+from safetrain.core.data.store import Corpus, DocumentWriter, Store, metadata_of, open_store
 from safetrain.core.data.token_files import (
     MOST_OPEN,
     OpenFiles,

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from safetrain.core.data import pages
 from safetrain.core.data.store import VERSION, StoreWriter, open_store, read_made, store_path
 from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_row
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.model.files import tokenizer_hash
 from tests.stores import MADE, columns, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
@@ -111,7 +111,8 @@ def with_header(path: Path, **changes: object) -> Path:
 
 
 def test_a_store_of_another_version_or_another_kind_is_damaged(tmp_path: Path) -> None:
-    metadata = {"version": str(VERSION), "digest": "", "made": json.dumps(dataclasses.asdict(MADE)), "files": "[]"}
+    made = json.dumps(dataclasses.asdict(MADE))
+    metadata = {"version": str(VERSION), "digest": "", "made": made, "files": "[]", "label_bytes": "0"}
     open_store(with_header(write_store(tmp_path / "whole", ROWS), __metadata__=metadata))
     broken = [{"version": "0"}, {"made": "{"}, {"made": '{"stop_ids": []}'}, {"files": "["}]
     for change in broken:

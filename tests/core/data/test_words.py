@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from safetrain.core.data.words import words_of
-from safetrain.data.compare import digests, strict_digest
-from safetrain.data.near_copies import shingles
+from safetrain.data.compare import digests, shingles, strict_digest
 
 SAME = [
     ("Hello, World!", "hello   world"),

@@ -1,0 +1,211 @@
+"""Rows of JSON, as lines or as one array, by the standard: no NaN, no key twice, no half characters.
+
+A fault in one row is a RowError in its place.
+"""
+
+import collections
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from safetrain.core.errors import DataError
+
+MOST_ROW_BYTES = 16 * 2**20  # of one row: some four million tokens, more than any model's context
+TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
+BEFORE = re.compile(r"\s*\[\s*(?P<end>\])?")  # the first value of an array
+AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]))")  # every value
+MOST_SHOWN = 60
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
+         type(None): "null, or an empty cell"}  # fmt: skip
+MOST_DEEP = 300
+DEEP = "brackets are nested some hundred deep, which no reader takes"
+DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
+CUT = "the line is cut off, or the object goes on in the next line: it must be one line"
+PYTHON = "as Python prints it: write the file with json.dumps"
+
+
+class RowError(ValueError):
+    """One row cannot be used; the message says why, and the reader adds file and line.
+
+    ``column`` is where in its line the fault is; ``do`` is what to do, where it is not to correct the row.
+    """
+
+    def __init__(self, message: str, *, column: int = 0, do: str = "") -> None:
+        super().__init__(message)
+        self.column, self.do = column, do
+
+
+class Place(NamedTuple):
+    """The line in which a row begins, and in arrays and tables its number; both from 1, and 0 where there is none."""
+
+    line: int = 0
+    row: int = 0
+
+    def of(self, name: str, column: int = 0) -> str:
+        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``; the name for no place."""
+        if self.row:
+            return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
+        return ":".join([name, *(str(number) for number in (self.line, column) if number)])
+
+
+Placed = tuple[Place, object]  # where a row stands, and its value, or the RowError for it
+
+
+class StrictDecoder:
+    """Decodes JSON values, and remembers what the standard forbids, so that the end of the value is known all the same.
+
+    One decoder serves all lines: json.loads would build one for each call that names an option.
+    """
+
+    def __init__(self) -> None:
+        self._faults: list[RowError] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+
+    def load(self, text: str) -> object:
+        """The value of one line, or the RowError for it."""
+        self._faults.clear()
+        try:
+            value: object = self._decoder.decode(text)
+        except json.JSONDecodeError as error:
+            return RowError(f"{said_of(error)}{_hint(text, error)}", column=error.colno)
+        except (ValueError, RecursionError) as error:
+            return RowError(said_of(error))
+        return self._fault(value, text, 0, len(text)) or value
+
+    def value_at(self, text: str, start: int) -> tuple[object, int]:
+        """The value that begins at ``start``, or a RowError in its place, and its end.
+
+        Raises JSONDecodeError where it is no JSON or goes on, ValueError, RecursionError.
+        """
+        self._faults.clear()
+        value, end = self._decoder.raw_decode(text, start)
+        return self._fault(value, text, start, end) or value, end
+
+    def _fault(self, value: object, text: str, start: int, end: int) -> RowError | None:
+        """What the standard forbids in a value, or readers of what is written: it was read from ``text``."""
+        brackets = text.count("[", start, end) + text.count("{", start, end)
+        if not self._faults and brackets > MOST_DEEP and _is_deep(value, MOST_DEEP):
+            return RowError(DEEP)
+        return self._faults[0] if self._faults else None
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+            self._faults.append(RowError(f"the key '{shown(twice)}' stands twice in one object: remove one"))
+        return value
+
+    def _constant(self, name: str) -> None:
+        self._faults.append(RowError(f"{name} is not valid JSON: write null, or leave the key out"))
+
+
+def said_of(error: ValueError | RecursionError) -> str:
+    """What is wrong with a text that json cannot read; int() refuses more than 4,300 digits."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg.removesuffix(' at')}"
+    return DEEP if isinstance(error, RecursionError) else DIGITS
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+load = StrictDecoder().load
+
+
+def dump(value: object, place: str) -> str:
+    """``value`` as JSON text that ``load`` reads again; ``place`` names it in errors."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:  # 1e999 is read as infinity
+        raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+    require_unicode(text, place)
+    return text
+
+
+def require_unicode(text: str, place: str) -> None:
+    r"""Raise RowError for half a character (``\ud83d`` alone), which JSON can say and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{place} holds half a surrogate pair, which is not a character") from None
+
+
+def shown(value: object) -> str:
+    """A value from the data as it can be printed on one line of any terminal."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def kind(value: object) -> str:
+    """What JSON calls the type of ``value``."""
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def _is_deep(value: object, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` deep."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(part, most - 1) for part in parts)
+
+
+def _hint(text: str, error: json.JSONDecodeError) -> str:
+    """The usual cause of a fault, in brackets; empty where none is known."""
+    rest = text[error.pos :].lstrip()
+    if not rest or error.msg.startswith("Unterminated"):
+        return f" ({CUT})"
+    return f" ({PYTHON})" if rest.startswith(("'", "None", "True", "False")) else ""
+
+
+def line_rows(lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
+    """The values of JSON lines. A byte order mark, left where files were joined, is passed over."""
+    for number, line in lines:
+        if not line.isspace():
+            yield Place(number), load(line.lstrip("\ufeff").rstrip("\r\n"))
+
+
+def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
+    """The values of one JSON array, of which a value and a chunk are in memory; raises DataError."""
+    decoder, text, line, row = StrictDecoder(), "", 1, 0
+    for chunk in itertools.chain(chunks, [None]):
+        text, at = text + (chunk or ""), 0
+        while True:
+            mark = (AFTER if row else BEFORE).match(text, at)
+            if mark is None:
+                if chunk is None or text[at:].strip():
+                    raise _array_fault(path, Place(line, row), "expected a comma or the end of the array", text[at:])
+                break
+            start, first = mark.end(), line + text.count("\n", at, mark.end())
+            if mark["end"]:
+                if text[start:].strip() or any(map(str.strip, chunks)):
+                    raise _array_fault(path, Place(first), "something stands after the array", text[start:])
+                return
+            try:
+                value, end = decoder.value_at(text, start)
+            except (ValueError, RecursionError) as error:
+                said = _fatal(error, text, start, is_last=chunk is None)
+                if said:
+                    fault = getattr(error, "pos", start)
+                    place = Place(first + text.count("\n", start, fault), row + 1)
+                    raise _array_fault(path, place, said, text[fault:]) from None
+                break
+            if end == len(text) and chunk is not None:  # a number may go on
+                break
+            row += 1
+            yield Place(first, row), value
+            line, at = first + text.count("\n", start, end), end
+        text = text[at:]
+
+
+def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last: bool) -> str:
+    """What is wrong with the value at ``start``; empty where more text may complete it."""
+    if is_last or not isinstance(error, json.JSONDecodeError):
+        return said_of(error)
+    if error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - len("-Infinity"):
+        return TOO_LONG if len(text) - start > MOST_ROW_BYTES else ""
+    return said_of(error)
+
+
+def _array_fault(path: Path, place: Place, said: str, rest: str) -> DataError:
+    do = "correct it there; if the file is cut off, copy or download it again"
+    got, where = shown(rest.lstrip().split("\n")[0]), place.of(str(path))
+    return DataError(f"The JSON array cannot be read on: {said}.", where=where, got=got, do=do)
