@@ -25,7 +25,7 @@ def info(
     Parameters, shapes and sizes, from the headers of its files.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate import print_info
+    from safetrain.plan.estimate_command import print_info
 
     print_info(console(), read_model_plan(model or model_of_params()))
 
@@ -144,27 +144,48 @@ def estimate(
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate import asked_run, print_estimate
-    from safetrain.plan.estimate_command import refuse_contradictions, tell_pretraining, tell_ranks
+    from safetrain.plan.estimate import asked_run
+    from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
     from safetrain.plan.hyperparameters import usual_dtype
-    from safetrain.plan.machines import Where
+    from safetrain.plan.machines import place_of, profile_names
     from safetrain.plan.speed import Link
 
-    where = Where(machine, macos_26, memory_gb, ranks, Link(link_gbps))
-    refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
+    _refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
+    names = [machine]
+    if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
+        names, memory_gb = list(profile_names()), None
+    link = Link(link_gbps)
+    places = [place_of(each, macos_26=macos_26, memory_gb=memory_gb, ranks=ranks, link=link) for each in names]
+    if not places:
+        raise ConfigError("No machines found.", do="go to the project's root, or --machine")
     if pretrain is not None:
         per, keep = _decided(tokens_per_parameter)
-        sys.exit(0 if tell_pretraining(console(), pretrain, where, per, keep, everywhere=all_machines) else 1)
-    found = read_model_plan(model or model_of_params())
-    place = where.place(found, method)
+        sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)
+    found, place = read_model_plan(model or model_of_params()), places[0]
     run = asked_run(
-        found, place.machine.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
-        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, found),
+        found, place.machine, method, rank, num_layers=num_layers, checkpointing=recompute, accumulates=accumulate,
+        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, found), rows=batch_size,
+        tokens=tokens,
     )  # fmt: skip
-    fits = print_estimate(console(), found, place.machine, place.name, run, batch_size, tokens)
+    fits = print_estimate(console(), run, place.name)
     if ranks is not None:
-        tell_ranks(console(), place, found, run, batch_size, tokens)
+        print_ranks(console(), place, run)
     sys.exit(0 if fits else 1)
+
+
+def _refuse_contradictions(
+    model: Path | None, machine: str | None, pretrain: str | None, tokens_per_parameter: float | None, *,
+    all_machines: bool,
+) -> None:  # fmt: skip
+    """Raise ConfigError where options of pretraining stand without it, or something is named twice."""
+    if pretrain is None:
+        alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
+        if alone:
+            raise ConfigError(f"{alone} is about pretraining.", do="add --pretrain, as --pretrain 85m")
+    elif model is not None:
+        raise ConfigError("A model is named twice.", got=str(model), do="name it only by --pretrain")
+    elif machine is not None and all_machines:
+        raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
 
 
 def _decided(tokens_per_parameter: float | None) -> tuple[float, int]:

@@ -53,16 +53,6 @@ class SharedUpdate:
     rows: int  # that ranks share
 
 
-@dataclass(frozen=True)
-class RankTime:
-    """An update over several ranks."""
-
-    wire_bytes: int  # that each rank sends, and receives
-    exchange_seconds: float
-    seconds: float
-    speed_up: float  # of one rank
-
-
 def multiplied_weights(model: ModelFiles) -> int:
     """Weights that every token is multiplied with: all matrices, but not the embedding, unless it is the head too."""
     matrices = [tensor for tensor in model.tensors if tensor.weights and len(tensor.shape) >= 2]
@@ -109,13 +99,11 @@ def exchange_seconds(gradient_bytes: int, ranks: int, link: Link) -> float:
     return carried + 2 * (ranks - 1) * messages * link.latency_seconds
 
 
-def time_of(update: SharedUpdate, ranks: int, link: Link) -> RankTime:
+def update_seconds(update: SharedUpdate, ranks: int, link: Link) -> float:
     """An update over ``ranks``. The largest share counts: 16 rows over 5 ranks take as long as 4 rows do."""
     share = -(-update.rows // ranks) / update.rows
     exchange = exchange_seconds(update.gradient_bytes, ranks, link)
-    alone = update.compute_seconds + update.fixed_seconds
-    seconds = update.compute_seconds * share + update.fixed_seconds + exchange
-    return RankTime(wire_bytes(update.gradient_bytes, ranks), exchange, seconds, alone / seconds)
+    return update.compute_seconds * share + update.fixed_seconds + exchange
 
 
 def most_that_pay(update: SharedUpdate, link: Link, most: int = MOST_RANKS) -> int:
@@ -123,9 +111,9 @@ def most_that_pay(update: SharedUpdate, link: Link, most: int = MOST_RANKS) -> i
 
     Ranks are added together where a single one changes nothing (the fifth of 16 rows does, the ninth does not).
     """
-    paying, speed = 1, 1.0
+    paying, speed, alone = 1, 1.0, update_seconds(update, 1, link)
     for ranks in range(2, min(most, update.rows) + 1):
-        faster = time_of(update, ranks, link).speed_up
+        faster = alone / update_seconds(update, ranks, link)
         if faster - speed >= LEAST_GAIN * (ranks - paying):
             paying, speed = ranks, faster
     return paying
