@@ -1,6 +1,6 @@
 """Ways to run micro-batches: what each is predicted to need and in which order to try them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safetrain.core.again import run_again
@@ -55,6 +55,7 @@ class PlannedTraining:
     machine: Machine  # its budget within train.memory_limit_gb
     model: ModelFiles
     lora: LoraSettings
+    why_lora: Mapping[str, str]  # a reason for each of its values
     train: Train
     rows: RowStatistics
     lengths: tuple[int, ...]  # to try in this order, until something fits

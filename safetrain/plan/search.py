@@ -129,7 +129,7 @@ class _Search:
 
     def closed_form(self, fit: Fit) -> Recommendation:
         """The configuration around a candidate, not measured."""
-        return recommendation_of(self.question, fit, self._inputs.data, self._lora)
+        return recommendation_of(self.question, fit)
 
     def _passes(self, fit: Fit, answer: Answer) -> bool:
         """Take what a dry run has shown, and say why a candidate did not pass."""
