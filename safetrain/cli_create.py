@@ -27,7 +27,6 @@ def create(
     context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="your own key of a text, as text=content")] = None,
     split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
-    sample_mib: Annotated[int, typer.Option(min=1, help="MiB of text to make the tokenizer of, at most")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="of the initial weights")] = 42,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
@@ -57,7 +56,7 @@ def create(
         source = tokenizer
     else:
         texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
-        source = TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits, sample_mib)
+        source = TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
     with still_working(f"{folder} is made"):
         made = create_model(folder, asked, source, seed, dtype, say_on_terminal)
     _tell(made.folder, reasons_of(made, asked), made.size_bytes)

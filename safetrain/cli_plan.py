@@ -85,7 +85,6 @@ def validate(
 def preflight(
     level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
     downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="a warning is a failure")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print preflight_report.json alone")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
@@ -98,7 +97,6 @@ def preflight(
     require_project()
     words = [f"preflight.level={level}"] if level else []
     words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
-    words += ["preflight.strict=true"] if strict else []
     before = _written(paths.PREFLIGHT_REPORT)
     command = [sys.executable, "-m", "stages.preflight", *words, *(overrides or [])]
     code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
