@@ -21,7 +21,7 @@ from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named
 from safetrain.plan.creation.tokenizers import OWN_IDS
 from safetrain.plan.estimate import BATCHES, Estimate, asked_run, remedies, what_would_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
-from safetrain.plan.machines import ANY_CPU, ANY_GPU, Place
+from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
 from safetrain.plan.speed import (
@@ -158,7 +158,7 @@ def _rows_text(rows: int) -> str:
     return "-" if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
 
 
-def print_ranks(console: Console, place: Place, run: Estimate) -> None:
+def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
     """The gain of the ranks of ``place`` for fine-tuning with updates of 16 rows, or of more that are asked for."""
     model, ranks, link, rows = run.model, place.ranks, place.link, max(run.rows, ROWS_PER_UPDATE)
     trained = trained_parameters(model, run.lora, run.method)
@@ -199,7 +199,7 @@ def _pay_text(update: SharedUpdate, paying: int) -> str:
 class PretrainingEstimate:
     """What pretraining a model would take at a place; None is what is not known."""
 
-    place: Place
+    place: TrainingPlace
     tokens: int
     length: int  # of a window
     flops: float  # of the whole training
@@ -234,7 +234,7 @@ class PretrainingEstimate:
 
 
 def print_pretraining(
-    console: Console, name: str, places: Sequence[Place], tokens_per_parameter: float, keep_checkpoints: int
+    console: Console, name: str, places: Sequence[TrainingPlace], tokens_per_parameter: float, keep_checkpoints: int
 ) -> bool:
     """What pretraining takes at each place: all about one, a line for each of several. Returns whether it fits."""
     model, now = model_to_pretrain(name), datetime.now().astimezone()
@@ -266,7 +266,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
 
 
 def estimate_pretraining(
-    model: ModelFiles, place: Place, tokens_per_parameter: float, keep_checkpoints: int
+    model: ModelFiles, place: TrainingPlace, tokens_per_parameter: float, keep_checkpoints: int
 ) -> PretrainingEstimate:
     """Tokens, operations, memory, time and disk; raises ConfigError for a quantized model."""
     length, tokens = window_length(model), wanted_tokens(model.parameters, tokens_per_parameter)

@@ -51,7 +51,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPlace:
     """Where to train: ``ranks`` machines, linked. Without a ``profile`` it is this one."""
 
     name: str
@@ -76,27 +76,28 @@ class Place:
 
 
 def place_of(
-    name: str | None, *, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
+    name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
     link: Link = USUAL_LINK,
-) -> Place:  # fmt: skip
+) -> TrainingPlace:  # fmt: skip
     """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known."""
     profile = read_profile(name) if name else None
     machine = machine_of(profile, macos_26=macos_26) if profile else read_machine(paths.MACHINE)
     if memory_gb:
         machine = dataclasses.replace(machine, memory_budget_bytes=int(memory_gb * GIB))
-    return Place(name or HERE, machine, profile, ranks or 1, link)
+    return TrainingPlace(name or HERE, machine, profile, ranks or 1, link)
 
 
 def profile_names(folder: Path = PROFILES) -> list[str]:
-    """Machines that conf/machine describes."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+    """Machines that conf/machine describes; raises ConfigError where there are none."""
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if not names:
+        raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
+    return names
 
 
 def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """A machine by its name; raises ConfigError with the names there are."""
     names, path = profile_names(folder), folder / f"{name}.yaml"
-    if not names:
-        raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(

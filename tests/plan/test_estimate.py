@@ -26,7 +26,15 @@ from safetrain.plan.estimate_command import (
     print_ranks,
     print_remedies,
 )
-from safetrain.plan.machines import ANY_CPU, Place, machine_of, place_of, profile_names, read_profile, speed_here
+from safetrain.plan.machines import (
+    ANY_CPU,
+    TrainingPlace,
+    machine_of,
+    place_of,
+    profile_names,
+    read_profile,
+    speed_here,
+)
 from safetrain.plan.speed import Link, Speed
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
@@ -50,7 +58,7 @@ def qwen_7b(tmp_path: Path) -> ModelFiles:
     return read_model_plan(path)
 
 
-def place(name: str | None, ranks: int = 1) -> Place:
+def place(name: str | None, ranks: int = 1) -> TrainingPlace:
     return place_of(name, ranks=ranks, link=LINK)
 
 
@@ -58,13 +66,13 @@ def screen() -> Console:
     return Console(width=200, record=True, file=io.StringIO())
 
 
-def pretraining_text(model: str, *places: Place) -> tuple[str, bool]:
+def pretraining_text(model: str, *places: TrainingPlace) -> tuple[str, bool]:
     console = screen()
     fits = print_pretraining(console, model, places, 20, 2)
     return console.export_text(), fits
 
 
-def ranks_text(there: Place, model: ModelFiles) -> str:
+def ranks_text(there: TrainingPlace, model: ModelFiles) -> str:
     console = screen()
     print_ranks(console, there, asked_run(model, there.machine))
     return console.export_text()
