@@ -150,10 +150,9 @@ def estimate(
     from safetrain.plan.speed import Link
 
     _refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
-    unknown = pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())
-    everywhere = all_machines or unknown
-    memory_gb = None if everywhere else memory_gb
-    names: list[str | None] = [*profile_names()] if everywhere else [machine]
+    names: list[str | None] = [machine]
+    if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
+        names, memory_gb = [*profile_names()], None
     places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps)) for each in names]
     if pretrain is not None:
         per, keep = _decided(tokens_per_parameter)

@@ -25,11 +25,8 @@ from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
 from safetrain.plan.speed import (
-    LEAST_GAIN,
-    SharedUpdate,
     exchange_seconds,
     flops_per_token,
-    most_that_pay,
     shared_update,
     update_seconds,
     wire_bytes,
@@ -185,14 +182,6 @@ def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
         table.add_row(str(count), sent, f"{exchange:.3g}", f"{seconds:.3g}", f"{alone / seconds:.2f}")
     console.print(table)
     console.print(f"{each} Alone: {speed.source}.", highlight=False)
-    console.print(_pay_text(update, most_that_pay(update, link)), highlight=False)
-
-
-def _pay_text(update: SharedUpdate, paying: int) -> str:
-    if paying == 1:
-        return f"A second rank does not pay: it brings less than {LEAST_GAIN:g} of one rank's speed."
-    why = f"an update has {update.rows} rows" if paying == update.rows else "then the rest of an update weighs more"
-    return f"Up to {paying} ranks pay: those added bring on average {LEAST_GAIN:g} or more of one rank's speed; {why}."
 
 
 @dataclass(frozen=True)

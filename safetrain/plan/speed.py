@@ -15,8 +15,6 @@ ATTENTION_PASSES = 3  # scores and their result, forward once and backward twice
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 MESSAGE_BYTES = 64 * 2**20  # a larger gradient is summed in several messages
 USUAL_LATENCY = 50e-6  # seconds until a small message is there, by TCP over Ethernet; assumed
-LEAST_GAIN = 0.5  # of one rank's speed, that another one has to bring to pay
-MOST_RANKS = 1024
 BITS = 8
 # Bytes that move in memory for each trained number while the optimizer works: Adam reads weight, gradient and two
 # moments in float32, writes three of them; clipping and averaging read and write the gradient once more.
@@ -104,16 +102,3 @@ def update_seconds(update: SharedUpdate, ranks: int, link: Link) -> float:
     share = -(-update.rows // ranks) / update.rows
     exchange = exchange_seconds(update.gradient_bytes, ranks, link)
     return update.compute_seconds * share + update.fixed_seconds + exchange
-
-
-def most_that_pay(update: SharedUpdate, link: Link, most: int = MOST_RANKS) -> int:
-    """The most ranks of which each one added brings at least half of one rank's speed.
-
-    Ranks are added together where a single one changes nothing (the fifth of 16 rows does, the ninth does not).
-    """
-    paying, speed, alone = 1, 1.0, update_seconds(update, 1, link)
-    for ranks in range(2, min(most, update.rows) + 1):
-        faster = alone / update_seconds(update, ranks, link)
-        if faster - speed >= LEAST_GAIN * (ranks - paying):
-            paying, speed = ranks, faster
-    return paying

@@ -13,7 +13,6 @@ from safetrain.plan.speed import (
     Speed,
     exchange_seconds,
     flops_per_token,
-    most_that_pay,
     multiplied_weights,
     shared_update,
     update_seconds,
@@ -43,16 +42,6 @@ def test_the_largest_share_decides_and_more_ranks_than_rows_bring_nothing() -> N
         16, 8, 4, 2, 2, 2, 1, 1,
     ]  # fmt: skip
     assert update_seconds(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1)) == 2.5
-
-
-def test_ranks_pay_until_the_link_or_the_rows_or_the_optimizer_is_used_up() -> None:
-    update = SharedUpdate(16.0, 0, 10**9, 16)
-    assert most_that_pay(update, NO_COST) == 16
-    assert most_that_pay(update, Link(0.01)) == 1  # a gradient takes a quarter of an hour
-    assert most_that_pay(SharedUpdate(1.0, 1.0, 0, 64), NO_COST) == 1  # a second rank brings a third
-    speeds = [most_that_pay(SharedUpdate(64.0, 0.1, 10**9, 64), Link(gbps)) for gbps in (0.1, 1, 10, 100)]
-    assert speeds == sorted(speeds)
-    assert speeds[0] < speeds[-1]
 
 
 def test_a_measured_time_is_kept_and_a_modelled_one_is_operations_by_speed() -> None:
