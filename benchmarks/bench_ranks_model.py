@@ -13,8 +13,8 @@ from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.estimate_command import model_to_pretrain
-from safetrain.plan.machines import read_profile, speed_of_profile
-from safetrain.plan.speed import Link, SharedUpdate, flops_per_token, most_that_pay, shared_update, time_of
+from safetrain.plan.machines import read_profile
+from safetrain.plan.speed import Link, SharedUpdate, flops_per_token, shared_update, update_seconds, wire_bytes
 
 MACHINE, RANKS, GBPS = "m3-64gb", (2, 4, 8, 16, 32, 64), (1, 10, 100)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ NOTES = (
 def main() -> None:
     """A row for each case and link."""
     rows = [row for case in CASES for row in rows_of(*case)]
-    header = ["model", "method", "trained", "alone, s", "Gbit/s", "sent by each at 64", "pay"]
+    header = ["model", "method", "trained", "alone, s", "Gbit/s", "sent by each at 64"]
     header += [f"{ranks} ranks" for ranks in RANKS]
     write_result("bench_ranks_model", "Speed-up of an update over ranks, by a model", header, rows, NOTES)
 
@@ -65,11 +65,11 @@ def rows_of(name: str, method: str, rows: int, tokens: int) -> list[list[object]
     found = []
     for gbps in GBPS:
         link = Link(gbps)
-        times = [time_of(update, ranks, link) for ranks in RANKS]
-        alone, sent = update.compute_seconds + update.fixed_seconds, times[-1].wire_bytes / 1e6
+        alone, sent = update_seconds(update, 1, link), wire_bytes(update.gradient_bytes, RANKS[-1]) / 1e6
+        speed_ups = [alone / update_seconds(update, ranks, link) for ranks in RANKS]
         found.append([
             name, f"{method} rank 16" if method == "lora" else method, f"{trained / 1e6:,.1f}M", f"{alone:,.1f}", gbps,
-            f"{sent:,.0f} MB", most_that_pay(update, link, RANKS[-1]), *(f"{time.speed_up:.1f}" for time in times),
+            f"{sent:,.0f} MB", *(f"{each:.1f}" for each in speed_ups),
         ])  # fmt: skip
     return found
 
@@ -87,7 +87,7 @@ def model_of(name: str) -> ModelFiles:
 def update_of(model: ModelFiles, trained: int, rows: int, tokens: int) -> SharedUpdate:
     """On the machine whose speed is known."""
     flops = rows * tokens * flops_per_token(model, tokens, trained)
-    update = shared_update(speed_of_profile(read_profile(MACHINE)), flops, trained, "metal", rows)
+    update = shared_update(read_profile(MACHINE).speed, flops, trained, "metal", rows)
     assert update is not None
     return update
 

@@ -13,16 +13,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from safetrain.cli_create import create
 from safetrain.cli_evaluate import evaluate
 from safetrain.cli_exchange import export, import_
 from safetrain.cli_models import card, convert, fetch, fuse
-from safetrain.cli_monitor import monitor
-from safetrain.cli_plan import estimate, info, preflight, selftest, validate
-from safetrain.cli_report import report
+from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, result, run
 from safetrain.cli_talk import ask, chat, serve
-from safetrain.cli_track import track
+from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.formatting import printable
 from safetrain.core.signals import Terminated, handling, terminate

@@ -32,25 +32,26 @@ def evaluate(
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
     base: Annotated[
         Path | None,
-        typer.Option(help="another model folder to compare with, as that of a fuse"),
+        typer.Option(help="model folder to compare with"),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
     max_questions: Annotated[
-        int | None, typer.Option(min=1, help="answer N questions; default: half a minute of them")
+        int | None, typer.Option(min=1, help="answer N questions; default: half a minute's worth")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer")] = 48,
     max_seq_length: Annotated[
-        int | None, typer.Option(min=8, help="cut rows to N tokens; default: as the last training, or 2048")
+        int | None, typer.Option(min=8, help="truncate rows to N tokens; default: as the last training, or 2048")
     ] = None,
 ) -> None:
-    """Measure any model: what it gains and forgets next to its base.
+    """Measure any model, and compare it with its base.
 
-    Loss, answers and general text. A model with --adapter is compared with itself without the adapter, a model with
-    --base with that base; otherwise only the model is measured.
-    The command reads the project's test rows, their length and params.yaml (data), and changes none of its files.
+    Measures loss, answers and general text.
+
+    With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
+    the project's test rows, their length and params.yaml (data), and changes no file of the pipeline.
     """
     from safetrain.core.model.files import read_model_files
     from safetrain.core.storage.files import full_disk_named, write_json
@@ -58,7 +59,8 @@ def evaluate(
     from safetrain.watch.progress import still_working
 
     folder = _model_of(model, adapter, base)
-    _require_new(out)
+    if out is not None:
+        require_new(out, "choose another name, or remove it")
     files = read_model_files(folder)
     length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
     with still_working("rows are read"):
@@ -97,7 +99,7 @@ def _measured(
 
     tokenizer, progress = ChatTokenizer(files.folder), EvaluationProgress(tell_on_terminal)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
-    material, run = Material(rows, general), _run_shape(_largest(subjects), length)
+    material, run = Material(rows, general), _run_shape(subjects, length)
     if len(subjects) == 1:
         alone = _alone(material, measure(subjects[0], material, run, answering, progress), tokenizer.decode)
         return {"alone": alone}, _describe_alone(alone)
@@ -162,15 +164,6 @@ def _model_of(model: Path | None, adapter: Path | None, base: Path | None) -> Pa
     return model or base_of(adapter or Path())
 
 
-def _require_new(out: Path | None) -> None:
-    """Raise ConfigError where the result would be written over something, or among the pipeline's files."""
-    if out is None:
-        return
-    if any(out.resolve().is_relative_to(folder.resolve()) for folder in (paths.OUTPUT, paths.VALIDATED)):
-        raise ConfigError("--out is among the pipeline's own files.", where=str(out), do="choose another place")
-    require_new(out, "choose another name, or remove it")
-
-
 def _trained_length() -> int:
     """Tokens of a row in the project's last training, if there is one."""
     from safetrain.core.records.metrics import read_run_shape
@@ -222,18 +215,14 @@ def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[S
     return Subject("base", base), Subject("tuned", folder)
 
 
-def _largest(subjects: Sequence["Subject"]) -> "ModelFiles":
-    from safetrain.core.model.files import read_model_files
-
-    return max((read_model_files(each.folder) for each in subjects), key=lambda files: files.static_bytes)
-
-
-def _run_shape(files: "ModelFiles", length: int) -> "RunShape":
+def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
     """One row of full length at a time, in the memory that there is; raises MachineError where the model is larger."""
+    from safetrain.core.model.files import read_model_files
     from safetrain.core.records.metrics import RunShape
     from safetrain.engine.backend import room_bytes
 
     room = room_bytes()
+    files = max((read_model_files(each.folder) for each in subjects), key=lambda files: files.static_bytes)
     if files.static_bytes > room:
         raise MachineError(
             "The model does not fit into memory.",

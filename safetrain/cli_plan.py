@@ -1,4 +1,4 @@
-"""The commands of `safetrain` for before a training: info, validate, preflight, estimate, selftest."""
+"""The commands of `safetrain` for before a training: info, validate, preflight, estimate, selftest, create."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import typer
 
 from safetrain.cli_project import console, model_of_params, params, require_project
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
-from safetrain.core.formatting import printable
+from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
 from safetrain.core.tracebacks import with_traceback
 
@@ -20,12 +20,9 @@ def info(
         typer.Argument(help="model folder or config.json; default: model.path"),
     ] = None,
 ) -> None:
-    """Say what a model is, and the least memory that training it takes.
-
-    Parameters, shapes and sizes, from the headers of its files.
-    """
+    """Print a model's sizes, and the least memory to train it."""
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate import print_info
+    from safetrain.plan.estimate_command import print_info
 
     print_info(console(), read_model_plan(model or model_of_params()))
 
@@ -41,19 +38,19 @@ def validate(
     ] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     columns: Annotated[
-        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
+        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; repeatable")
     ] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
     Exit 0: no errors; 1: errors; 2: a file or the model is missing.
 
-    Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
+    Plain text (.txt, .md) and tokens (.ds) are documents, and so is everything if train.method is pretrain.
 
-    params.yaml, if there is one, decides labels, severities and your own keys (data.columns).
-    --columns prompt=frage --columns completion=antwort names them for one run.
+    params.yaml, if there is one, sets labels, severities and your own keys (data.columns).
+    --columns prompt=frage --columns completion=antwort sets the keys for one run.
 
-    With --fix, one file is copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
+    With --fix: exit 0 if the copy is written, 1 if rows cannot be read (see --drop-bad).
     """
     from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
@@ -84,20 +81,18 @@ def validate(
 def preflight(
     level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
     downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="a warning is a failure")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print preflight_report.json alone")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print only preflight_report.json")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
     """Check machine, data, model, memory and disk.
 
-    Exit 0: all is well; 1: not; 2: could not be determined.
+    Exit 0: no check failed; 1: a check failed; 2: could not be determined.
     """
     from safetrain.plan.child import run_to_its_end
 
     require_project()
     words = [f"preflight.level={level}"] if level else []
     words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
-    words += ["preflight.strict=true"] if strict else []
     before = _written(paths.PREFLIGHT_REPORT)
     command = [sys.executable, "-m", "stages.preflight", *words, *(overrides or [])]
     code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
@@ -117,53 +112,75 @@ def estimate(
         typer.Argument(help="model folder or config.json; default: model.path"),
     ] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
-    macos_26: Annotated[bool, typer.Option("--macos-26", help="under macOS 26, where it may use more")] = False,
+    macos_26: Annotated[
+        bool, typer.Option("--macos-26", help="plan for macOS 26, which lets a process use more")
+    ] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
-    tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="rows in a micro-batch")] = 1,
+    tokens: Annotated[int, typer.Option(min=8, help="tokens in the longest row")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
     recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
     method: Annotated[str, typer.Option(help="lora, dora, full or pretrain")] = "lora",
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
-    accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
+    accumulate: Annotated[bool, typer.Option(help="several micro-batches a step, as recommended")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N ranks, linked")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N linked ranks")] = None,
     link_gbps: Annotated[float, typer.Option(min=0.001, help="their link, in Gbit/s")] = 1.0,
     pretrain: Annotated[
-        str | None, typer.Option(help="from scratch instead: 10m, 85m, 400m, 800m, another size, or a model's folder")
+        str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, another size, or a model folder")
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None, typer.Option(min=0.001, help="of --pretrain; default: train.tokens_per_parameter")
+        float | None, typer.Option(min=0.001, help="tokens for --pretrain; default: train.tokens_per_parameter")
     ] = None,
-    all_machines: Annotated[bool, typer.Option("--all-machines", help="--pretrain on each of conf/machine")] = False,
+    all_machines: Annotated[
+        bool, typer.Option("--all-machines", help="--pretrain on each machine of conf/machine")
+    ] = False,
 ) -> None:
-    """Say what training takes, here or on a machine you do not have.
+    """Estimate memory and time, for this machine or another.
 
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate import asked_run, print_estimate
-    from safetrain.plan.estimate_command import refuse_contradictions, tell_pretraining, tell_ranks
+    from safetrain.plan.estimate import asked_run
+    from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
     from safetrain.plan.hyperparameters import usual_dtype
-    from safetrain.plan.machines import Where
+    from safetrain.plan.machines import place_of, profile_names
     from safetrain.plan.speed import Link
 
-    where = Where(machine, macos_26, memory_gb, ranks, Link(link_gbps))
-    refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
+    _refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
+    names: list[str | None] = [machine]
+    if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
+        names, memory_gb = [*profile_names()], None
+    places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps)) for each in names]
     if pretrain is not None:
         per, keep = _decided(tokens_per_parameter)
-        sys.exit(0 if tell_pretraining(console(), pretrain, where, per, keep, everywhere=all_machines) else 1)
-    found = read_model_plan(model or model_of_params())
-    place = where.place(found, method)
+        sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)
+    found, place = read_model_plan(model or model_of_params()), places[0]
     run = asked_run(
-        found, place.machine.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
-        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, found),
+        found, place.machine, method, rank, num_layers=num_layers, checkpointing=recompute, accumulates=accumulate,
+        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, found), rows=batch_size,
+        tokens=tokens,
     )  # fmt: skip
-    fits = print_estimate(console(), found, place.machine, place.name, run, batch_size, tokens)
+    fits = print_estimate(console(), run, place.name)
     if ranks is not None:
-        tell_ranks(console(), place, found, run, batch_size, tokens)
+        print_ranks(console(), place, run)
     sys.exit(0 if fits else 1)
+
+
+def _refuse_contradictions(
+    model: Path | None, machine: str | None, pretrain: str | None, tokens_per_parameter: float | None, *,
+    all_machines: bool,
+) -> None:  # fmt: skip
+    """Raise ConfigError where options of pretraining stand without it, or something is named twice."""
+    if pretrain is None:
+        alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
+        if alone:
+            raise ConfigError(f"{alone} is about pretraining.", do="add --pretrain, as --pretrain 85m")
+    elif model is not None:
+        raise ConfigError("A model is named twice.", got=str(model), do="name it only by --pretrain")
+    elif machine is not None and all_machines:
+        raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
 
 
 def _decided(tokens_per_parameter: float | None) -> tuple[float, int]:
@@ -176,11 +193,13 @@ def selftest(
     model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
     rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
     tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
-    report: Annotated[bool, typer.Option("--report", help="measure this machine: one screen of text to paste")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="measure this machine; prints one screen of text to paste")
+    ] = False,
 ) -> None:
     """Check that this machine computes right; --report measures it.
 
-    One real forward and backward pass of a model: loss and gradient are checked.
+    Compares loss and gradient of a model with those of mlx-lm's own layers.
     """
     if report:
         from safetrain.plan.selftest import report_lines
@@ -189,13 +208,15 @@ def selftest(
         for line in report_lines("safetrain.engine.probe", "safetrain.engine.report"):
             print(line, flush=True)
         return
+    from safetrain.core.memory.budget import own_limit_bytes
     from safetrain.core.model.files import read_model_files
     from safetrain.plan.selftest import selftest as run_selftest
 
     files = read_model_files(model)
     if files.max_positions is not None and tokens > files.max_positions:
         raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
-    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens, _own_limit())
+    limit = own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
+    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens, limit)
     for verdict in verdicts:
         print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
     if not all(verdict.passed for verdict in verdicts):
@@ -207,8 +228,58 @@ def selftest(
     print("the self-test passed")
 
 
-def _own_limit() -> int | None:
-    """train.memory_limit_gb of params.yaml in bytes; None if it is not set."""
-    from safetrain.core.memory.budget import own_limit_bytes
+def create(
+    preset: Annotated[
+        str, typer.Argument(help="10m, 85m, 400m, 800m, another size such as 30m, or own with --hidden-size …")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
+    text: Annotated[
+        list[Path] | None, typer.Option(help="text or rows for the tokenizer: a file or folder; repeatable")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="copy the tokenizer of this model instead")] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="number of tokens; default: from model and text")
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
+    num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
+    context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="your key of the texts, as text=content")] = None,
+    split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+) -> None:
+    """Make a new, untrained model for pretraining.
 
-    return own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
+    PRESET is the number of parameters, embeddings included. The command prints the other sizes with their reasons.
+    """
+    from rich.table import Table
+
+    from safetrain.data.forms import named_columns
+    from safetrain.data.texts import training_texts
+    from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
+    from safetrain.plan.creation.shapes import AskedShape, parameters_named
+    from safetrain.watch.progress import say_on_terminal, still_working
+
+    if bool(text) == (tokenizer is not None):
+        raise ConfigError(
+            "A model needs one tokenizer.", expected="--text FILE, to train one; or --tokenizer MODEL, to take its own"
+        )
+    if tokenizer is not None and vocabulary is not None:
+        raise ConfigError("A copied tokenizer has its own vocabulary.", do="leave out --vocabulary")
+    parameters = parameters_named(preset)
+    if parameters is None and preset != "own":
+        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
+    asked = AskedShape(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
+    texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
+    source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
+    with still_working(f"{folder} is made"):
+        made = create_model(folder, asked, source, seed, dtype, say_on_terminal)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in reasons_of(made, asked):
+        table.add_row(*row)
+    screen = console(plain=True)
+    screen.soft_wrap = False
+    screen.print(table)
+    print(printable(f"{folder} is written, {size_text(made.size_bytes)} of weights; it knows nothing yet."))
+    print(f"Look at it: safetrain info {folder}. Train it: model.path: {folder} in params.yaml")

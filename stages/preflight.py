@@ -30,7 +30,7 @@ def main(config: Pipeline) -> None:
     found, machine = examine(config, Path(config.model.path), before, PROBE, DRY_RUN, say)
     checks, seconds = downgrade(found, lowered), time.monotonic() - began
     total = machine.total_memory_bytes if machine else None
-    report = summarise(checks, config.preflight.level, seconds, total, strict=config.preflight.strict)
+    report = summarise(checks, config.preflight.level, seconds, total)
     write_record(paths.PREFLIGHT_REPORT, report)
     print(printable(render(report)), flush=True)
     if report.exit_code:

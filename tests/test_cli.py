@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.errors import ConfigError, MachineError, ModelError
+from safetrain.core.errors import ConfigError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files, tokenizer_hash
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
@@ -188,7 +188,7 @@ def test_a_half_download_never_gets_its_name(hub: SimpleNamespace, tmp_path: Pat
 
 def test_a_disk_that_is_too_small_is_told_before_downloading(hub: SimpleNamespace, tmp_path: Path) -> None:
     hub.size = 2**60
-    with pytest.raises(MachineError, match="no room"):
+    with pytest.raises(DiskFullError, match="no room"):
         fetch_model("owner/name", tmp_path / "models")
     assert not list((tmp_path / "models").iterdir())
 

@@ -1,7 +1,6 @@
-"""Ways to run micro-batches: what each is predicted to need, in which order to try them, and what would fit instead."""
+"""Ways to run micro-batches: what each is predicted to need and in which order to try them."""
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safetrain.core.again import run_again
@@ -18,7 +17,6 @@ from safetrain.core.memory.estimate import (
     with_margin,
 )
 from safetrain.core.memory.terms import (
-    WIDTH_STEP,
     Backend,
     Shape,
     backend_of,
@@ -28,18 +26,15 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import PRETRAIN, WHOLE, Train
+from safetrain.core.records.schema import PRETRAIN, Train
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm
+from safetrain.plan.estimate import Estimate, what_would_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, compute_dtype_of
 
 # For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
-FEWER_BITS = (4, 3, 2)
-BITS_OF_SCALES = 0.5  # for each weight: two 16-bit numbers for 64
-SHORTEST_ROWS = 64
-SMALLEST_BASE_MILLIONS = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,7 @@ class PlannedTraining:
     machine: Machine  # its budget within train.memory_limit_gb
     model: ModelFiles
     lora: LoraSettings
+    why_lora: Mapping[str, str]  # a reason for each of its values
     train: Train
     rows: RowStatistics
     lengths: tuple[int, ...]  # to try in this order, until something fits
@@ -159,14 +155,15 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
 
 def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
-    least = min(tried, key=lambda fit: fit.peak_bytes)
-    batch_size, tokens = least.batch_size, least.shape.tokens
-    shape = Shape(batch_size, tokens, least.shape.accumulates)
-    backend = question.backend(checkpointing=least.checkpointing, dequantize_base=least.dequantize_base)
-    shortage = Shortage(question.model, question.lora, shape, backend, question.budget)
+    least, train = min(tried, key=lambda fit: fit.peak_bytes), question.train
+    smallest = Estimate(
+        question.model, question.machine, question.lora, train.method, least.checkpointing, least.dequantize_base,
+        train.optimizer, compute_dtype_of(train, question.machine, question.model), least.shape.accumulates,
+        least.batch_size, least.shape.tokens,
+    )  # fmt: skip
     return does_not_fit(
-        least.terms, batch_size, tokens, question.budget, least.needed_bytes,
-        what_would_fit(shortage), question.train.memory_limit_gb,
+        least.terms, least.batch_size, least.shape.tokens, question.budget, least.needed_bytes,
+        what_would_fit(smallest), train.memory_limit_gb,
     )  # fmt: skip
 
 
@@ -210,91 +207,3 @@ def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
     return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """The smallest form of a training that does not fit, and the memory budget."""
-
-    model: ModelFiles
-    lora: LoraSettings
-    shape: Shape
-    backend: Backend
-    budget: MemoryBudget
-
-    @property
-    def needed_bytes(self) -> int:
-        """Peak memory with its margin and the process around it, in bytes."""
-        terms = predicted_peak(self.model, self.lora, self.shape, self.backend)
-        return with_margin(terms) + self.budget.process_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is room for it."""
-        return self.needed_bytes <= self.budget.total_bytes
-
-    def with_shape(self, rows: int, tokens: int) -> "Shortage":
-        """The same with other rows."""
-        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, rows=rows, tokens=tokens))
-
-
-def what_would_fit(shortage: Shortage) -> list[str]:
-    """Single changes that would each make it fit, with the memory needed then."""
-    tokens = shortage.shape.tokens
-    fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, tokens))
-    if fewer is not None:
-        return [_told(f"train.batch_size={fewer.shape.rows}", fewer)]
-    one = shortage.with_shape(1, tokens)
-    found = [_shorter(one), _fewer_blocks(one), _fewer_bits(one)]
-    return [text for text in found if text] or [_smaller_base(one)]
-
-
-def _told(change: str, shortage: Shortage) -> str:
-    return f"{change} ({size_text(shortage.needed_bytes)})"
-
-
-def _first(candidates: Iterable[int], changed: Callable[[int], Shortage]) -> Shortage | None:
-    return next((other for other in map(changed, candidates) if other.fits), None)
-
-
-def _shorter(shortage: Shortage) -> str:
-    lengths = range((shortage.shape.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
-    best = _first(lengths, lambda length: shortage.with_shape(1, length))
-    return "" if best is None else _told(f"train.max_seq_length={best.shape.tokens}", best)
-
-
-def _fewer_blocks(shortage: Shortage) -> str:
-    def with_blocks(count: int) -> Shortage:
-        return dataclasses.replace(shortage, lora=dataclasses.replace(shortage.lora, num_layers=count))
-
-    best = _first(range(shortage.lora.num_layers - 1, 0, -1), with_blocks)
-    return "" if best is None else _told(f"lora.num_layers={best.lora.num_layers}", best)
-
-
-def _fewer_bits(shortage: Shortage) -> str:
-    """A float base quantized; only for LoRA, because quantized weights cannot be trained."""
-    if shortage.model.quantization_bits is not None or shortage.backend.method in WHOLE:
-        return ""
-
-    def with_bits(bits: int) -> Shortage:
-        scales = BITS_OF_SCALES * (2 if shortage.backend.compute_dtype == "float32" else 1)
-        size = int(shortage.model.parameters * (bits + scales) / 8)
-        model = dataclasses.replace(shortage.model, static_bytes=size, quantization_bits=bits)
-        backend = dataclasses.replace(shortage.backend, dequantize_base=False, compute_dtype=None)  # its size is known
-        return dataclasses.replace(shortage, model=model, backend=backend)
-
-    best, folder = _first(FEWER_BITS, with_bits), shortage.model.folder
-    if best is None:
-        return ""
-    bits = best.model.quantization_bits
-    return _told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", best)
-
-
-def _smaller_base(shortage: Shortage) -> str:
-    """The size of a base that fits, in proportion: weights, adapter and activations shrink with it."""
-    process = shortage.budget.process_bytes
-    share = shortage.budget.mlx_bytes / max(1, shortage.needed_bytes - process)
-    millions = share * shortage.model.parameters / 1e6
-    if millions < SMALLEST_BASE_MILLIONS:
-        return f"a machine with more memory (Python and mlx take {size_text(process)})"
-    return f"a base of about {millions:,.0f} million parameters or fewer"

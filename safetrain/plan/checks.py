@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.errors import ConfigError, PreflightError
+from safetrain.core.errors import ConfigError, PreflightError, SafetrainError
 from safetrain.core.formatting import counted
 from safetrain.core.storage import paths
 
@@ -75,6 +75,12 @@ def skipped(identifier: str, name: str, why: str, *, critical: bool = False) -> 
     return Check(identifier, name, SKIP, critical, f"not checked: {why}")
 
 
+def from_error(identifier: str, name: str, error: SafetrainError) -> Check:
+    """A failed check that says what the error says."""
+    parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
+    return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)
+
+
 def require_known(identifiers: Sequence[str], known: Sequence[str]) -> None:
     """Raise ConfigError for a name that no check has."""
     for identifier in identifiers:
@@ -100,14 +106,14 @@ def _lowered(check: Check) -> Check:
 
 
 def summarise(
-    checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None, *, strict: bool
+    checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None
 ) -> PreflightReport:
-    """Count the verdicts, with today's readings. ``strict``: a warning counts as a failure."""
+    """Count the verdicts, with today's readings."""
     memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else Path()
     count = {status: sum(check.status == status for check in checks) for status in MARKS}
     critical = sum(check.status == FAIL and check.critical for check in checks)
     unanswered = any(check.status == SKIP and check.critical for check in checks)
-    code = 1 if critical or (strict and count[WARN]) else 2 if unanswered else 0
+    code = 1 if critical else 2 if unanswered else 0
     return PreflightReport(
         schema=SCHEMA,
         status=("pass", "fail", "open")[code],
@@ -132,8 +138,6 @@ def failure(report: PreflightReport) -> PreflightError:
     unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
     if report.exit_code == 2:
         return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see their lines above")
-    if not failed:
-        return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
     matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
     anyway = f", or take it as a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
     return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")

@@ -13,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,31 +38,27 @@ PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13
 NOT_INSTALLED = "not installed"  # in the place of a version
 
 
-@dataclass(frozen=True)
-class Cap:
-    """The most memory that a child may take, and how it is read. For systems that do not bound it themselves."""
-
-    most_bytes: int
-    read: Callable[[int], int] = footprint_bytes
-
-
 class ChildFailed(Exception):
     """The child ended badly, or its answer could not be read; the message says how."""
 
 
-def room_cap(own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
-    """The memory that a training may take, as a cap for a child on macOS, where no limit of a process covers Metal's
-    memory. Elsewhere None: the child limits itself."""
-    if platform != "darwin":
+def room_bytes(own_limit_bytes: int | None = None) -> int | None:
+    """The most that a child may take on macOS, where no limit of a process covers Metal's memory.
+
+    Elsewhere None: the child limits itself (engine/backend.py: ``keep_to_room``).
+    """
+    if sys.platform != "darwin":
         return None
     host = read_memory()
     most = metal_budget_bytes(host.total_bytes, host.total_bytes, host.wired_bytes)
-    return Cap(most if own_limit_bytes is None else min(most, own_limit_bytes))
+    return most if own_limit_bytes is None else min(most, own_limit_bytes)
 
 
-def run_json(module: str, arguments: list[str], timeout_seconds: float, cap: Cap | None = None) -> dict[str, Any]:
+def run_json(
+    module: str, arguments: list[str], timeout_seconds: float, most_bytes: int | None = None
+) -> dict[str, Any]:
     """The last line of ``python -m module arguments`` as JSON; raises ChildFailed."""
-    lines, ended = run_lines(module, arguments, timeout_seconds, cap)
+    lines, ended = run_lines(module, arguments, timeout_seconds, most_bytes)
     if ended:
         raise ChildFailed(ended)
     try:
@@ -74,15 +68,18 @@ def run_json(module: str, arguments: list[str], timeout_seconds: float, cap: Cap
 
 
 def run_lines(
-    module: str, arguments: list[str], timeout_seconds: float, cap: Cap | None = None
+    module: str, arguments: list[str], timeout_seconds: float, most_bytes: int | None = None
 ) -> tuple[list[str], str]:
-    """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well."""
+    """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well.
+
+    It is ended when it takes more memory than ``most_bytes``.
+    """
     command = [sys.executable, "-m", module, *arguments]
     open_output = functools.partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
     with open_output() as out, open_output() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
-            how = _wait(process, timeout_seconds, cap)
+            how = _wait(process, timeout_seconds, most_bytes)
         finally:  # also when we are interrupted
             if process.poll() is None:
                 process.kill()
@@ -100,16 +97,16 @@ def ran_out_of_memory(ended: str) -> bool:
     return any(word in ended.lower() for word in OUT_OF_MEMORY)
 
 
-def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, cap: Cap | None) -> str:
+def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes: int | None) -> str:
     """How the child ended, or why it has to."""
     deadline = time.monotonic() + timeout_seconds
     while (left := deadline - time.monotonic()) > 0:
         try:
-            code = process.wait(left if cap is None else min(left, WATCH_SECONDS))
+            code = process.wait(left if most_bytes is None else min(left, WATCH_SECONDS))
         except subprocess.TimeoutExpired:
-            if cap is not None and cap.read(process.pid) > cap.most_bytes:
+            if most_bytes is not None and footprint_bytes(process.pid) > most_bytes:
                 _end(process)
-                return f"{PASSED_CAP} {size_text(cap.most_bytes)}"
+                return f"{PASSED_CAP} {size_text(most_bytes)}"
         else:
             return "" if code == 0 else f"{KILLED} {-code}" if code < 0 else f"exit code {code}"
     return f"no end after {timeout_seconds:.0f} s"

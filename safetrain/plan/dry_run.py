@@ -24,7 +24,6 @@ from safetrain.core.storage.files import from_json, write_record
 from safetrain.plan.child import (
     KILLED,
     PASSED_CAP,
-    Cap,
     answers_about,
     digest_of,
     keep_answer,
@@ -71,9 +70,9 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     with scratch_folder(paths.OUTPUT) as scratch:
         file = scratch / "job.json"
         write_record(file, job)
-        cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
+        most = most_bytes(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
         began = time.monotonic()
-        lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, cap)
+        lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, most)
     answer = _answer_of(lines, ended, time.monotonic() - began)
     if answer.measured is not None:
         peak = size_text(answer.measured.peak_bytes)
@@ -86,14 +85,13 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     return answer
 
 
-def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
-    """The most that a dry run may take on macOS, where no limit of a process covers Metal's memory.
+def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> int | None:
+    """The most that a dry run may take on macOS, as in child.py; elsewhere None.
 
-    Elsewhere the process limits itself (engine/backend.py: ``keep_to_room``). Without train.memory_limit_gb it is the
-    budget and a little more: mlx holds buffers that it does not use, up to its limit.
+    Without train.memory_limit_gb it is the budget and a little more: mlx holds buffers that it does not use, up to its
+    limit.
     """
-    most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
-    return Cap(most) if platform == "darwin" and most else None
+    return own_limit_bytes or int(CAP_SLACK * budget_bytes) or None if platform == "darwin" else None
 
 
 def _key_of(job: TrainJob, rows: str) -> str:

@@ -1,6 +1,5 @@
-"""The rest of `safetrain estimate`: what ranks bring, and what pretraining takes on one machine or on all."""
+"""`safetrain info` and `safetrain estimate`: what training takes, here or on a machine that is only described."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,52 +8,192 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.formatting import counted, duration_text
 from safetrain.core.formatting import size_text as size
+from safetrain.core.memory.estimate import MARGIN, total_bytes, with_margin
 from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
-from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.storage import paths
+from safetrain.core.model.shapes import is_known
+from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.plan.creation.create import InitialWeights, config_of
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
-from safetrain.plan.estimate import (
-    TrainingOptions,
-    asked_run,
-    estimate,
-    largest_batch,
-    print_verdict,
-    rows_text,
-    titled_table,
-)
+from safetrain.plan.estimate import BATCHES, Estimate, asked_run, remedies, what_would_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
-from safetrain.plan.machines import TrainingPlace, Where, profile_names
+from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
 from safetrain.plan.speed import (
-    LEAST_GAIN,
-    SharedUpdate,
+    exchange_seconds,
     flops_per_token,
-    most_that_pay,
     shared_update,
-    time_of,
+    update_seconds,
     wire_bytes,
 )
 
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+RECOMPUTED = "train.gradient_checkpointing=true"
 STORE_BYTES_PER_TOKEN = 5  # an id of 32 bits, and whether it is a label (core/data/store.py)
 JOULES_PER_KWH, HOUR_SECONDS = 3.6e6, 3600
 UNKNOWN = "-"
 
 
+def print_info(console: Console, model: ModelFiles) -> None:
+    """Parameters, shapes, sizes; and the least that training one row of it takes, by the closed form."""
+    on_gpu, on_cpu = (asked_run(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
+    _print_model(console, on_gpu)
+    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
+    context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"
+    console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
+    if not is_known(model.model_type):
+        console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
+        return
+    table = _titled_table(console, "one row, LoRA rank 16, blocks recomputed", ("tokens", "memory on a GPU", "on CPU"))
+    for tokens in _lengths(model):
+        table.add_row(f"{tokens:,}", *(size(each.but(tokens=tokens).needed_bytes) for each in (on_gpu, on_cpu)))
+    console.print(table)
+
+
+def print_estimate(console: Console, asked: Estimate, name: str) -> bool:
+    """One training term by term, then what fits at each length. Returns whether it fits."""
+    model, machine, planned = asked.model, asked.machine, asked
+    _print_model(console, asked)
+    if not is_known(model.model_type):
+        raise ModelError(
+            f"The architecture {model.model_type} has no closed form: what its layers keep is not guessed.",
+            got=f"weights of {size(model.static_bytes)}",
+            do="python -m stages.preflight preflight.level=certify, which makes a dry run",
+        )
+    planned = asked.as_planned
+    rank = f" rank {asked.lora.rank}" if asked.method not in WHOLE else ""
+    quantized = "" if planned == asked else ", base left quantized (dequantized, it does not fit)"
+    here = f"{name} ({machine.backend}, budget {size(machine.memory_budget_bytes)})"
+    _print_terms(console, planned, f"{asked.rows} x {asked.tokens} tokens, {asked.method}{rank}{quantized}, on {here}")
+    if not planned.fits:
+        print_remedies(console, asked)
+    _print_grid(console, asked)
+    if machine.backend != "cpu":
+        console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
+    return planned.fits
+
+
+def print_remedies(console: Console, asked: Estimate) -> None:
+    """What to change, step by step, down to the first that fits; where none does, what else would fit."""
+    found = remedies(asked)
+    table = _titled_table(console, "what to change, each step with those above it")
+    for key, run in found:
+        table.add_row(key, size(run.needed_bytes), "fits" if run.fits else "does not fit")
+    console.print(table)
+    if found and found[-1][1].fits:
+        keys = dict(key.partition("=")[::2] for key, _ in found)  # of each key, the last value
+        console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}", highlight=False)
+        return
+    other = " or ".join(what_would_fit(asked.cheapest.but(rows=1, accumulates=True)))
+    console.print(f"do: use {other}; {RECOMPUTED} in each case", highlight=False)
+
+
+def _print_model(console: Console, asked: Estimate) -> None:
+    """The model in one line."""
+    model = asked.model
+    bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
+    trained = trained_parameters(model, asked.lora, asked.method)
+    weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
+    blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
+    console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained", highlight=False)
+
+
+def _titled_table(console: Console, title: str, columns: tuple[str, ...] = ()) -> Table:
+    """A plain table under its title, which is printed at once: a table's own wraps at the table's width."""
+    console.print(f"\n{title}", style="italic", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _print_terms(console: Console, found: Estimate, title: str) -> None:
+    """One training, term by term."""
+    table = _titled_table(console, title)
+    table.add_column("")
+    table.add_column("", justify="right")
+    peak = total_bytes(found.terms)
+    for term in found.terms:
+        table.add_row(term.name, size(term.size_bytes))
+    table.add_row("predicted peak of mlx", size(peak), style="bold")
+    margin = size(with_margin(found.terms) - peak)
+    table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of what is estimated", margin)
+    table.add_row("process around it", size(found.machine.process_memory_bytes))
+    table.add_row("needed", size(found.needed_bytes), style="bold")
+    table.add_row("budget", size(found.machine.memory_budget_bytes))
+    console.print(table)
+    _print_verdict(console, fits=found.fits)
+
+
+def _print_verdict(console: Console, *, fits: bool) -> None:
+    console.print("it fits" if fits else "it does not fit", style="bold green" if fits else "bold red")
+
+
+def _print_grid(console: Console, asked: Estimate) -> None:
+    """The largest micro-batch for each length."""
+    columns = ("tokens per row", "activations kept", "recomputed")
+    table = _titled_table(console, "rows that fit at a time", columns)
+    stored = asked.but(checkpointing=False)
+    ways = (stored, stored.but(dequantize=False), asked.cheapest)
+    for tokens in _lengths(asked.model):
+        dequantized, quantized, recomputed = (each.but(tokens=tokens).largest_batch for each in ways)
+        table.add_row(str(tokens), _rows_text(max(dequantized, quantized)), _rows_text(recomputed))
+    console.print(table)
+
+
+def _lengths(model: ModelFiles) -> list[int]:
+    return [tokens for tokens in LENGTHS if model.max_positions is None or tokens <= model.max_positions]
+
+
+def _rows_text(rows: int) -> str:
+    """The number, none, or that more than the largest that was tried may fit."""
+    return "-" if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
+
+
+def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
+    """The gain of the ranks of ``place`` for fine-tuning with updates of 16 rows, or of more that are asked for."""
+    model, ranks, link, rows = run.model, place.ranks, place.link, max(run.rows, ROWS_PER_UPDATE)
+    trained = trained_parameters(model, run.lora, run.method)
+    flops = rows * run.tokens * flops_per_token(model, run.tokens, trained, recompute=run.checkpointing)
+    speed = place.speed(model, run.method)
+    update = shared_update(speed, flops, trained, place.machine.backend, rows)
+    here = f"{link.gbps:g} Gbit/s, {1e6 * link.latency_seconds:g} us a message"
+    table = _titled_table(
+        console, f"an update shared by ranks, linked by {here} (modelled)",
+        ("ranks", "each sends, an update", "exchange, s", "update, s", "speed-up"),
+    )  # fmt: skip
+    gradient = FLOAT32 * trained
+    each = "Each rank has a machine like this to itself, and all weights: it needs the memory above; its gradient has "
+    each += f"{size(gradient)}."
+    if update is None:
+        traffic = size(wire_bytes(gradient, ranks))
+        console.print(f"{each} With {ranks} ranks each sends and receives {traffic} an update.", highlight=False)
+        console.print(f"time: {speed.source}", highlight=False)
+        return
+    alone = update_seconds(update, 1, link)
+    for count in sorted({2**power for power in range(ranks.bit_length())} | {ranks}):
+        exchange, seconds = exchange_seconds(gradient, count, link), update_seconds(update, count, link)
+        sent = size(wire_bytes(gradient, count))
+        table.add_row(str(count), sent, f"{exchange:.3g}", f"{seconds:.3g}", f"{alone / seconds:.2f}")
+    console.print(table)
+    console.print(f"{each} Alone: {speed.source}.", highlight=False)
+
+
 @dataclass(frozen=True)
 class PretrainingEstimate:
-    """What pretraining a model would take on a machine; None is what is not known."""
+    """What pretraining a model would take at a place; None is what is not known."""
 
+    place: TrainingPlace
     tokens: int
     length: int  # of a window
     flops: float  # of the whole training
     tokens_per_second: float | None  # of all ranks together
+    speed_source: str
     needed_bytes: int  # for one window at a time, in the way that fits, or that takes least
     rows: int  # windows that fit at a time with stored activations
     rows_recomputed: int
@@ -70,90 +209,30 @@ class PretrainingEstimate:
         """Time of the whole training."""
         return self.tokens / self.tokens_per_second if self.tokens_per_second else None
 
-    def kwh(self, place: TrainingPlace) -> float | None:
+    @property
+    def kwh(self) -> float | None:
         """Energy of all ranks."""
-        return place.ranks * place.watts * self.seconds / JOULES_PER_KWH if place.watts and self.seconds else None
+        watts = self.place.ranks * (self.place.watts or 0)
+        return watts * self.seconds / JOULES_PER_KWH if watts and self.seconds else None
 
-    def usd(self, place: TrainingPlace) -> float | None:
+    @property
+    def usd(self) -> float | None:
         """Cost of all ranks."""
-        price = place.usd_per_hour
-        return place.ranks * price * self.seconds / HOUR_SECONDS if price and self.seconds else None
+        price = self.place.ranks * (self.place.usd_per_hour or 0)
+        return price * self.seconds / HOUR_SECONDS if price and self.seconds else None
 
 
-def refuse_contradictions(
-    model: Path | None, machine: str | None, pretrain: str | None, tokens_per_parameter: float | None, *,
-    all_machines: bool,
-) -> None:  # fmt: skip
-    """Raise ConfigError where options of pretraining stand without it, or something is named twice."""
-    if pretrain is None:
-        alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
-        if alone:
-            raise ConfigError(f"{alone} is about pretraining.", do="add --pretrain, as --pretrain 85m")
-    elif model is not None:
-        raise ConfigError("A model is named twice.", got=str(model), do="name it only by --pretrain")
-    elif machine is not None and all_machines:
-        raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
-
-
-def tell_ranks(
-    console: Console, place: TrainingPlace, model: ModelFiles, run: TrainingOptions, rows: int, tokens: int
-) -> None:
-    """The gain of the ranks of ``place`` for fine-tuning with updates of 16 rows of ``tokens``, or of more ``rows``."""
-    trained, rows = trained_parameters(model, run.lora, run.method), max(rows, ROWS_PER_UPDATE)
-    flops = rows * tokens * flops_per_token(model, tokens, trained, recompute=run.checkpointing)
-    update = shared_update(place.speed, flops, trained, place.machine.backend, rows)
-    gradient, ranks, link = FLOAT32 * trained, place.ranks, place.link
-    here = f"{link.gbps:g} Gbit/s, {1e6 * link.latency_seconds:g} us a message"
-    table = titled_table(
-        console, f"an update shared by ranks, linked by {here} (modelled)",
-        ("ranks", "each sends, an update", "exchange, s", "update, s", "speed-up"),
-    )  # fmt: skip
-    each = "Each rank has a machine like this to itself, and all weights: it needs the memory above; its gradient has "
-    each += f"{size(gradient)}."
-    if update is None:
-        traffic = size(wire_bytes(gradient, ranks))
-        console.print(f"{each} With {ranks} ranks each sends and receives {traffic} an update.", highlight=False)
-        console.print(f"time: {place.speed.source}", highlight=False)
-        return
-    for count in sorted({2**power for power in range(ranks.bit_length())} | {ranks}):
-        time = time_of(update, count, link)
-        table.add_row(
-            str(count), size(time.wire_bytes), f"{time.exchange_seconds:.3g}", f"{time.seconds:.3g}",
-            f"{time.speed_up:.2f}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(f"{each} Alone: {place.speed.source}.", highlight=False)
-    console.print(_pay_text(update, most_that_pay(update, link)), highlight=False)
-
-
-def _pay_text(update: SharedUpdate, paying: int) -> str:
-    if paying == 1:
-        return f"A second rank does not pay: it brings less than {LEAST_GAIN:g} of one rank's speed."
-    why = f"an update has {update.rows} rows" if paying == update.rows else "then the rest of an update weighs more"
-    return f"Up to {paying} ranks pay: those added bring on average {LEAST_GAIN:g} or more of one rank's speed; {why}."
-
-
-def tell_pretraining(
-    console: Console, name: str, where: Where, tokens_per_parameter: float, keep_checkpoints: int, *, everywhere: bool
+def print_pretraining(
+    console: Console, name: str, places: Sequence[TrainingPlace], tokens_per_parameter: float, keep_checkpoints: int
 ) -> bool:
-    """What pretraining takes, on one machine, or on all of conf/machine where this one is not known.
-
-    Returns whether it fits.
-    """
+    """What pretraining takes at each place: all about one, a line for each of several. Returns whether it fits."""
     model, now = model_to_pretrain(name), datetime.now().astimezone()
-    if everywhere or (where.name is None and not where.memory_gb and not paths.MACHINE.is_file()):
-        wheres = [dataclasses.replace(where, name=each, memory_gb=None) for each in profile_names()]
-        if not wheres:
-            raise ConfigError("No machines found.", do="go to the project's root, or --machine")
+    found = [estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints) for each in places]
+    if len(found) > 1:
+        _print_places(console, model, found, now)
     else:
-        wheres = [where]
-    places = [each.place(model, PRETRAIN) for each in wheres]
-    told = [(each, estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints)) for each in places]
-    if len(told) > 1:
-        _print_places(console, model, told, now)
-    else:
-        _print_pretraining(console, model, *told[0], tokens_per_parameter, now)
-    return any(each.fits for _, each in told)
+        _print_pretraining(console, model, found[0], tokens_per_parameter, now)
+    return any(each.fits for each in found)
 
 
 def model_to_pretrain(name: str) -> ModelFiles:
@@ -180,43 +259,35 @@ def estimate_pretraining(
 ) -> PretrainingEstimate:
     """Tokens, operations, memory, time and disk; raises ConfigError for a quantized model."""
     length, tokens = window_length(model), wanted_tokens(model.parameters, tokens_per_parameter)
-    run = asked_run(model, place.machine.backend, PRETRAIN, 1, recompute=False)
-    rows, recomputed = (largest_batch(model, place.machine, each, length) for each in (run, run.cheapest))
+    window = asked_run(model, place.machine, PRETRAIN, tokens=length)
+    rows, recomputed = window.largest_batch, window.cheapest.largest_batch
     per_token = flops_per_token(model, length, model.parameters, recompute=not rows)
+    speed, windows = place.speed(model, PRETRAIN), windows_per_update(model, tokens, padded(length))
+    flops = windows * padded(length) * per_token
+    update, per_second = shared_update(speed, flops, model.parameters, place.machine.backend, windows), None
+    if update is not None:
+        fed = speed.length if speed.step_seconds is not None else padded(length)
+        per_second = update.rows * fed / update_seconds(update, place.ranks, place.link)
     return PretrainingEstimate(
-        tokens, length, per_token * tokens, _tokens_per_second(model, place, tokens, padded(length), per_token),
-        estimate(model, place.machine, run if rows else run.cheapest, 1, length).needed_bytes, rows, recomputed,
+        place, tokens, length, per_token * tokens, per_second, speed.source,
+        (window if rows else window.cheapest).needed_bytes, rows, recomputed,
         disk_bytes_of(model.parameters, keep_checkpoints),
     )  # fmt: skip
 
 
-def _tokens_per_second(
-    model: ModelFiles, place: TrainingPlace, tokens: int, length: int, per_token: float
-) -> float | None:
-    """Tokens per second of all ranks together."""
-    rows, measured = windows_per_update(model, tokens, length), place.speed.step_seconds is not None
-    flops = rows * length * per_token
-    update = shared_update(place.speed, flops, model.parameters, place.machine.backend, rows)
-    if update is None:
-        return None
-    seconds = update.compute_seconds + update.fixed_seconds
-    seconds = seconds if place.ranks == 1 else time_of(update, place.ranks, place.link).seconds
-    return update.rows * (place.speed.length if measured else length) / seconds
-
-
 def _print_pretraining(
-    console: Console, model: ModelFiles, place: TrainingPlace, found: PretrainingEstimate, tokens_per_parameter: float,
-    now: datetime,
-) -> None:  # fmt: skip
-    """All of it, for one machine."""
+    console: Console, model: ModelFiles, found: PretrainingEstimate, tokens_per_parameter: float, now: datetime
+) -> None:
+    """All of it, for one place."""
+    place = found.place
     on = f"{place.ranks} x {place.name}" if place.ranks > 1 else place.name
-    backend = place.machine.backend
-    console.print(f"{model.folder.name} from scratch, on {on} ({backend})", style="italic", highlight=False)
+    title = f"{model.folder.name} from scratch, on {on} ({place.machine.backend})"
+    console.print(title, style="italic", highlight=False)
     source = " (Hoffmann et al. 2022)" if tokens_per_parameter == 20 else ""
     checkpoints = f"{size(found.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
     power = f"at {(place.watts or 0) * place.ranks:g} W"
     price = f"at {(place.usd_per_hour or 0) * place.ranks:g} USD an hour"
-    speed, duration = place.speed.source, "not known"
+    speed, duration = found.speed_source, "not known"
     if found.seconds is not None:
         end = finish_text(now, found.seconds)
         duration = f"{duration_text(found.seconds)}, finished on {end} if it begins now and never pauses"
@@ -228,33 +299,31 @@ def _print_pretraining(
         "operations": f"{found.flops:.2g}, 6 for each weight and token, and attention",
         "speed": speed,
         "duration": duration,
-        "memory": _memory_text(found, place),
+        "memory": _memory_text(found),
         "disk": f"{checkpoints}, {size(STORE_BYTES_PER_TOKEN * found.tokens)} of tokens",
-        "energy": _known(found.kwh(place), "{:,.3g} kWh", power, "watts"),
-        "cost": _known(found.usd(place), "{:,.0f} USD", price, "usd_per_hour"),
+        "energy": _known(found.kwh, "{:,.3g} kWh", power, "watts"),
+        "cost": _known(found.usd, "{:,.0f} USD", price, "usd_per_hour"),
     }
     for name, text in lines.items():
         console.print(f"{name:<15} {text}", highlight=False, markup=False)
-    print_verdict(console, fits=found.fits)
+    _print_verdict(console, fits=found.fits)
 
 
-def _memory_text(found: PretrainingEstimate, place: TrainingPlace) -> str:
-    each, budget = " on each" if place.ranks > 1 else "", size(place.machine.memory_budget_bytes)
+def _memory_text(found: PretrainingEstimate) -> str:
+    each, budget = " on each" if found.place.ranks > 1 else "", size(found.place.machine.memory_budget_bytes)
     one = f"{size(found.needed_bytes)}{each} of {budget} for a window of {found.length} tokens"
     if not found.fits:
         return f"{one}, blocks recomputed"
-    return f"{one}; fit at a time: {rows_text(found.rows)}, recomputed {rows_text(found.rows_recomputed)}"
+    return f"{one}; fit at a time: {_rows_text(found.rows)}, recomputed {_rows_text(found.rows_recomputed)}"
 
 
 def _known(value: float | None, form: str, by: str, key: str) -> str:
     return f"not known ({key} and tflops in conf/machine)" if value is None else f"{form.format(value)}, assumed ({by})"
 
 
-def _print_places(
-    console: Console, model: ModelFiles, found: Sequence[tuple[TrainingPlace, PretrainingEstimate]], now: datetime
-) -> None:
-    """A line for each machine."""
-    place, first = found[0]
+def _print_places(console: Console, model: ModelFiles, found: Sequence[PretrainingEstimate], now: datetime) -> None:
+    """A line for each place."""
+    first, place = found[0], found[0].place
     together = f", on {place.ranks} of it at {place.link.gbps:g} Gbit/s" if place.ranks > 1 else ""
     console.print(
         f"{model.folder.name} from scratch: {count_text(model.parameters)} parameters, {count_text(first.tokens)} "
@@ -264,8 +333,8 @@ def _print_places(
     table = Table(box=None, pad_edge=False)
     for name in ("machine", "windows that fit", "tokens/s", "duration", "finished on", "kWh", "USD"):
         table.add_column(name, justify="left" if name in ("machine", "finished on") else "right")
-    for each, estimated in found:
-        table.add_row(each.name, *_line(each, estimated, now))
+    for each in found:
+        table.add_row(each.place.name, *_line(each, now))
     console.print(table)
     console.print(
         "Speeds are assumed (conf/machine: tflops, watts, usd_per_hour), and so is what follows from them; (r): blocks "
@@ -274,18 +343,13 @@ def _print_places(
     )  # fmt: skip
 
 
-def _line(place: TrainingPlace, each: PretrainingEstimate, now: datetime) -> list[str]:
-    if not each.fits:
+def _line(found: PretrainingEstimate, now: datetime) -> list[str]:
+    if not found.fits:
         return ["none", *[UNKNOWN] * 5]
-    fits = rows_text(each.rows) if each.rows else f"{rows_text(each.rows_recomputed)} (r)"
-    if each.tokens_per_second is None or each.seconds is None:
+    fits = _rows_text(found.rows) if found.rows else f"{_rows_text(found.rows_recomputed)} (r)"
+    if found.tokens_per_second is None or found.seconds is None:
         return [fits, *[UNKNOWN] * 5]
-    kwh, usd = each.kwh(place), each.usd(place)
-    return [
-        fits,
-        f"{each.tokens_per_second:,.0f}",
-        duration_text(each.seconds),
-        finish_text(now, each.seconds),
-        UNKNOWN if kwh is None else f"{kwh:,.3g}",
-        UNKNOWN if usd is None else f"{usd:,.0f}",
-    ]
+    when = [duration_text(found.seconds), finish_text(now, found.seconds)]
+    kwh = UNKNOWN if found.kwh is None else f"{found.kwh:,.3g}"
+    usd = UNKNOWN if found.usd is None else f"{found.usd:,.0f}"
+    return [fits, f"{found.tokens_per_second:,.0f}", *when, kwh, usd]

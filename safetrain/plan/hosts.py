@@ -3,6 +3,7 @@
 Preflight runs ``python -m safetrain.plan.hosts MODEL`` on every other machine by ssh: it prints what must be equal.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,7 +24,7 @@ from safetrain.core.records.hostfile import Hosts, hosts_of, is_here
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage import paths
 from safetrain.plan.candidates import best_fit
-from safetrain.plan.checks import Check, skipped, verdict
+from safetrain.plan.checks import Check, from_error, skipped, verdict
 from safetrain.plan.child import version_of
 from safetrain.plan.search import PlanInputs, question_of
 
@@ -44,14 +45,11 @@ def is_shared(train: Train) -> bool:
 def facts_here(model: Path) -> Facts:
     """The facts of this machine and folder that must be equal on all ranks."""
     facts = {"Python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
-    try:
+    facts |= {DATA: NONE_THERE, MODEL: NONE_THERE}
+    with contextlib.suppress(OSError, SafetrainError):
         facts[DATA] = " ".join(open_store(store_path(paths.VALIDATED, split)).digest for split in ("train", "valid"))
-    except (OSError, SafetrainError):
-        facts[DATA] = NONE_THERE
-    try:
+    with contextlib.suppress(OSError, SafetrainError):
         facts[MODEL] = read_model_files(model).fingerprint
-    except (OSError, SafetrainError):
-        facts[MODEL] = NONE_THERE
     return facts
 
 
@@ -60,8 +58,7 @@ def host_checks(train: Train, model: Path) -> tuple[list[Check], Hosts | None]:
     try:
         hosts = hosts_of(train.hostfile, train.ranks)
     except ConfigError as error:
-        found = "; ".join(part for part in (error.what.rstrip("."), error.got) if part)
-        return [Check("HOSTS-FILE", "hostfile", "fail", True, found, error.expected, error.where, error.do)], None
+        return [from_error("HOSTS-FILE", "hostfile", error)], None
     named = counted(train.ranks, "rank")
     file = Check("HOSTS-FILE", "hostfile", "pass", True, f"{named}, {hosts.ranks_here} on this machine",
                  source=train.hostfile or "train.ranks")  # fmt: skip
@@ -123,14 +120,13 @@ def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
 
 def differences(name: str, there: Facts, here: Facts) -> list[str]:
     """The facts in which a machine differs from this one, in words."""
-    found = []
-    for key, ours in here.items():
-        theirs = there.get(key, NONE_THERE)
-        if theirs != ours and key in (DATA, MODEL):
-            found.append(f"{name} has {'no' if theirs == NONE_THERE else 'another'} {key}")
-        elif theirs != ours:
-            found.append(f"{name} has {key} {theirs}, this machine {ours}")
-    return found
+    found = {key: there.get(key, NONE_THERE) for key in here if there.get(key, NONE_THERE) != here[key]}
+    return [
+        f"{name} has {'no' if theirs == NONE_THERE else 'another'} {key}"
+        if key in (DATA, MODEL)
+        else f"{name} has {key} {theirs}, this machine {here[key]}"
+        for key, theirs in found.items()
+    ]
 
 
 def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> list[Check]:

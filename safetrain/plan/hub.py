@@ -1,16 +1,15 @@
 """Downloads a model from the Hugging Face hub: room on the disk first, complete folder or none afterwards."""
 
-import shutil
 from pathlib import Path
 
-from safetrain.core.errors import MachineError, ModelError
-from safetrain.core.formatting import size_text
+from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.model.source import SOURCE, source_of
-from safetrain.core.storage.files import write_text
+from safetrain.core.storage.files import require_room, write_text
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-SPARE_BYTES = 2**30
+SPARE_BYTES = 2**30  # for its other files, and for the machine to go on
+FREE = "free some disk space, or choose another folder with --into"
 
 
 def fetch_model(hub_id: str, into: Path) -> Path:
@@ -18,7 +17,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
     All its files come from one commit, which is written down: what the hub calls main may change meanwhile.
 
-    Raises ModelError when the hub has no such model or cannot be reached, MachineError when the disk is too small.
+    Raises ModelError when the hub has no such model or cannot be reached, DiskFullError when the disk is too small.
     """
     import httpx2
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -35,7 +34,9 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     try:
         info = HfApi().model_info(hub_id, files_metadata=True)
         wanted = [file for file in info.siblings or [] if Path(file.rfilename).match("*.safetensors")]
-        _require_room(into, sum(file.size or 0 for file in wanted) - _present_bytes(partial))
+        into.mkdir(parents=True, exist_ok=True)
+        missing_bytes = sum(file.size or 0 for file in wanted) - _present_bytes(partial)
+        require_room(into, missing_bytes + SPARE_BYTES, "The disk has no room for this model.", FREE)
         snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=list(PATTERNS))
     except HFValidationError as error:
         raise ModelError(f"{hub_id!r} is not a hub id.", expected="owner/name", got=str(error)) from None
@@ -73,19 +74,6 @@ def _require_same_source(folder: Path, hub_id: str) -> None:
             expected=hub_id,
             got=f"{' '.join(found) or 'unknown'} by {SOURCE}",
             do="move that folder away, or fetch into another one with --into",
-        )
-
-
-def _require_room(folder: Path, needed_bytes: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes + SPARE_BYTES:
-        raise MachineError(
-            "The disk has no room for this model.",
-            where=str(folder),
-            expected=f"{size_text(needed_bytes + SPARE_BYTES)} free",
-            got=size_text(free),
-            do="free some disk space, or choose another folder with --into",
         )
 
 

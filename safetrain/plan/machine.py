@@ -20,7 +20,7 @@ from safetrain.plan.child import (
     keep_answer,
     ran_out_of_memory,
     read_answer,
-    room_cap,
+    room_bytes,
     run_json,
     version_of,
 )
@@ -139,7 +139,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
         return probe, ""
     try:
         asked = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
-        probe = Probe(**run_json(module, asked, TIMEOUT_SECONDS, room_cap(own_limit)))
+        probe = Probe(**run_json(module, asked, TIMEOUT_SECONDS, room_bytes(own_limit)))
     except ChildFailed as error:
         return (probe if ran_out_of_memory(str(error)) else replace(probe, loads=False, load_error=str(error))), ""
     if probe.loads and probe.trains:

@@ -11,7 +11,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import cuda_budget_bytes, metal_budget_bytes
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine
-from safetrain.core.records.settings import Recommendation, read_recommendation
+from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.speed import Link, Speed
 
@@ -20,6 +20,7 @@ HERE = "this machine"
 CPU_SHARE = 0.5  # of the speed of a matrix product, in training (measured: benchmarks/bench_throughput, 0.4 to 0.6)
 MEASURE = "to measure it: python -m stages.recommend_config"
 GIB = 2**30
+USUAL_LINK = Link(1.0)
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
 ANY_CPU = dataclasses.replace(ANY_GPU, chip="a CPU", backend="cpu")
 
@@ -40,54 +41,63 @@ class Profile:
     watts: float | None = None  # under load
     usd_per_hour: float | None = None  # of one that can be rented
 
+    @property
+    def speed(self) -> Speed:
+        """By its operations a second."""
+        where = PROFILES / f"{self.name}.yaml"
+        if self.tflops is None:
+            return Speed(None, f"not known: no tflops in {where}")
+        return Speed(self.tflops, f"assumed: {self.tflops:g} TFLOP/s, {where}")
+
 
 @dataclass(frozen=True)
 class TrainingPlace:
-    """Where to train: a machine, how fast it is and what an hour there costs; ``ranks`` of it, linked."""
+    """Where to train: ``ranks`` machines, linked. Without a ``profile`` it is this one."""
 
     name: str
     machine: Machine
-    speed: Speed
-    watts: float | None
-    usd_per_hour: float | None
-    ranks: int
-    link: Link
+    profile: Profile | None = None
+    ranks: int = 1
+    link: Link = USUAL_LINK
+
+    def speed(self, model: ModelFiles, method: str) -> Speed:
+        """Its speed in this training."""
+        return self.profile.speed if self.profile else speed_here(model, self.machine, method)
+
+    @property
+    def watts(self) -> float | None:
+        """Power of one machine under load."""
+        return self.profile.watts if self.profile else None
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of one machine."""
+        return self.profile.usd_per_hour if self.profile else None
 
 
-@dataclass(frozen=True)
-class Where:
-    """The machine to estimate for: a name of conf/machine, None for this one; and how many, linked how."""
-
-    name: str | None
-    macos_26: bool
-    memory_gb: float | None
-    ranks: int | None
-    link: Link
-
-    def place(self, model: ModelFiles, method: str) -> TrainingPlace:
-        """The machine with its speed in this training; raises ConfigError where it is not known."""
-        if self.name:
-            profile = read_profile(self.name)
-            machine, speed = machine_of(profile, macos_26=self.macos_26), speed_of_profile(profile)
-        else:
-            profile, machine = None, read_machine(paths.MACHINE)
-            speed = speed_here(model, machine, method)
-        if self.memory_gb:
-            machine = dataclasses.replace(machine, memory_budget_bytes=int(self.memory_gb * GIB))
-        watts, price = (profile.watts, profile.usd_per_hour) if profile else (None, None)
-        return TrainingPlace(self.name or HERE, machine, speed, watts, price, self.ranks or 1, self.link)
+def place_of(
+    name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
+    link: Link = USUAL_LINK,
+) -> TrainingPlace:  # fmt: skip
+    """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known."""
+    profile = read_profile(name) if name else None
+    machine = machine_of(profile, macos_26=macos_26) if profile else read_machine(paths.MACHINE)
+    if memory_gb:
+        machine = dataclasses.replace(machine, memory_budget_bytes=int(memory_gb * GIB))
+    return TrainingPlace(name or HERE, machine, profile, ranks or 1, link)
 
 
 def profile_names(folder: Path = PROFILES) -> list[str]:
-    """Machines that conf/machine describes."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+    """Machines that conf/machine describes; raises ConfigError where there are none."""
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if not names:
+        raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
+    return names
 
 
 def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """A machine by its name; raises ConfigError with the names there are."""
     names, path = profile_names(folder), folder / f"{name}.yaml"
-    if not names:
-        raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(
@@ -119,17 +129,12 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
     )  # fmt: skip
 
 
-def speed_of_profile(profile: Profile) -> Speed:
-    """Speed of a machine of conf/machine."""
-    where = PROFILES / f"{profile.name}.yaml"
-    if profile.tflops is None:
-        return Speed(None, f"not known: no tflops in {where}")
-    return Speed(profile.tflops, f"assumed: {profile.tflops:g} TFLOP/s, {where}")
-
-
 def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
     """By a dry run of this model and method, where there was one; else by the speed of a matrix product on a CPU."""
-    planned = _recommended()
+    try:
+        planned = read_recommendation(paths.RECOMMENDED_CONFIG)
+    except ConfigError:
+        planned = None
     if planned is not None and planned.step_seconds is not None:
         known = (planned.planned_model, planned.planned_method, planned.planned_backend)
         if known == (str(model.folder), method, machine.backend):
@@ -147,10 +152,3 @@ def assumed_tflops(machine: Machine) -> float | None:
     if machine.backend != "cpu" or not machine.gemm_gflops:
         return None
     return CPU_SHARE * machine.gemm_gflops / 1000
-
-
-def _recommended() -> Recommendation | None:
-    try:
-        return read_recommendation(paths.RECOMMENDED_CONFIG)
-    except ConfigError:
-        return None

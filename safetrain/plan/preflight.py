@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
-from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, SafetrainError
+from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.budget import PROCESS_BYTES, own_limit_bytes
@@ -28,7 +28,7 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER
-from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
+from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, graded, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.hosts import host_checks, is_shared, room_checks
@@ -71,7 +71,7 @@ def examine(
     probe, why_not = ask_engine(probe_module, model, level, own_limit_bytes(train.memory_limit_gb))
     data, rows, data_found = _data(config, model)
     last = [*model_found, *data_found, *environment_checks(model.static_bytes if model else 0)]
-    last += [_disk(train, lora, data, model), previous_run_check(paths.OUTPUT, _identity(train, model, rows))]
+    last += [*disk_checks(config, data, model), previous_run_check(paths.OUTPUT, _identity(train, model, rows))]
     hosts_found, hosts = host_checks(train, folder) if is_shared(train) else ([], None)
     last += [*hosts_found, *tracker_checks(config.watch.export)]
     if probe is None:
@@ -261,8 +261,18 @@ def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> C
     return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, found, most, source)
 
 
+def disk_checks(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> list[Check]:
+    """Free disk for checkpoints, adapters and reports of a training with these settings."""
+    if data is None or model is None:
+        return [skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)]
+    try:
+        return [disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))]
+    except ConfigError as error:
+        return [from_error("DISK-FREE", "disk", error)]
+
+
 def disk_check(folder: Path, needed_bytes: int) -> Check:
-    """Free disk for checkpoints, adapters and reports."""
+    """Free disk for so much."""
     free = shutil.disk_usage(folder).free
     needed = f"{size(needed_bytes)} for checkpoints and adapter, better {size(needed_bytes + SPARE_DISK_BYTES)}"
     return graded("DISK-FREE", "disk", free, (needed_bytes, needed_bytes + SPARE_DISK_BYTES), f"{size(free)} free",
@@ -322,7 +332,7 @@ def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
     try:
         model = read_model_files(folder)
     except ModelError as error:
-        return None, [_from_error("MODEL-FILES", "model complete", error)]
+        return None, [from_error("MODEL-FILES", "model complete", error)]
     return model, model_checks(model, level)
 
 
@@ -333,7 +343,7 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
         require_data_of(data, config.data.path)
         rows = load_training_rows(model.folder, config.train.max_examples) if model else None
     except (ConfigError, DataError) as error:
-        return None, None, [_from_error("DATA-FILES", "data", error)]
+        return None, None, [from_error("DATA-FILES", "data", error)]
     limits = [config.train.max_seq_length, model.max_positions if model else None]
     if config.train.method == PRETRAIN:  # windows cut nothing off
         limits = []
@@ -347,17 +357,6 @@ def _identity(train: Train, model: ModelFiles | None, rows: TrainingRows | None)
     return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "")
 
 
-def _disk(train: Train, lora: Lora, data: DataReport | None, model: ModelFiles | None) -> Check:
-    """Room for what a training with these settings writes."""
-    if data is None or model is None:
-        return skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)
-    try:
-        needed = default_disk_bytes(data, model, train, lora)
-    except ConfigError as error:
-        return _from_error("DISK-FREE", "disk", error)
-    return disk_check(paths.OUTPUT, needed)
-
-
 def _fit_checks(
     train: Train, lora: Lora, inputs: PlanInputs, runner: DryRunner, hosts: Hosts | None
 ) -> Iterator[Check]:
@@ -368,21 +367,15 @@ def _fit_checks(
             plan = plan_run(inputs, train, lora, runner)
             yield fit_check(plan, oversize=train.oversize, by_dry_run=bool(runner.module))
         except (ConfigError, DataError, ModelError, MachineError) as error:
-            yield _from_error("MEM-FIT", "training fits", error)
+            yield from_error("MEM-FIT", "training fits", error)
     else:
         yield skipped("MEM-FIT", "training fits", "of an unknown architecture a dry run decides: recommend_config")
     try:
         yield from room_checks(hosts, inputs, train, lora) if hosts and known else ()
     except ConfigError as error:
-        yield _from_error("RANKS-ROOM", "memory for ranks", error)
+        yield from_error("RANKS-ROOM", "memory for ranks", error)
 
 
 def _open(identifiers: Sequence[str], why: str) -> list[Check]:
     """Questions of this level that something else left open."""
     return [skipped(identifier, identifier, why, critical=True) for identifier in identifiers]
-
-
-def _from_error(identifier: str, name: str, error: SafetrainError) -> Check:
-    """A failed check that says what the error says."""
-    parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
-    return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)

@@ -59,16 +59,15 @@ def ask(
     if machine.backend != "cuda":  # train.memory_limit_gb does not count the memory of a CUDA device
         budget = within_own_limit(machine.memory_budget_bytes, train.memory_limit_gb)
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
-    lora, _ = _lora(data, model, lora_pins)
-    return PlannedTraining(machine, model, lora, train, rows, tuple(_lengths(data, model, train)))
-
-
-def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
-    """The whole configuration around a way to run micro-batches; not measured yet."""
-    machine, model, train = question.machine, question.model, question.train
     lora, reasons = _lora(data, model, lora_pins)
     reasons = {} if train.method in WHOLE else reasons
-    reasons |= _reasons_of_fit(fit, question)
+    return PlannedTraining(machine, model, lora, reasons, train, rows, tuple(_lengths(data, model, train)))
+
+
+def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
+    """The whole configuration around a way to run micro-batches; not measured yet."""
+    machine, model, train, lora = question.machine, question.model, question.train, question.lora
+    reasons = {**question.why_lora, **_reasons_of_fit(fit, question)}
     epochs = _passes(question, fit.rows_per_update, reasons)
     max_steps = _max_steps(question, fit.rows_per_update, epochs, reasons)
     updates = total_updates(question.rows.count, fit.rows_per_update, epochs, max_steps)

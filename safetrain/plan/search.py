@@ -4,7 +4,6 @@ The best by the closed form is tried; two more at the most, while a faster one c
 """
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 
@@ -52,11 +51,6 @@ class PlanInputs:
     model: ModelFiles
     rows: TrainingRows
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """A hash of the training's rows, before they are cut."""
-        return f"{self.rows.train_digest} {self.rows.valid_digest}"
-
 
 def machine_text(machine: Machine) -> str:
     """The machine as dry runs depend on it."""
@@ -76,73 +70,67 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
     memory, or where the runner makes none. Raises MachineError where nothing fits, ConfigError as ``ask`` does.
     """
     remove_remains(paths.OUTPUT)
-    search = _Search(inputs, question_of(inputs, train, lora), lora, runner)
-    for length in search.question.lengths:
-        search.try_length(length)
+    question = question_of(inputs, train, lora)
+    search, found = (
+        _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", runner),
+        list[Fit](),
+    )
+    for length in question.lengths:
+        candidates = candidates_at(question, length)
+        unmeasured = search.try_out([fit for fit in candidates if fit.may_fit(question.budget)])
         if search.passed:
             return _fastest(search.passed)[1]
-        if search.unmeasured is not None:
-            return search.closed_form(search.unmeasured)
+        if unmeasured is not None:
+            return recommendation_of(question, unmeasured)
+        found += candidates
     if train.oversize:
-        return search.closed_form(min(search.found, key=lambda fit: fit.peak_bytes))
+        return recommendation_of(question, min(found, key=lambda fit: fit.peak_bytes))
     if search.made:
-        raise nothing_passed(search.question.machine.memory_budget_bytes, train.memory_limit_gb)
-    raise nothing_fits(search.question, search.found)
+        raise nothing_passed(question.machine.memory_budget_bytes, train.memory_limit_gb)
+    raise nothing_fits(question, found)
 
 
 class _Search:
     """The dry runs of one plan."""
 
-    def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora, runner: DryRunner) -> None:
-        self.question = question
-        self._inputs, self._lora, self._runner = inputs, lora, runner
-        self.found, self.passed = list[Fit](), list[tuple[Fit, Recommendation]]()
-        self.unmeasured: Fit | None = None  # to be used by the closed form, because a dry run gave no answer
+    def __init__(self, question: PlannedTraining, lora: Lora, rows_digest: str, runner: DryRunner) -> None:
+        self._question, self._lora, self._rows_digest, self._runner = question, lora, rows_digest, runner
+        self.passed = list[tuple[Fit, Recommendation]]()
         self.made, self._more = 0, 0  # dry runs in all, and after one that has passed
         self._spent_seconds = self._last_seconds = 0.0
         self._most_bytes = math.inf  # of a predicted peak that is still worth a dry run
 
-    def try_length(self, length: int) -> None:
-        """Make dry runs of rows cut to this length, until enough is known."""
-        found = candidates_at(self.question, length)
-        self.found += found
-        possible = [fit for fit in found if fit.may_fit(self.question.budget)]
-        for fit in self._affordable_first(possible):
+    def try_out(self, fits: list[Fit]) -> Fit | None:
+        """Make dry runs until enough is known; the candidate to use unmeasured, where one gave no answer."""
+        for fit in self._affordable_first(fits):
             if fit.peak_bytes > self._most_bytes or (self.passed and not self._pays(fit)):
                 continue
             if self.made >= MOST_DRY_RUNS or self._more >= MOST_MORE:
-                return
+                break
             self._more += bool(self.passed)
-            answer = try_out(
-                self._runner, self._inputs.model, self._job(fit), self._inputs.digest, self._expected(fit)[0]
-            )
+            job, seconds = self._job(fit), _dry_run_seconds(self._question, fit)
+            answer = try_out(self._runner, self._question.model, job, self._rows_digest, seconds)
             if answer is None:  # the runner makes none
-                self.unmeasured = fit
-                return
+                return fit
             if answer.measured is None and not answer.ran_out_of_memory:
                 self._runner.say(f"not measured: the dry run ended with {answer.ended}")
-                fits = [each for each in possible if each.fits(self.question.budget)]
-                self.unmeasured = fits[0] if fits else min(possible, key=lambda each: each.peak_bytes)
-                return
-            if not self._passes(fit, answer):
-                self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
+                sure = (each for each in fits if each.fits(self._question.budget))
+                return next(sure, min(fits, key=lambda each: each.peak_bytes))
+            self._take(fit, answer)
+        return None
 
-    def closed_form(self, fit: Fit) -> Recommendation:
-        """The configuration around a candidate, not measured."""
-        return recommendation_of(self.question, fit, self._inputs.data, self._lora)
-
-    def _passes(self, fit: Fit, answer: Answer) -> bool:
-        """Take what a dry run has shown, and say why a candidate did not pass."""
+    def _take(self, fit: Fit, answer: Answer) -> None:
+        """Keep what a dry run has shown, and say why a candidate did not pass."""
         measured = answer.measured
         self._last_seconds = answer.seconds if measured is None else measured.own_seconds
         self._spent_seconds += self._last_seconds
         self.made += 1
-        if measured is not None and (found := self._with_measured(fit, measured)).verified:
+        if measured is not None and (found := _with_measured(self._question, fit, measured)).verified:
             self.passed.append((fit, found))
-            return True
+            return
         why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
         self._runner.say(f"{counted(fit.batch_size, 'row')} of {fit.length} tokens: {why}")
-        return False
+        self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
 
     def _pays(self, fit: Fit) -> bool:
         """Whether another dry run is likely to save more than it takes, within planning's share of the training."""
@@ -153,62 +141,75 @@ class _Search:
         return within and self._last_seconds < saved
 
     def _affordable_first(self, fits: list[Fit]) -> list[Fit]:
-        """The same order, but at the end those whose dry run takes more than planning may."""
+        """The same order, but at the end those whose dry run takes more than planning may, the shortest first."""
 
-        def too_long(fit: Fit) -> bool:
-            dry_run, update = self._expected(fit)
-            return dry_run > max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * update * self._updates_of(fit)))
+        def lateness(fit: Fit) -> float:
+            question, seconds = self._question, _dry_run_seconds(self._question, fit)
+            training = _update_seconds(question, fit) * _updates_of(question, fit)
+            return seconds if seconds > max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training)) else 0.0
 
-        late = [fit for fit in fits if too_long(fit)]
-        return [fit for fit in fits if fit not in late] + sorted(late, key=lambda fit: self._expected(fit)[0])
-
-    def _expected(self, fit: Fit) -> tuple[float, float]:
-        """Seconds of a dry run and of an update by the speed of a large product; zeros where that is not known."""
-        machine, model = self.question.machine, self.question.model
-        if not machine.gemm_gflops:
-            return 0.0, 0.0
-        operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * model.parameters
-        token = operations / (ATTAINED * machine.gemm_gflops * 1e9)
-        update = token * fit.rows_per_update * min(fit.length, self.question.rows.mean_tokens)
-        largest = token * fit.shape.total
-        load = base_bytes(model, backend_of(model, machine.backend, fit.dequantize_base)) / LOAD_BYTES_PER_SECOND
-        timed = 0.0 if update > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, update)
-        made = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
-        return START_SECONDS + load + made * largest + timed, update
-
-    def _updates_of(self, fit: Fit) -> int:
-        chosen = self.closed_form(fit)
-        return total_updates(self.question.rows.count, fit.rows_per_update, chosen.num_epochs, chosen.max_steps)
+        return sorted(fits, key=lateness)
 
     def _job(self, fit: Fit) -> TrainJob:
         """The job of the dry run: the same settings, under a slightly smaller memory limit."""
-        train, chosen = self.question.train, self.closed_form(fit)
+        train, chosen = self._question.train, recommendation_of(self._question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         survival = Survival(True, False, 1, None if limit is None else int(limit * (1 - SPARED)))
         return TrainJob(
-            str(self._inputs.model.folder), resolve(train, self._lora, chosen), False, chosen.memory_budget, None,
+            str(self._question.model.folder), resolve(train, self._lora, chosen), False, chosen.memory_budget, None,
             survival, (), chosen.mlx_limit_bytes,
         )  # fmt: skip
 
-    def _with_measured(self, fit: Fit, measured: DryRun) -> Recommendation:
-        """Verified if the whole process kept to the budget; on a GPU, whose memory is its own, if mlx did."""
-        machine = self.question.machine
-        if machine.backend == "cpu":
-            enough = measured.footprint_bytes <= machine.memory_budget_bytes
-        else:
-            enough = measured.peak_bytes <= machine.memory_budget.mlx_bytes
-        return dataclasses.replace(
-            self.closed_form(fit),
-            step_seconds=round(measured.update_seconds, 4),
-            total_seconds=round(measured.update_seconds * self._updates_of(fit), 1),
-            measured_peak_bytes=measured.peak_bytes,
-            own_order=measured.own_order,
-            mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
-            measured_footprint_bytes=measured.footprint_bytes,
-            margin_bytes=0,
-            basis=DRY_RUN,
-            verified=enough,
-        )
+
+def _token_seconds(question: PlannedTraining, fit: Fit) -> float:
+    """Time of a token in training by the speed of a large product; 0 where that is not known."""
+    if not question.machine.gemm_gflops:
+        return 0.0
+    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * question.model.parameters
+    return operations / (ATTAINED * question.machine.gemm_gflops * 1e9)
+
+
+def _update_seconds(question: PlannedTraining, fit: Fit) -> float:
+    """Time of an update of mean size; 0 where the speed is not known."""
+    mean_tokens = min(fit.length, question.rows.mean_tokens)
+    return _token_seconds(question, fit) * fit.rows_per_update * mean_tokens
+
+
+def _dry_run_seconds(question: PlannedTraining, fit: Fit) -> float:
+    """Time of a dry run; 0 where the speed is not known."""
+    update, largest = _update_seconds(question, fit), _token_seconds(question, fit) * fit.shape.total
+    if not update:
+        return 0.0
+    kept = base_bytes(question.model, backend_of(question.model, question.machine.backend, fit.dequantize_base))
+    timed = 0.0 if update > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, update)
+    made = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
+    return START_SECONDS + kept / LOAD_BYTES_PER_SECOND + made * largest + timed
+
+
+def _updates_of(question: PlannedTraining, fit: Fit) -> int:
+    chosen = recommendation_of(question, fit)
+    return total_updates(question.rows.count, fit.rows_per_update, chosen.num_epochs, chosen.max_steps)
+
+
+def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Recommendation:
+    """Verified if the whole process kept to the budget; on a GPU, whose memory is its own, if mlx did."""
+    machine = question.machine
+    if machine.backend == "cpu":
+        enough = measured.footprint_bytes <= machine.memory_budget_bytes
+    else:
+        enough = measured.peak_bytes <= machine.memory_budget.mlx_bytes
+    return dataclasses.replace(
+        recommendation_of(question, fit),
+        step_seconds=round(measured.update_seconds, 4),
+        total_seconds=round(measured.update_seconds * _updates_of(question, fit), 1),
+        measured_peak_bytes=measured.peak_bytes,
+        own_order=measured.own_order,
+        mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
+        measured_footprint_bytes=measured.footprint_bytes,
+        margin_bytes=0,
+        basis=DRY_RUN,
+        verified=enough,
+    )
 
 
 def _fastest(passed: list[tuple[Fit, Recommendation]]) -> tuple[Fit, Recommendation]:

@@ -13,7 +13,7 @@ import psutil
 
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import counted, size_text
-from safetrain.plan.child import ChildFailed, room_cap, run_json, run_lines, version_of
+from safetrain.plan.child import ChildFailed, room_bytes, run_json, run_lines, version_of
 from safetrain.plan.machine import Probe, chip_name, read_machine_now
 
 TIMEOUT_SECONDS, SECTION_SECONDS = 1800.0, 120.0
@@ -42,7 +42,7 @@ def selftest(
     """
     limit = [] if limit_bytes is None else [str(limit_bytes)]
     try:
-        found = run_json(module, [str(model), str(rows), str(tokens), *limit], TIMEOUT_SECONDS, room_cap(limit_bytes))
+        found = run_json(module, [str(model), str(rows), str(tokens), *limit], TIMEOUT_SECONDS, room_bytes(limit_bytes))
     except ChildFailed as error:
         raise MachineError(
             f"The self-test did not come to its end: {error}",
@@ -91,11 +91,11 @@ def _figures(probe: str, engine: str) -> Iterator[tuple[str, str]]:
     versions = [f"Python {platform.python_version()}", *(f"{name} {version_of(name)}" for name in PACKAGES)]
     yield "versions", ", ".join(versions)
     try:
-        yield "device", _device(Probe(**run_json(probe, [], SECTION_SECONDS, room_cap())))
+        yield "device", _device(Probe(**run_json(probe, [], SECTION_SECONDS, room_bytes())))
     except ChildFailed as error:
         yield "device", _failed(str(error))
     for section in SECTIONS:
-        lines, ended = run_lines(engine, [section], SECTION_SECONDS, room_cap())
+        lines, ended = run_lines(engine, [section], SECTION_SECONDS, room_bytes())
         yield from ((section, line.partition("\t")[2]) for line in lines if line.startswith(f"{section}\t"))
         if ended:
             yield section, _failed(ended)

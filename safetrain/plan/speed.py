@@ -15,8 +15,6 @@ ATTENTION_PASSES = 3  # scores and their result, forward once and backward twice
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 MESSAGE_BYTES = 64 * 2**20  # a larger gradient is summed in several messages
 USUAL_LATENCY = 50e-6  # seconds until a small message is there, by TCP over Ethernet; assumed
-LEAST_GAIN = 0.5  # of one rank's speed, that another one has to bring to pay
-MOST_RANKS = 1024
 BITS = 8
 # Bytes that move in memory for each trained number while the optimizer works: Adam reads weight, gradient and two
 # moments in float32, writes three of them; clipping and averaging read and write the gradient once more.
@@ -51,16 +49,6 @@ class SharedUpdate:
     fixed_seconds: float  # for what every rank does whole: clipping, optimizer
     gradient_bytes: int  # float32, of what is trained
     rows: int  # that ranks share
-
-
-@dataclass(frozen=True)
-class RankTime:
-    """An update over several ranks."""
-
-    wire_bytes: int  # that each rank sends, and receives
-    exchange_seconds: float
-    seconds: float
-    speed_up: float  # of one rank
 
 
 def multiplied_weights(model: ModelFiles) -> int:
@@ -109,23 +97,8 @@ def exchange_seconds(gradient_bytes: int, ranks: int, link: Link) -> float:
     return carried + 2 * (ranks - 1) * messages * link.latency_seconds
 
 
-def time_of(update: SharedUpdate, ranks: int, link: Link) -> RankTime:
+def update_seconds(update: SharedUpdate, ranks: int, link: Link) -> float:
     """An update over ``ranks``. The largest share counts: 16 rows over 5 ranks take as long as 4 rows do."""
     share = -(-update.rows // ranks) / update.rows
     exchange = exchange_seconds(update.gradient_bytes, ranks, link)
-    alone = update.compute_seconds + update.fixed_seconds
-    seconds = update.compute_seconds * share + update.fixed_seconds + exchange
-    return RankTime(wire_bytes(update.gradient_bytes, ranks), exchange, seconds, alone / seconds)
-
-
-def most_that_pay(update: SharedUpdate, link: Link, most: int = MOST_RANKS) -> int:
-    """The most ranks of which each one added brings at least half of one rank's speed.
-
-    Ranks are added together where a single one changes nothing (the fifth of 16 rows does, the ninth does not).
-    """
-    paying, speed = 1, 1.0
-    for ranks in range(2, min(most, update.rows) + 1):
-        faster = time_of(update, ranks, link).speed_up
-        if faster - speed >= LEAST_GAIN * (ranks - paying):
-            paying, speed = ranks, faster
-    return paying
+    return update.compute_seconds * share + update.fixed_seconds + exchange

@@ -10,7 +10,6 @@ import pytest
 
 from safetrain.core.memory.process import (
     RUSAGE_BYTES,
-    Footprints,
     footprint_bytes,
     most_footprint_bytes,
     parse_rusage,
@@ -39,7 +38,7 @@ def test_both_footprints_are_read_from_their_places() -> None:
     filled.ri_lifetime_max_phys_footprint = 5 * GIB
     content = bytes(filled).ljust(RUSAGE_BYTES, b"\0")
     assert ctypes.sizeof(RusageV4) == 296 <= RUSAGE_BYTES
-    assert parse_rusage(content) == Footprints(int(4.9 * GIB), 5 * GIB)
+    assert parse_rusage(content) == (int(4.9 * GIB), 5 * GIB)
 
 
 def test_another_process_s_memory_is_read_and_a_gone_one_has_none() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.plan.child import PASSED_CAP, Cap, ChildFailed, ran_out_of_memory, run_json, run_lines
+from safetrain.plan.child import PASSED_CAP, ChildFailed, ran_out_of_memory, run_json, run_lines
 
 PARENT = """
 import sys
@@ -95,7 +95,7 @@ def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_child_beyond_its_cap_is_asked_to_end_and_what_it_said_is_kept(growing: str, tmp_path: Path) -> None:
     """As on macOS, where nothing else holds a dry run back from swapping the desktop."""
     word = tmp_path / "word"
-    lines, ended = run_lines(growing, ["listens", str(word), str(200 * MIB)], 30, Cap(100 * MIB))
+    lines, ended = run_lines(growing, ["listens", str(word), str(200 * MIB)], 30, 100 * MIB)
     assert (lines, ended) == (["before"], f"{PASSED_CAP} 100.0 MiB")
     assert word.read_text() == "ended"
 
@@ -105,13 +105,13 @@ def test_a_child_beyond_its_cap_that_does_not_listen_is_killed(
 ) -> None:
     monkeypatch.setattr("safetrain.plan.child.GRACE_SECONDS", 0.2)
     began = time.monotonic()
-    _, ended = run_lines(growing, ["deaf", str(tmp_path), str(200 * MIB)], 30, Cap(100 * MIB))
+    _, ended = run_lines(growing, ["deaf", str(tmp_path), str(200 * MIB)], 30, 100 * MIB)
     assert ended.startswith(PASSED_CAP)
     assert time.monotonic() - began < 10
 
 
 def test_a_child_within_its_cap_is_left_alone(growing: str, tmp_path: Path) -> None:
-    assert run_lines(growing, ["small", str(tmp_path), str(MIB)], 30, Cap(100 * MIB)) == (["before"], "")
+    assert run_lines(growing, ["small", str(tmp_path), str(MIB)], 30, 100 * MIB) == (["before"], "")
 
 
 def test_a_child_s_traceback_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.job import load_job, own_largest_update
-from safetrain.plan.child import Cap, run_lines
-from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, cap_of, remove_remains, scratch_folder, try_out
+from safetrain.plan.child import run_lines
+from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, most_bytes, remove_remains, scratch_folder, try_out
 from tests.stores import write_stores
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
@@ -94,14 +94,14 @@ def test_it_is_watched_where_nothing_bounds_metal_s_memory(
     model: ModelFiles, job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On macOS; what passed its cap is remembered as too large, with or without a limit of its own."""
-    assert cap_of(2**33, 2**32, "linux") is cap_of(0, None, "darwin") is None
-    free = cap_of(2**33, None, "darwin")
+    assert most_bytes(2**33, 2**32, "linux") is most_bytes(0, None, "darwin") is None
+    free = most_bytes(2**33, None, "darwin")
     assert free is not None
-    assert 1.1 < free.most_bytes / 2**33 < 1.2
-    assert cap_of(2**33, 2**32, "darwin") == Cap(2**32)
+    assert 1.1 < free / 2**33 < 1.2
+    assert most_bytes(2**33, 2**32, "darwin") == 2**32
     (tmp_path / "swelling.py").write_text("import time\nkept = bytearray(2**28)\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("safetrain.plan.dry_run.cap_of", lambda *_: Cap(2**26))
+    monkeypatch.setattr("safetrain.plan.dry_run.most_bytes", lambda *_: 2**26)
     said: list[str] = []
     found = ask(model, job, said, "swelling")
     assert (found.measured, found.ran_out_of_memory) == (None, True)

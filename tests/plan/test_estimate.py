@@ -17,23 +17,24 @@ from safetrain.core.records.settings import write_recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.creation.shapes import PRESETS
-from safetrain.plan.estimate import (
-    LENGTHS,
-    as_planned,
-    asked_run,
-    estimate,
-    largest_batch,
-    print_remedies,
-    remedies,
-)
+from safetrain.plan.estimate import asked_run, remedies
 from safetrain.plan.estimate_command import (
+    LENGTHS,
     estimate_pretraining,
     model_to_pretrain,
-    refuse_contradictions,
-    tell_pretraining,
-    tell_ranks,
+    print_pretraining,
+    print_ranks,
+    print_remedies,
 )
-from safetrain.plan.machines import ANY_CPU, TrainingPlace, Where, machine_of, profile_names, read_profile, speed_here
+from safetrain.plan.machines import (
+    ANY_CPU,
+    TrainingPlace,
+    machine_of,
+    place_of,
+    profile_names,
+    read_profile,
+    speed_here,
+)
 from safetrain.plan.speed import Link, Speed
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
@@ -57,27 +58,23 @@ def qwen_7b(tmp_path: Path) -> ModelFiles:
     return read_model_plan(path)
 
 
-def where(name: str | None, ranks: int | None = None) -> Where:
-    return Where(name, False, None, ranks, LINK)
-
-
-def place(name: str, ranks: int = 1) -> TrainingPlace:
-    return where(name, ranks).place(model_to_pretrain("10m"), "pretrain")
+def place(name: str | None, ranks: int = 1) -> TrainingPlace:
+    return place_of(name, ranks=ranks, link=LINK)
 
 
 def screen() -> Console:
     return Console(width=200, record=True, file=io.StringIO())
 
 
-def pretraining_text(model: str, asked: Where, *, everywhere: bool = False) -> tuple[str, bool]:
+def pretraining_text(model: str, *places: TrainingPlace) -> tuple[str, bool]:
     console = screen()
-    fits = tell_pretraining(console, model, asked, 20, 2, everywhere=everywhere)
+    fits = print_pretraining(console, model, places, 20, 2)
     return console.export_text(), fits
 
 
-def ranks_text(asked: Where, model: ModelFiles) -> str:
-    console, there = screen(), asked.place(model, "lora")
-    tell_ranks(console, there, model, asked_run(model, there.machine.backend), 1, 512)
+def ranks_text(there: TrainingPlace, model: ModelFiles) -> str:
+    console = screen()
+    print_ranks(console, there, asked_run(model, there.machine))
     return console.export_text()
 
 
@@ -96,12 +93,12 @@ def test_a_typo_names_the_nearest_machine() -> None:
 
 def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: ModelFiles) -> None:
     small, large = (machine_of(read_profile(name)) for name in ("m1-16gb", "m3-64gb"))
-    run = asked_run(qwen_7b, "metal")
+    run = asked_run(qwen_7b, small)
     for tokens in LENGTHS:
-        kept, recomputed = (largest_batch(qwen_7b, small, each, tokens) for each in (run, run.cheapest))
+        kept, recomputed = (each.but(tokens=tokens).largest_batch for each in (run, run.cheapest))
         assert kept <= recomputed
-        assert kept <= largest_batch(qwen_7b, large, run, tokens)
-    batches = [largest_batch(qwen_7b, small, run.cheapest, tokens) for tokens in LENGTHS]
+        assert kept <= run.but(machine=large, tokens=tokens).largest_batch
+    batches = [run.cheapest.but(tokens=tokens).largest_batch for tokens in LENGTHS]
     assert batches == sorted(batches, reverse=True)
     assert batches[0] > 0
 
@@ -109,16 +106,15 @@ def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: 
 def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
     """On CPU a 4-bit base may fit quantized only, which is shown; if blocks must be recomputed too, both are said."""
     machine = dataclasses.replace(ANY_CPU, memory_budget_bytes=20 * 2**30)
-    run = asked_run(qwen_7b, "cpu")
-    planned = as_planned(qwen_7b, machine, run, 1, 512)
-    assert (run.dequantize, planned.dequantize) == (True, False)
-    assert estimate(qwen_7b, machine, planned, 1, 512).fits
-    console = screen()
-    print_remedies(console, qwen_7b, machine, run, 8, 2048)
-    steps = remedies(qwen_7b, machine, run, 8, 2048)
-    assert f"do: {' '.join(steps[-1][0])}" in console.export_text()
+    run = asked_run(qwen_7b, machine)
+    assert (run.dequantize, run.as_planned.dequantize, run.as_planned.fits) == (True, False, True)
+    console, large = screen(), run.but(rows=8, tokens=2048)
+    print_remedies(console, large)
+    steps = remedies(large)
+    keys = ["train.batch_size=1", "train.dequantize_base=false", "train.gradient_checkpointing=true"]
+    assert f"do: {' '.join(keys)}" in console.export_text()
+    assert set(keys) <= {key for key, _ in steps}
     assert [found.fits for _, found in steps] == [False] * (len(steps) - 1) + [True]
-    assert {"train.dequantize_base=false", "train.gradient_checkpointing=true"} <= set(steps[-1][0])
     sizes = [found.needed_bytes for _, found in steps]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -133,7 +129,7 @@ def test_a_preset_on_the_machine_whose_speed_was_measured(name: str, days: float
     assert found.tokens == 20 * model.parameters
     assert found.flops >= 6 * model.parameters * found.tokens
     assert found.seconds == pytest.approx(days * 86_400, rel=0.1)
-    assert found.kwh(there) == pytest.approx(140 * days * 24 / 1000, rel=0.1)
+    assert found.kwh == pytest.approx(140 * days * 24 / 1000, rel=0.1)
     assert found.checkpoint_bytes > 4 * 4 * 4 * model.parameters  # weights, two moments and the best, kept
 
 
@@ -143,34 +139,31 @@ def test_more_than_one_rank_takes_less_time_but_no_less_energy() -> None:
     assert one.seconds is not None
     assert four.seconds is not None
     assert one.seconds / 4 < four.seconds < one.seconds
-    assert (four.kwh(places[1]) or 0) > (one.kwh(places[0]) or 0) > 0
+    assert (four.kwh or 0) > (one.kwh or 0) > 0
     assert four.needed_bytes == one.needed_bytes
 
 
 def test_what_is_not_known_of_a_machine_stays_unknown() -> None:
-    there = place("linux-16gb")
-    found = estimate_pretraining(model_to_pretrain("10m"), there, 20, 2)
-    assert (found.tokens_per_second, found.seconds, found.kwh(there), found.usd(there)) == (None, None, None, None)
-    text, fits = pretraining_text("10m", where("linux-16gb"))
+    found = estimate_pretraining(model_to_pretrain("10m"), place("linux-16gb"), 20, 2)
+    assert (found.tokens_per_second, found.seconds, found.kwh, found.usd) == (None, None, None, None)
+    text, fits = pretraining_text("10m", place("linux-16gb"))
     assert fits
     assert "not known: no tflops" in text
 
 
 def test_a_model_that_does_not_fit_is_said_not_to() -> None:
-    text, fits = pretraining_text("800m", where("m1-8gb"))
+    text, fits = pretraining_text("800m", place("m1-8gb"))
     assert not fits
     assert "it does not fit" in text
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_without_a_machine_there_are_dates_for_all(everywhere: bool) -> None:
-    """Also by default, where no preflight has been run; of several of each machine they are earlier."""
-    text, fits = pretraining_text("400m", where(None), everywhere=everywhere)
+def test_all_machines_have_dates_and_several_of_each_have_earlier_ones() -> None:
+    text, fits = pretraining_text("400m", *map(place, profile_names()))
     assert fits
     assert all(name in text for name in profile_names())
     assert str(datetime.now().astimezone().year) in text
     assert "25.9 days" in text
-    eight, _ = pretraining_text("400m", where(None, 8), everywhere=everywhere)
+    eight, _ = pretraining_text("400m", *(place(name, 8) for name in profile_names()))
     assert "8 of it" in eight
     assert "25.9 days" not in eight
 
@@ -181,11 +174,10 @@ def test_an_unknown_preset_names_those_there_are() -> None:
 
 
 def test_ranks_are_told_with_traffic_time_and_how_many_pay(qwen_7b: ModelFiles) -> None:
-    text = ranks_text(where("m3-64gb", 4), qwen_7b)
+    text = ranks_text(place("m3-64gb", 4), qwen_7b)
     assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "4"]
-    assert "ranks pay" in text
     assert "assumed: 9.9 TFLOP/s" in text
-    unknown = ranks_text(where("linux-16gb", 4), qwen_7b)
+    unknown = ranks_text(place("linux-16gb", 4), qwen_7b)
     assert "each sends and receives" in unknown
     assert "speed-up" not in unknown
 
@@ -206,26 +198,13 @@ def test_a_cpu_without_a_dry_run_is_assumed_to_train_at_half_of_its_matrix_produ
     machine = machine_of(read_profile("linux-16gb"))
     faster = dataclasses.replace(machine, gemm_gflops=200.0)
     write_record(paths.MACHINE, faster)
-    found = where(None).place(qwen_7b, "pretrain")
-    assert found.machine == faster
-    assert found.speed.tflops == pytest.approx(0.1)
-    assert "assumed" in found.speed.source
+    here = place(None)
+    found = here.speed(qwen_7b, "pretrain")
+    assert here.machine == faster
+    assert found.tflops == pytest.approx(0.1)
+    assert "assumed" in found.source
     unknown = Speed(None, "not known; to measure it: python -m stages.recommend_config")
     assert speed_here(qwen_7b, machine, "pretrain") == unknown
-
-
-@pytest.mark.parametrize(
-    ("model", "machine", "pretrain", "tokens", "all_machines"),
-    [
-        (Path("models/m"), None, "85m", None, False), (None, "m1-8gb", "85m", None, True),
-        (None, None, None, None, True), (None, None, None, 20.0, False),
-    ],
-)  # fmt: skip
-def test_options_that_contradict_each_other_are_refused(
-    model: Path | None, machine: str | None, pretrain: str | None, tokens: float | None, all_machines: bool
-) -> None:
-    with pytest.raises(ConfigError):
-        refuse_contradictions(model, machine, pretrain, tokens, all_machines=all_machines)
 
 
 def test_the_command_says_by_its_exit_code_whether_it_fits() -> None:
@@ -235,4 +214,6 @@ def test_the_command_says_by_its_exit_code_whether_it_fits() -> None:
 
     assert code("--pretrain", "10m", "--machine", "m1-8gb") == 0
     assert code("--pretrain", "10m", "models/encyclopedia-3m") == 2  # named twice
+    assert code("--pretrain", "10m", "--machine", "m1-8gb", "--all-machines") == 2
+    assert (code("--all-machines"), code("--tokens-per-parameter", "20")) == (2, 2)
     assert code("models/encyclopedia-3m", "--machine", "m1-8gb", "--ranks", "4", "--link-gbps", "10") == 0

@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import MachineError
-from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.terms import Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
-from safetrain.plan.candidates import Shortage, what_would_fit
+from safetrain.plan.estimate import Estimate, what_would_fit
 from tests.core.test_model_shapes import BIG
 from tests.plan.test_recommend import OPEN, data, machine, plan, qwen_7b
-
-GIB = 2**30
 
 
 def model_of(folder: Path, bits: int | None) -> ModelFiles:
@@ -25,10 +21,9 @@ def model_of(folder: Path, bits: int | None) -> ModelFiles:
     return read_model_plan(folder)
 
 
-def shortage(model: ModelFiles, gib: float, length: int = 1024) -> Shortage:
+def shortage(model: ModelFiles, gib: float, length: int = 1024) -> Estimate:
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
-    backend = backend_of(model, "metal", False, checkpointing=True)
-    return Shortage(model, lora, Shape(1, length, True), backend, MemoryBudget(int(gib * GIB)))
+    return Estimate(model, machine(gib, "metal"), lora, checkpointing=True, tokens=length)
 
 
 def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> None:
@@ -38,9 +33,9 @@ def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> Non
     assert any(text.startswith("train.max_seq_length=") for text in found)
     assert all(text.endswith("GiB)") for text in found)
     length = int(found[0].split("=")[1].split(" ")[0])
-    assert asked.with_shape(1, length).fits
-    assert not asked.with_shape(1, length + 32).fits
-    pinned = what_would_fit(asked.with_shape(4, length))
+    assert asked.but(tokens=length).fits
+    assert not asked.but(tokens=length + 32).fits
+    pinned = what_would_fit(asked.but(rows=4, tokens=length))
     assert len(pinned) == 1
     assert pinned[0].startswith("train.batch_size=")
 

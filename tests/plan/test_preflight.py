@@ -30,8 +30,8 @@ def fit(planned: Recommendation, *, oversize: bool = False, by_dry_run: bool = F
     return preflight.fit_check(planned, oversize=oversize, by_dry_run=by_dry_run)
 
 
-def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
-    report = summarise(checks, "probe", 1.0, strict=strict)
+def summary(*checks: Check) -> tuple[str, int]:
+    report = summarise(checks, "probe", 1.0)
     return report.status, report.exit_code
 
 
@@ -181,7 +181,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_hours_of_training() -> N
 def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
     slow = preflight.engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]
-    report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5, strict=False)
+    report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5)
     assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
     text = render(report)
     assert "1 passed, 1 failed (1 critical), 1 warning, 0 skipped" in text
@@ -194,7 +194,6 @@ def test_a_failure_is_exit_1_an_open_question_2_a_warning_0() -> None:
     good, bad = Check("A", "a", "pass", True, ""), Check("B", "b", "fail", True, "")
     warning, unasked = Check("C", "c", "warn", False, ""), skipped("D", "d", "not at this level")
     assert summary(good, warning, unasked) == ("pass", 0)
-    assert summary(good, warning, strict=True) == ("fail", 1)
     assert summary(good, bad) == ("fail", 1)
     assert summary(good, skipped("D", "d", "mlx does not work", critical=True)) == ("open", 2)
 

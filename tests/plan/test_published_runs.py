@@ -13,8 +13,9 @@ import pytest
 from safetrain.core.memory.estimate import predicted_peak, total_bytes
 from safetrain.core.memory.terms import Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_plan
+from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import LoraSettings
-from safetrain.plan.estimate import TrainingOptions, estimate, largest_batch, remedies
+from safetrain.plan.estimate import Estimate, remedies
 from safetrain.plan.machines import machine_of, read_profile
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
@@ -67,16 +68,16 @@ def test_the_closed_form_is_a_little_above_what_an_m1_took(
 def test_eight_gigabytes_train_it(config: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     """Rank 8 on all seven linear layers of every block, recomputed, accumulating."""
     model, m1 = four_bits(config, tmp_path), machine_of(read_profile("m1-8gb", PROFILES))
-    assert estimate(model, m1, recomputed(model), 1, tokens).fits
+    assert recomputed(model, m1).but(tokens=tokens).fits
 
 
 def test_an_8b_on_eight_gigabytes_says_how(tmp_path: Path) -> None:
     """It was trained there with q and v alone, at a peak of 4.80 GiB: all seven layers are too many."""
     model, m1 = four_bits(LLAMA_8B, tmp_path), machine_of(read_profile("m1-8gb", PROFILES))
-    assert not estimate(model, m1, recomputed(model), 1, 512).fits
-    steps = remedies(model, m1, recomputed(model), 1, 512)
+    assert not recomputed(model, m1).fits
+    steps = remedies(recomputed(model, m1))
     assert steps[-1][1].fits
-    assert any(key.startswith("lora.num_layers=") for key in steps[-1][0])
+    assert any(key.startswith("lora.num_layers=") for key, _ in steps)
 
 
 def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
@@ -88,17 +89,14 @@ def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
     assert int(5.5e9) > m1.memory_budget.mlx_bytes
     big = four_bits(QWEN_32B, tmp_path)
     for machine in (m1, m4):
-        assert largest_batch(big, machine, recomputed(big), 128) == 0
+        assert recomputed(big, machine).but(tokens=128).largest_batch == 0
 
 
 def test_a_few_layers_of_a_7b_on_32_gigabytes(tmp_path: Path) -> None:
     """mlx-lm's own advice for a Mac of 32 GB: batch 1, four layers."""
     model, m1 = four_bits(MISTRAL, tmp_path), machine_of(read_profile("m1-32gb", PROFILES))
-    run = TrainingOptions(LoraSettings(8, 2.0, 0.0, 4, QV), "lora", checkpointing=False, dequantize=False)
-    assert estimate(model, m1, run, 1, 2048).fits
+    assert Estimate(model, m1, LoraSettings(8, 2.0, 0.0, 4, QV), tokens=2048).fits
 
 
-def recomputed(model: ModelFiles) -> TrainingOptions:
-    return TrainingOptions(
-        LoraSettings(8, 2.0, 0.0, model.num_layers, ALL), "lora", checkpointing=True, dequantize=False
-    )
+def recomputed(model: ModelFiles, machine: Machine) -> Estimate:
+    return Estimate(model, machine, LoraSettings(8, 2.0, 0.0, model.num_layers, ALL), checkpointing=True)

@@ -68,7 +68,7 @@ def recommend(
         min(data.train.rows, train.max_examples or data.train.rows),
     )
     question = ask(data, machine, model, train, lora, rows or worst)
-    return recommendation_of(question, best_fit(question), data, lora)
+    return recommendation_of(question, best_fit(question))
 
 
 def plan(train: Train = OPEN, lora: Lora = NO_LORA_PINS, **changes: object) -> Recommendation:

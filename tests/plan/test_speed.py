@@ -13,10 +13,9 @@ from safetrain.plan.speed import (
     Speed,
     exchange_seconds,
     flops_per_token,
-    most_that_pay,
     multiplied_weights,
     shared_update,
-    time_of,
+    update_seconds,
     wire_bytes,
 )
 from tests.core.test_model_shapes import BIG
@@ -39,21 +38,10 @@ def test_traffic_is_that_of_a_ring_and_a_second_on_the_wire_is_a_second() -> Non
 
 def test_the_largest_share_decides_and_more_ranks_than_rows_bring_nothing() -> None:
     update = SharedUpdate(16.0, 0, 0, 16)
-    assert [time_of(update, ranks, NO_COST).seconds for ranks in (1, 2, 5, 8, 9, 15, 16, 40)] == [
+    assert [update_seconds(update, ranks, NO_COST) for ranks in (1, 2, 5, 8, 9, 15, 16, 40)] == [
         16, 8, 4, 2, 2, 2, 1, 1,
     ]  # fmt: skip
-    alone = time_of(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1))
-    assert (alone.wire_bytes, alone.exchange_seconds, alone.seconds, alone.speed_up) == (0, 0, 2.5, 1)
-
-
-def test_ranks_pay_until_the_link_or_the_rows_or_the_optimizer_is_used_up() -> None:
-    update = SharedUpdate(16.0, 0, 10**9, 16)
-    assert most_that_pay(update, NO_COST) == 16
-    assert most_that_pay(update, Link(0.01)) == 1  # a gradient takes a quarter of an hour
-    assert most_that_pay(SharedUpdate(1.0, 1.0, 0, 64), NO_COST) == 1  # a second rank brings a third
-    speeds = [most_that_pay(SharedUpdate(64.0, 0.1, 10**9, 64), Link(gbps)) for gbps in (0.1, 1, 10, 100)]
-    assert speeds == sorted(speeds)
-    assert speeds[0] < speeds[-1]
+    assert update_seconds(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1)) == 2.5
 
 
 def test_a_measured_time_is_kept_and_a_modelled_one_is_operations_by_speed() -> None:

@@ -40,7 +40,7 @@ SURVIVAL = (
 )
 NOT_IN_DVC = (
     {f"train.{key}" for key in ("log_steps", "max_days", "restart", "save_steps", *SURVIVAL)}
-    | {f"preflight.{key}" for key in ("level", "downgrade", "strict")}
+    | {f"preflight.{key}" for key in ("level", "downgrade")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
 CONSTRAINTS_OF_THE_PLAN = {

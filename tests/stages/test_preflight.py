@@ -72,9 +72,8 @@ def test_what_comes_nowhere_near_fitting_fails_and_says_what_would(workspace: Wo
 def test_named_checks_are_downgraded_and_no_others(workspace: Workspace) -> None:
     postmortem = workspace.folder / "checkpoints_qlora" / "postmortem.json"
     write_record(postmortem, DEATH)
-    done, checks = examine(workspace, "preflight.strict=true")
-    assert (done.returncode, checks["RUN-PREV"]["status"]) == (1, "warn")
-    assert "preflight.strict is set" in done.stderr
+    done, checks = examine(workspace)
+    assert (done.returncode, checks["RUN-PREV"]["status"]) == (0, "warn")
     postmortem.unlink()
     done, _ = examine(workspace, "preflight.downgrade=[MEM-FTI]")
     assert done.returncode == 2

@@ -10,7 +10,6 @@ import re
 import resource
 import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,18 +22,10 @@ RUSAGE_BYTES = 512  # more than any version has
 UUID_BYTES, FOOTPRINT_FIELD, MOST_FIELD = 16, 7, 28
 
 
-@dataclass(frozen=True)
-class Footprints:
-    """The memory that macOS charges to a process, in bytes."""
-
-    now_bytes: int
-    most_bytes: int  # since it started
-
-
 def footprint_bytes(pid: int) -> int:
     """Memory of a process now: phys_footprint on macOS, elsewhere what is resident; 0 when it is gone."""
     if sys.platform == "darwin":
-        return _ask_macos(pid).now_bytes
+        return _ask_macos(pid)[0]
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
@@ -44,24 +35,24 @@ def footprint_bytes(pid: int) -> int:
 def most_footprint_bytes() -> int:
     """The most memory that this process has had so far."""
     if sys.platform == "darwin":
-        return _ask_macos(os.getpid()).most_bytes
+        return _ask_macos(os.getpid())[1]
     found = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text(encoding="utf-8")) if STATUS.is_file() else None
     if found is not None:  # ru_maxrss starts with the parent's there
         return 1024 * int(found[1])
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def parse_rusage(content: bytes) -> Footprints:
-    """The two footprints in a struct rusage_info_v4 (or a later one: they only grow at the end)."""
+def parse_rusage(content: bytes) -> tuple[int, int]:
+    """Bytes charged now, and the most since the start, by a struct rusage_info_v4 (or a later one)."""
 
     def field(number: int) -> int:
         return int(struct.unpack_from("<Q", content, UUID_BYTES + 8 * number)[0])
 
-    return Footprints(field(FOOTPRINT_FIELD), field(MOST_FIELD))
+    return field(FOOTPRINT_FIELD), field(MOST_FIELD)
 
 
-def _ask_macos(pid: int) -> Footprints:
+def _ask_macos(pid: int) -> tuple[int, int]:
     buffer = ctypes.create_string_buffer(RUSAGE_BYTES)
     if ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage(pid, RUSAGE_INFO_V4, buffer) != 0:
-        return Footprints(0, 0)
+        return 0, 0
     return parse_rusage(buffer.raw)

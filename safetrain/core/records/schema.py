@@ -150,7 +150,6 @@ class Preflight:
 
     level: str = choice("quick", "probe", "certify")
     downgrade: list[str] | None = plain()  # noqa: RUF009
-    strict: bool = plain()
 
 
 @dataclass

@@ -25,7 +25,7 @@ from safetrain.core.storage.files import full_disk_named, require_new, require_r
 from safetrain.plan.creation.shapes import AskedShape, ModelShape, shape_for
 from safetrain.plan.creation.tokenizers import (
     OWN_IDS,
-    SAMPLE_MIB,
+    SAMPLE_BYTES,
     SpecialIds,
     TextSample,
     TrainedTokenizer,
@@ -52,12 +52,11 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 @dataclass(frozen=True)
 class TokenizerOfText:
-    """A tokenizer is trained on ``texts``, read once; at most ``sample_mib`` MiB of them. ``where`` names them."""
+    """A tokenizer is trained on a sample of ``texts``, which are read once; ``where`` names them."""
 
     texts: Iterable[str]
     where: str
     split_digits: bool = False
-    sample_mib: int = SAMPLE_MIB
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def create_model(
         made = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
         return _written(made, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
     say(f"{tokenizer.where}: the text is read")
-    sample = read_sample(tokenizer.texts, tokenizer.sample_mib * 2**20)
+    sample = read_sample(tokenizer.texts, SAMPLE_BYTES)
     if not sample.sample_bytes:
         raise DataError("The data has no text.", where=tokenizer.where, do="name a file with text, or rows")
     vocabulary = shape_for(asked, sample.total_bytes).vocabulary

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 MEASURED_BYTES = 4 * 2**20  # that are tokenized to tell bytes per token
-SAMPLE_MIB = 64
+SAMPLE_BYTES = 64 * 2**20  # of text that a tokenizer is trained on, at most
 
 
 @dataclass(frozen=True)
