@@ -3,14 +3,10 @@
 On a GPU mlx compiles a program for each shape and keeps it for ever. A shape is a width, a number of rows and a number
 of labels, each out of a small set, so that a run meets a few dozen of them however many rows it has. They follow from
 only the lengths, not from the order of training.
-
-Which attention is one kernel follows mlx 0.32's source.
-Metal, backend/metal/scaled_dot_product_attention.cpp: ``has_fused_kernel``, ``use_fallback``; it trains unfused.
-CUDA, backend/cuda/scaled_dot_product_attention.cpp: ``supports_sdpa_cudnn``, the VJP's ``use_fallback``.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+import io
 
 import mlx.core as mx
 import numpy as np
@@ -25,18 +21,8 @@ from safetrain.engine.upstream.probing import head_size
 MOST_WIDTHS = 16
 MOST_LONGER = 1.125  # times as wide, for a faster kernel: within the margin of the memory estimate
 MOST_CANDIDATES = 256  # widths that are considered
-METAL_HEAD_SIZES = (64, 72, 80, 96, 128)  # 192 and 256 have one, which mlx finds slower than none
-LARGEST_CUDNN_HEAD = 128
-LEAST_CUDNN_CAPABILITY = 8  # Ampere; a T4 has 7
-FUSED_BACKWARD_STEP = 128  # cuDNN's backward pass takes widths that are a multiple of this
-
-
-@dataclass(frozen=True)
-class FusedAttention:
-    """What is fused: the forward pass without a gradient, and both passes in training."""
-
-    forward: bool
-    backward: bool
+FUSED_STEPS = (WIDTH_STEP, 128)  # cuDNN's backward pass takes widths that are a multiple of 128
+KERNEL, GRADIENT_KERNEL = "ScaledDotProductAttention", "ScaledDotProductAttentionVJP"  # as mlx's graphs name them
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
@@ -44,8 +30,7 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
     here = device()
     if here.packs_without_padding:
         return BatchLayout(most_tokens, shards=here.shards, rectangles=not model.packs_rows)
-    fused_step = 1 if _attention_kernels(model).forward else 0
-    return BatchLayout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=fused_step)
+    return BatchLayout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=_fused_step(model, KERNEL))
 
 
 def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
@@ -55,31 +40,33 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Ba
     """
     if device().packs_without_padding:
         return layout_for(model, batch_size * padded(int(inputs.max())))
-    fused_step = FUSED_BACKWARD_STEP if _attention_kernels(model).backward else 0
+    fused_step = _fused_step(model, GRADIENT_KERNEL)
     widths = plan_widths(inputs, long_step=fused_step or WIDTH_STEP)
     return BatchLayout(batch_size * widths[-1], rectangles=True, widths=widths, way=Way.SOFTMAX, fused_step=fused_step)
 
 
-def _attention_kernels(model: BaseModel) -> FusedAttention:
-    here = device()
-    if not model.packs_rows or here.packs_without_padding:
-        return FusedAttention(forward=False, backward=False)
+def _fused_step(model: BaseModel, kernel: str) -> int:
+    """The least of FUSED_STEPS at whose multiples mlx computes the model's attention by ``kernel``; 0: none."""
+    size = head_size(model.module)
+    if not model.packs_rows or not size:
+        return 0
     was_training = model.module.training
     model.module.eval()  # dropout has no random numbers yet
-    in_float32 = model.module(mx.array([[0]])).dtype == mx.float32
+    dtype = model.module(mx.array([[0]])).dtype
     model.module.train(was_training)
-    size, metal = head_size(model.module), here.name == "metal"
-    return fused_attention(here.facts, metal=metal, head_size=size, in_float32=in_float32)
+    return next((step for step in FUSED_STEPS if kernel in attention_graph(step, size, dtype, kernel)), 0)
 
 
-def fused_attention(device: Mapping[str, object], *, metal: bool, head_size: int, in_float32: bool) -> FusedAttention:
-    """``device`` is ``mx.device_info()`` of a GPU, ``head_size`` 0 where it is not known."""
-    if metal:
-        return FusedAttention(head_size in METAL_HEAD_SIZES, backward=False)
-    capability = device.get("compute_capability_major")
-    able = isinstance(capability, int) and capability >= LEAST_CUDNN_CAPABILITY
-    cudnn = able and not in_float32 and 0 < head_size <= LARGEST_CUDNN_HEAD and head_size % 8 == 0
-    return FusedAttention(cudnn, cudnn)
+def attention_graph(width: int, head_size: int, dtype: mx.Dtype, kernel: str) -> str:
+    """What mlx would compute here for causal attention, or for its gradient if ``kernel`` is that of a gradient.
+
+    mlx chooses its kernels when it builds a graph, so nothing is computed.
+    """
+    attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=1.0, mask="causal")
+    part, graph = mx.zeros((1, 1, width, head_size), dtype), io.StringIO()
+    made = mx.vjp(attend, [part] * 3, [part])[1] if kernel == GRADIENT_KERNEL else [attend(part, part, part)]
+    mx.export_to_dot(graph, *made)
+    return graph.getvalue()
 
 
 def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = WIDTH_STEP) -> tuple[int, ...]:

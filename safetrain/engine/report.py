@@ -62,6 +62,7 @@ def attention(heads: int, head_dim: int, tokens: int) -> Iterator[str]:
 
     from safetrain.engine.backend import device
     from safetrain.engine.dtypes import time_operation
+    from safetrain.engine.layout import GRADIENT_KERNEL, attention_graph
     from safetrain.engine.row_attention import Block, block_attention
 
     def costs(name: str, attend: Callable[..., mx.array], *shape: int) -> Iterator[str]:
@@ -73,7 +74,9 @@ def attention(heads: int, head_dim: int, tokens: int) -> Iterator[str]:
             yield f"{name} {way}: {1000 * seconds:,.1f} ms, peak {size_text(peak_bytes)}"
 
     dtype, scale = "float32" if device().computes_in_float32 else "bfloat16", head_dim**-0.5
-    yield f"{heads} heads of size {head_dim}, {tokens:,} tokens, {dtype}"
+    graph = attention_graph(tokens, head_dim, getattr(mx, dtype), GRADIENT_KERNEL)
+    takes = "mx.fast" if GRADIENT_KERNEL in graph else "safetrain"
+    yield f"{heads} heads of size {head_dim}, {tokens:,} tokens, {dtype}; a training takes {takes}"
     tiles = block_attention(Block(0, tokens, 1, tokens, way=device().attention_ways[0]), scale, None)
     yield from costs("safetrain", tiles, tokens, heads, 1, head_dim)
     fused = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")

@@ -5,13 +5,14 @@ rectangles, each in one of three ways that BatchLayout chooses by backend.
 """
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, Tiles
+from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, MOST_METAL_BYTES, Tiles, metal_row_bytes
 from safetrain.engine.cpu.attention import powers_backward, powers_forward
 from safetrain.engine.tiles import Arrays, Pass, after, softmax_backward, softmax_forward
 
@@ -21,7 +22,7 @@ class Way(enum.Enum):
 
     POWERS = enum.auto()  # in tiles, by powers of 2: CPU
     SOFTMAX = enum.auto()  # in tiles, by mlx's softmax: a GPU
-    FUSED = enum.auto()  # in one kernel of mlx, where the backend has one
+    FUSED = enum.auto()  # by mlx's own kernels, where it has them
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,19 @@ def block_attention(block: Block, scale: float, window: int | None) -> Callable[
 
 
 def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
-    """Without a mask array: mlx would make one of (heads, width, width) numbers."""
+    """Without a mask array: mlx would make one of (heads, width, width) numbers.
+
+    On Metal some rows after the others: the backward pass has tiles of all heads and of all rows that it is given.
+    """
 
     def attend(*parts: mx.array) -> mx.array:
-        q, k, v = (_from_list(block, part).transpose(0, 2, 1, 3) for part in parts)
-        output = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+        step = block.rows
+        if mx.metal.is_available():
+            step = max(1, MOST_METAL_BYTES // metal_row_bytes(parts[0].shape[1], block.width, parts[0].itemsize))
+        places = list(range(step, block.rows, step))
+        pieces = (mx.split(_from_list(block, part).transpose(0, 2, 1, 3), places) for part in parts)
+        kernel = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")
+        output = mx.concatenate([kernel(*rows) for rows in zip(*pieces, strict=True)])
         return _to_list(block, output.transpose(0, 2, 1, 3))
 
     return attend

@@ -19,14 +19,17 @@ from safetrain.core.memory.estimate import (
 )
 from safetrain.core.memory.run import memory_of_run, require_fit
 from safetrain.core.memory.terms import (
+    METAL_HEAD_SIZES,
     Backend,
     Shape,
+    backend_of,
     base_bytes,
     logit_bytes,
     lora_parameters,
     most_shards_of_whole,
     optimizer_state_bytes,
     shards_of,
+    tiles_bytes,
     trained_parameters,
 )
 from safetrain.core.model.files import TensorHeader, read_model_files
@@ -128,6 +131,23 @@ def test_whole_logits_are_of_all_tokens_and_the_others_of_labels_alone() -> None
     whole = dataclasses.replace(MODEL, whole_logits=True)
     assert logit_bytes(whole, shape, CPU) == logit_bytes(whole, dataclasses.replace(shape, labels=1000), CPU)
     assert logit_bytes(MODEL, shape, CPU) < logit_bytes(MODEL, dataclasses.replace(shape, labels=1000), CPU)
+
+
+@pytest.mark.parametrize("head_size", METAL_HEAD_SIZES)
+def test_attention_on_metal_has_tiles_of_few_rows_and_never_all_scores(head_size: int) -> None:
+    """What mlx-metal 0.32.4 allocates: three tiles of at most 1024 x 1024 a row and head, and three float32 sums."""
+    model = dataclasses.replace(MODEL, num_heads=32, num_kv_heads=8, head_dim=head_size)
+    metal = backend_of(model, "metal", dequantize_base=False)
+
+    def bytes_of(rows: int, tokens: int) -> int:
+        return tiles_bytes(model, Shape(rows, tokens, False), dataclasses.replace(metal, compute_bytes=2))
+
+    def sums(tokens: int) -> int:
+        return 4 * tokens * (32 + 8 + 8) * head_size
+
+    assert bytes_of(1, 512) == 3 * 2 * 32 * 512**2 + sums(512)
+    assert bytes_of(1, 8192) == 3 * 2 * 32 * 1024**2 + sums(8192)
+    assert bytes_of(64, 512) <= 2**28 + sums(64 * 512)
 
 
 def test_a_limit_leaves_room_for_one_allocation_within_the_budget() -> None:

@@ -1,22 +1,23 @@
 """Attention in tiles gives the numbers of a plain one in float64, in every way, and keeps next to nothing."""
 
 import itertools
+from pathlib import Path
 
+import mlx
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.memory.terms import Tiles
+from safetrain.core.memory.terms import Tiles, metal_row_bytes
 from safetrain.engine import tiles
 from safetrain.engine.batches import _gather
 from safetrain.engine.cpu.attention import powers_of
-from safetrain.engine.layout import FusedAttention, fused_attention
+from safetrain.engine.layout import GRADIENT_KERNEL, KERNEL, attention_graph
 from safetrain.engine.row_attention import Block, PackedRows, Way
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 from tests.support.kept_attention import kept_probabilities
 
 SIZE = 8
-A100, T4 = ({"device_name": name, "compute_capability_major": major} for name, major in (("A100", 8), ("T4", 7)))
 Given = list[mx.array]
 
 
@@ -133,23 +134,23 @@ def test_a_long_row_takes_far_less_than_its_probabilities() -> None:
     assert peak < 0.5 * (heads * tokens**2 // 2) * 4
 
 
-@pytest.mark.parametrize(
-    ("device", "changes", "expected"),
-    [
-        (A100, {}, FusedAttention(True, True)),
-        (T4, {}, FusedAttention(False, False)),  # scores of all pairs, were it sent there
-        (A100, {"in_float32": True}, FusedAttention(False, False)),
-        (A100, {"head_size": 256}, FusedAttention(False, False)),
-        (A100, {"head_size": 0}, FusedAttention(False, False)),
-        ({}, {}, FusedAttention(False, False)),
-        ({}, {"metal": True}, FusedAttention(True, False)),
-        ({}, {"metal": True, "head_size": 256}, FusedAttention(False, False)),
-    ],
-)
-def test_the_device_decides_what_is_fused(device: dict, changes: dict, expected: FusedAttention) -> None:
-    """By mlx 0.32's backend/{metal,cuda}/scaled_dot_product_attention.cpp; device_info as CUDA's fills it."""
-    asked: dict = {"metal": False, "head_size": 128, "in_float32": False, **changes}
-    assert fused_attention(device, **asked) == expected
+def test_rows_after_the_others_in_mlx_s_own_kernels_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Metal, where the tiles of all rows at once would fill the memory."""
+    parts, expected = given(200, 4, 2), both_passes(blocks_of((50, 50, 50, 50), Way.FUSED), None, given(200, 4, 2))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    for most_bytes in (2**28, 3 * metal_row_bytes(4, 50, 4), 1):
+        monkeypatch.setattr("safetrain.engine.row_attention.MOST_METAL_BYTES", most_bytes)
+        assert farthest(both_passes(blocks_of((50, 50, 50, 50), Way.FUSED), None, parts), expected) <= 1e-6
+
+
+def test_mlx_is_asked_for_kernels_that_it_has_by_their_names() -> None:
+    """A name that mlx has changed would be read as a kernel that it has not, and every rectangle take the tiles."""
+    header = (Path(next(iter(mlx.__path__))) / "include/mlx/fast_primitives.h").read_text(encoding="utf-8")
+    for kernel in (KERNEL, GRADIENT_KERNEL):
+        assert f"DEFINE_NAME({kernel})" in header
+        graph = attention_graph(128, 64, mx.float32, kernel)
+        assert '"Softmax"' in graph  # the operations are named
+        assert kernel not in graph  # a CPU has none
 
 
 def test_a_window_is_never_lost_in_a_fused_kernel() -> None:

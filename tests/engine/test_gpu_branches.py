@@ -23,7 +23,7 @@ from safetrain.engine import update as update_module
 from safetrain.engine.batches import make_batch
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.job import Job
-from safetrain.engine.layout import FusedAttention, layout_for, training_layout
+from safetrain.engine.layout import KERNEL, layout_for, training_layout
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.row_attention import Way
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
@@ -123,12 +123,29 @@ def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(traced) == len(set(traced)) <= 8
 
 
-METAL, AMPERE, TURING = FusedAttention(True, False), FusedAttention(True, True), FusedAttention(False, False)
+def on_metal(kernel: str, **_asked: Any) -> str:
+    """What mlx's graph names there."""
+    return kernel
 
 
-@pytest.mark.parametrize(("kernels", "bits"), [(METAL, 4), (AMPERE, None), (TURING, 4)])
+def on_ampere(kernel: str, width: int, **_asked: Any) -> str:
+    return kernel if kernel == KERNEL or width % 128 == 0 else ""
+
+
+def on_turing(**_asked: Any) -> str:
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("graph", "bits", "ways", "measured_way"),
+    [
+        (on_metal, 4, {Way.FUSED}, Way.FUSED),
+        (on_ampere, None, {Way.FUSED, Way.SOFTMAX}, Way.FUSED),
+        (on_turing, 4, {Way.SOFTMAX}, Way.SOFTMAX),
+    ],
+)
 def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: FusedAttention, bits: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: Any, bits: int | None, ways: set[Way], measured_way: Way
 ) -> None:
     """Rectangles by the kernels that each has, and the loss as it is measured for validation."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)  # that too is equal: tests/engine/test_update.py
@@ -139,17 +156,24 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
         model, gradients = prepared(folder, settings)
         loss, gradient = loss_and_gradient(model, gradients, data)
         measured = measure_loss(model, data, 600)
-    monkeypatch.setattr("safetrain.engine.layout.fused_attention", lambda *_, **__: kernels)
+    asked = set[tuple[int, mx.Dtype]]()
+
+    def answer(width: int, head_size: int, dtype: mx.Dtype, kernel: str) -> str:
+        asked.add((head_size, dtype))
+        return graph(width=width, kernel=kernel)
+
+    monkeypatch.setattr("safetrain.engine.layout.attention_graph", answer)
     model, gradients = prepared(folder, settings)
     layout = training_layout(model, 2, data.inputs())
-    ways = {block.way for batch in update_of(data, layout).micro_batches for block in batch.shards[0].layout.blocks}
-    assert ways == ({Way.FUSED, Way.SOFTMAX} if kernels.backward else {Way.SOFTMAX})
+    assert asked == {(SMALL["hidden_size"] // SMALL["num_attention_heads"], mx.float32)}
+    blocks = [block for batch in update_of(data, layout).micro_batches for block in batch.shards[0].layout.blocks]
+    assert {block.way for block in blocks} == ways
     found, other = loss_and_gradient(model, gradients, data, layout)
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
     assert measure_loss(model, data, 600) == pytest.approx(measured, rel=1e-5)
     (batch,) = [make_batch(data, [4], layout_for(model, 600))]
-    assert batch.shards[0].layout.blocks[0].way is (Way.FUSED if kernels.forward else Way.SOFTMAX)
+    assert batch.shards[0].layout.blocks[0].way is measured_way
 
 
 def test_quantized_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

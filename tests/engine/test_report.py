@@ -10,7 +10,7 @@ def test_a_gpu_s_training_and_attention_run(monkeypatch: pytest.MonkeyPatch) -> 
     losses, _ = report.training()
     assert float(losses.partition("within ")[2].split()[0]) < 1e-4
     header, *costs = report.attention(2, 64, 48)
-    assert header == "2 heads of size 64, 48 tokens, bfloat16"
+    assert header == "2 heads of size 64, 48 tokens, bfloat16; a training takes safetrain"
     assert len(costs) == 4
     assert [line.partition(":")[0] for line in report.product(64)] == [
         "64 x 64 float32",

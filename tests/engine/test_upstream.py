@@ -121,6 +121,7 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
     assert trunk_of(module) is module.model
     assert module.layers == module.model.layers, f"{MOVED}probing.py"
     assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
+    assert head_size(build(config_of("deepseek_v2"), bfloat16=False)) == 0  # values have another than queries
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
         assert len(module.layers) == 1

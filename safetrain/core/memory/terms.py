@@ -52,6 +52,10 @@ class Tiles:
 
 # A GPU wants few tiles (a dozen kernels each), a CPU few useless scores (measured: benchmarks/bench_attention).
 CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
+# mlx's own backward pass on Metal: its tiles, of all heads and of all rows that it is given; of so many bytes, or one
+# row's where that is more (read from mlx-metal 0.32.4). On CUDA it has none; where there is none, ours are used.
+METAL_TILES_ALIVE, METAL_QUERIES, MOST_METAL_BYTES = 3, 1024, 256 * 2**20
+METAL_HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # 512 on some GPUs
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Backend:
     checkpointing: bool = False
     optimizer: str = "adam"
     compute_dtype: str | None = None  # that a GPU casts the base's numbers to; None: they stay as they are stored
+    metal_attention: bool = False  # mlx's own, in both passes
 
 
 def backend_of(
@@ -139,6 +144,7 @@ def backend_of(
     return Backend(
         compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
         optimizer=optimizer, compute_dtype=compute_dtype,
+        metal_attention=name == "metal" and model.head_dim in METAL_HEAD_SIZES,
     )  # fmt: skip
 
 
@@ -345,12 +351,24 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
 
 
 def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """The tiles of scores, and of their gradients, that a backward pass holds in all shards."""
+    """The tiles of scores, and of their gradients, that a backward pass holds in all shards.
+
+    mlx's own on Metal has beside them the gradients of queries, keys and values in float32.
+    """
     groups, width = model.num_heads // model.num_kv_heads, shape.tokens
+    if backend.metal_attention:
+        row = metal_row_bytes(model.num_heads, width, backend.compute_bytes)
+        gradients = shape.total * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return max(row, min(MOST_METAL_BYTES, row * shape.total // width)) + FLOAT32 * gradients
     shards, tiles = shards_of(model, shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
     lines = tiles.lines(groups, width, backend.compute_bytes)
     lines = min(lines, -(-model.num_kv_heads * shape.total // (shards * width)))
     return TILES_ALIVE * shards * lines * groups * tiles.queries(width) * width * backend.compute_bytes
+
+
+def metal_row_bytes(heads: int, width: int, number_bytes: int) -> int:
+    """The tiles of a row in mlx's own backward pass on Metal."""
+    return METAL_TILES_ALIVE * heads * min(METAL_QUERIES, width) ** 2 * number_bytes
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:

@@ -114,7 +114,10 @@ def trunk_of(module: Any) -> Any:
 
 
 def head_size(module: Any) -> int:
-    """Numbers of an attention head; 0 where they are not known."""
+    """Numbers of an attention head; 0 where they are not known, or not the same for all queries, keys and values."""
     arguments = getattr(module, "args", None)
+    sizes = {getattr(arguments, name) for name in dir(arguments) if name.endswith("head_dim")} - {None, 0}
+    if sizes:
+        return sizes.pop() if len(sizes) == 1 else 0
     heads = getattr(arguments, "num_attention_heads", 0)
-    return getattr(arguments, "head_dim", None) or (getattr(arguments, "hidden_size", 0) // heads if heads else 0)
+    return getattr(arguments, "hidden_size", 0) // heads if heads else 0
