@@ -13,28 +13,29 @@ from safetrain.core.formatting import printable, size_text
 
 def create(
     preset: Annotated[
-        str, typer.Argument(help="10m, 85m, 400m, 800m, another size as 30m, or own with --hidden-size …")
+        str, typer.Argument(help="10m, 85m, 400m, 800m, another size such as 30m, or own with --hidden-size …")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
     text: Annotated[
-        list[Path] | None, typer.Option(help="file or folder of text or rows for a tokenizer; again for more")
+        list[Path] | None, typer.Option(help="text or rows for the tokenizer: a file or folder; repeatable")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="or: the model to copy the tokenizer from")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="tokens; default: by model and text")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="copy the tokenizer of this model instead")] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="number of tokens; default: from model and text")
+    ] = None,
     hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
     num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
     num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="your own key of a text, as text=content")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="your key of the texts, as text=content")] = None,
     split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
-    sample_mib: Annotated[int, typer.Option(min=1, help="MiB of text to make the tokenizer of, at most")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="of the initial weights")] = 42,
+    sample_mib: Annotated[int, typer.Option(min=1, help="most MiB of text to train the tokenizer on")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
-    """Make a new, untrained model, to be pretrained.
+    """Make a new, untrained model for pretraining.
 
-    PRESET is its number of parameters, embeddings included. Its other sizes follow by published rules, and are
-    printed with their reasons.
+    PRESET is the number of parameters, embeddings included. The command prints the other sizes with their reasons.
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.texts import training_texts

@@ -32,25 +32,26 @@ def evaluate(
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
     base: Annotated[
         Path | None,
-        typer.Option(help="another model folder to compare with, as that of a fuse"),
+        typer.Option(help="model folder to compare with"),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
     max_questions: Annotated[
-        int | None, typer.Option(min=1, help="answer N questions; default: half a minute of them")
+        int | None, typer.Option(min=1, help="answer N questions; default: half a minute's worth")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer")] = 48,
     max_seq_length: Annotated[
-        int | None, typer.Option(min=8, help="cut rows to N tokens; default: as the last training, or 2048")
+        int | None, typer.Option(min=8, help="truncate rows to N tokens; default: as the last training, or 2048")
     ] = None,
 ) -> None:
-    """Measure any model: what it gains and forgets next to its base.
+    """Measure any model, and compare it with its base.
 
-    Loss, answers and general text. A model with --adapter is compared with itself without the adapter, a model with
-    --base with that base; otherwise only the model is measured.
-    The command reads the project's test rows, their length and params.yaml (data), and changes none of its files.
+    Measures loss, answers and general text.
+
+    With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
+    the project's test rows, their length and params.yaml (data), and changes no file of the pipeline.
     """
     from safetrain.core.model.files import read_model_files
     from safetrain.core.storage.files import full_disk_named, write_json

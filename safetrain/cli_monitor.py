@@ -22,16 +22,15 @@ GONE_LOOKS = 3  # in a row without a training before it has ended: two processes
 
 
 def monitor(
-    refresh: Annotated[float, typer.Option(min=0.2, max=3600, help="seconds between two looks at the records")] = 5.0,
-    plain: Annotated[bool, typer.Option("--plain", help="a line of text for each look, for a script or a log")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each look")] = False,
-    once: Annotated[bool, typer.Option("--once", help="look once, and end")] = False,
-    output: Annotated[Path, typer.Option(help="the folder of the run")] = paths.OUTPUT,
+    refresh: Annotated[float, typer.Option(min=0.2, max=3600, help="seconds between two readings")] = 5.0,
+    plain: Annotated[bool, typer.Option("--plain", help="a line of text for each reading, for a log")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each reading, for a script")] = False,
+    once: Annotated[bool, typer.Option("--once", help="read once, and end")] = False,
+    output: Annotated[Path, typer.Option(help="folder of the run")] = paths.OUTPUT,
 ) -> None:
     """Watch a training from a second terminal, or see how it ended.
 
-    Losses, speed, memory, phase and its age, checkpoints, time left. Ctrl-C leaves; the training never notices.
-    Where no training runs, its last state is shown.
+    Shows losses, speed, memory, the current phase, checkpoints and time left. Ctrl-C leaves; the training goes on.
     """
     from safetrain.core.run_folder import FolderFiles, RunReader
     from safetrain.watch.monitor import json_line, look_at

@@ -20,10 +20,7 @@ def info(
         typer.Argument(help="model folder or config.json; default: model.path"),
     ] = None,
 ) -> None:
-    """Say what a model is, and the least memory that training it takes.
-
-    Parameters, shapes and sizes, from the headers of its files.
-    """
+    """Print a model's sizes, and the least memory to train it."""
     from safetrain.core.model.files import read_model_plan
     from safetrain.plan.estimate import print_info
 
@@ -36,26 +33,26 @@ def validate(
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     fix: Annotated[
-        Path | None, typer.Option(help="write a repaired copy here, in the format of its name, and a log")
+        Path | None, typer.Option(help="write a repaired copy and a log here, in the format of the name")
     ] = None,
     drop: Annotated[
         list[str] | None, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")
     ] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     columns: Annotated[
-        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
+        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; repeatable")
     ] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
     Exit 0: no errors; 1: errors; 2: a file or the model is missing.
 
-    Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
+    Plain text (.txt, .md) and tokens (.ds) are documents, and so is everything if train.method is pretrain.
 
-    params.yaml, if there is one, decides labels, severities and your own keys (data.columns).
-    --columns prompt=frage --columns completion=antwort names them for one run.
+    params.yaml, if there is one, sets labels, severities and your own keys (data.columns).
+    --columns prompt=frage --columns completion=antwort sets the keys for one run.
 
-    With --fix, one file is copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
+    With --fix: exit 0 if the copy is written, 1 if rows cannot be read (see --drop-bad).
     """
     from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
@@ -91,7 +88,7 @@ def preflight(
 ) -> None:
     """Check machine, data, model, memory and disk.
 
-    Exit 0: all is well; 1: not; 2: could not be determined.
+    Exit 0: no check failed; 1: a check failed; 2: could not be determined.
     """
     from safetrain.plan.child import run_to_its_end
 
@@ -118,28 +115,32 @@ def estimate(
         typer.Argument(help="model folder or config.json; default: model.path"),
     ] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
-    macos_26: Annotated[bool, typer.Option("--macos-26", help="under macOS 26, where it may use more")] = False,
+    macos_26: Annotated[
+        bool, typer.Option("--macos-26", help="plan for macOS 26, which lets a process use more")
+    ] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
-    tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="rows in a micro-batch")] = 1,
+    tokens: Annotated[int, typer.Option(min=8, help="tokens in the longest row")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
     recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
     method: Annotated[str, typer.Option(help="lora, dora, full or pretrain")] = "lora",
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
-    accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
+    accumulate: Annotated[bool, typer.Option(help="several micro-batches a step, as recommended")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N ranks, linked")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N linked ranks")] = None,
     link_gbps: Annotated[float, typer.Option(min=0.001, help="their link, in Gbit/s")] = 1.0,
     pretrain: Annotated[
-        str | None, typer.Option(help="from scratch instead: 10m, 85m, 400m, 800m, another size, or a model's folder")
+        str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, another size, or a model folder")
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None, typer.Option(min=0.001, help="of --pretrain; default: train.tokens_per_parameter")
+        float | None, typer.Option(min=0.001, help="tokens for --pretrain; default: train.tokens_per_parameter")
     ] = None,
-    all_machines: Annotated[bool, typer.Option("--all-machines", help="--pretrain on each of conf/machine")] = False,
+    all_machines: Annotated[
+        bool, typer.Option("--all-machines", help="--pretrain on each machine of conf/machine")
+    ] = False,
 ) -> None:
-    """Say what training takes, here or on a machine you do not have.
+    """Estimate memory and time, for this machine or another.
 
     Exit 1: it does not fit. No weights are read.
     """
@@ -177,11 +178,13 @@ def selftest(
     model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
     rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
     tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
-    report: Annotated[bool, typer.Option("--report", help="measure this machine: one screen of text to paste")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="measure this machine; prints one screen of text to paste")
+    ] = False,
 ) -> None:
     """Check that this machine computes right; --report measures it.
 
-    One real forward and backward pass of a model: loss and gradient are checked.
+    Compares loss and gradient of a model with those of mlx-lm's own layers.
     """
     if report:
         from safetrain.plan.selftest import report_lines

@@ -16,13 +16,12 @@ def report(
     out: Annotated[Path | None, typer.Option(help="write here; default: checkpoints_qlora/report.html")] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="REV|EXP", help="compare with this commit or experiment; twice: compare these two"),
+        typer.Option(metavar="REV|EXP", help="compare with a commit or experiment; twice: compare both"),
     ] = None,
 ) -> None:
     """Write a page about the last run, or about two runs side by side.
 
-    Result, answers, curves, memory, data, configuration with its reasons, and the verdict on a crash. The page is one
-    file that loads nothing. --compare writes checkpoints_qlora/compare.html instead: two runs, differences first.
+    The page is one file that loads nothing. --compare writes checkpoints_qlora/compare.html instead.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.watch.compare import compare as write_comparison

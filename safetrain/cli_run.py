@@ -23,7 +23,7 @@ def run(
 ) -> None:
     """Run the whole pipeline once, from your data to the pictures.
 
-    The six stages in order, without DVC, with overrides and overlays: safetrain run experiment=minimal.
+    Runs the six stages in order, without DVC: safetrain run experiment=minimal.
     """
     from safetrain.plan.child import run_to_its_end
 
@@ -51,8 +51,8 @@ def result(
 ) -> None:
     """Show what the run learned, and what to try next.
 
-    With --gate: exit 0 better than its base, 1 not better, 2 it forgets or this could not be determined. Section gate
-    of params.yaml has the thresholds.
+    With --gate: exit 0 better than its base, 1 not better, 2 it forgets or this could not be determined. The thresholds
+    are in section gate of params.yaml.
     """
     from safetrain.core.records.evaluation import Thresholds
     from safetrain.core.records.schema import gate_of
