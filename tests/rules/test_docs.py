@@ -40,7 +40,7 @@ def test_the_committed_reference_is_that_of_the_code() -> None:
         assert found == text, f"docs/reference/{name} is out of date: run python -m tools.reference"
 
 
-def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_page() -> None:
+def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_pages() -> None:
     configured = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     listed = set(_names(configured))
     assert listed == {page.removeprefix("docs/") for page in PAGES if page != "README.md"}
@@ -48,6 +48,7 @@ def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_page() -
     for page in listed:
         if page.startswith(("trouble/", "how_to/")):
             assert page in first
+        if page.startswith("trouble/"):
             assert f"docs/{page}" in readme
 
 
