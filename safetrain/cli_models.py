@@ -18,10 +18,7 @@ def fetch(
     hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
     into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
 ) -> None:
-    """Download a model from the Hugging Face hub into models/.
-
-    The command checks free disk space first.
-    """
+    """Download a model from the Hugging Face hub into models/."""
     from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)

@@ -107,7 +107,7 @@ def chat(
     model: ModelOption = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="sample from the most likely tokens with this total probability")
     ] = 1.0,
@@ -149,8 +149,10 @@ def serve(
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0: open to the whole network, without a password")] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8080,
+    host: Annotated[str, typer.Option(help="address; 0.0.0.0: open to the whole network, without a password")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, unless a request sets it")] = 512,
 ) -> None:
     """Serve the tuned model to any OpenAI client.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,10 +28,9 @@ FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by python -m tools.reference: change the code, then run it again -->\n\n"
 SHARED = 3  # commands that have an option, so that it is described once
 RECORDS = {
-    "data_report.json": (reports.DataReport, reports.SplitReport, reports.LengthQuantiles, reports.Finding),
-    "machine.json": (reports.Machine,),
+    "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
     "preflight_report.json": (checks.PreflightReport, checks.Check),
-    "recommended_config.json": (settings.Recommendation, settings.LoraSettings, settings.Reason, settings.MemoryTerm),
+    "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
     "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof, proof.ComparedWith),
@@ -90,9 +90,9 @@ def commands() -> str:
     shared = [line for line, count in counted.items() if count >= SHARED and not line.startswith("- `--help")]
     parts = [
         "# Commands",
-        "`safetrain COMMAND --help` prints the same, `safetrain --version` the version. A default stands in brackets. "
-        "[Exit codes](exit_codes.md).",
-        "Options that several commands share, listed below by name only:",
+        "`safetrain COMMAND --help` prints the same, `safetrain --version` the version. An option is shown "
+        "with its default, if it has one. [Exit codes](exit_codes.md).",
+        "Options that several commands share:",
         "\n".join(shared),
     ]
     return "\n\n".join(parts + [_command(name, command, shared) for name, command in found])
@@ -120,11 +120,13 @@ def _command(name: str, command: Any, shared: Sequence[str]) -> str:
 
 
 def _parameter(parameter: Any) -> str:
-    """An argument or option with its meaning and default, as an item of a list."""
-    value = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
-    shown = isinstance(value, (str, int, float, Path)) and not isinstance(value, bool) and str(value)
-    meaning = " ".join(filter(None, [cell(parameter.help or ""), f"(`{value}`)" if shown else ""]))
-    return f"- {_spelling(parameter)}" + (f": {meaning}" if meaning else "")
+    """An argument or option with its meaning, as an item of a list."""
+    if _is_argument(parameter):
+        spelled = [_name(parameter).strip("[]")]
+    else:
+        value = "" if parameter.is_flag else f"={_value(parameter)}"
+        spelled = [*(f"{each}{value}" for each in parameter.opts), *parameter.secondary_opts]
+    return f"- {', '.join(f'`{each}`' for each in spelled)}" + (f": {cell(parameter.help)}" if parameter.help else "")
 
 
 def _is_argument(parameter: Any) -> bool:
@@ -136,19 +138,14 @@ def _name(parameter: Any) -> str:
     return name if parameter.required else f"[{name}]"
 
 
-def _spelling(parameter: Any) -> str:
-    if _is_argument(parameter):
-        return f"`{_name(parameter).strip('[]')}`"
-    names = [*parameter.opts, *parameter.secondary_opts]
-    kind = "" if parameter.is_flag else f" {_kind(parameter)}"
-    return ", ".join(f"`{name}{kind}`" for name in names)
-
-
-def _kind(parameter: Any) -> str:
-    """The word for an option's value."""
+def _value(parameter: Any) -> str:
+    """The default of an option, or a word for its value."""
+    value = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
+    if isinstance(value, (str, int, float, Path)) and str(value):
+        return str(value)
     annotation = parameter.type_descriptor.annotation
     kind = next((each for each in get_args(annotation) if each is not type(None)), annotation)
-    return {int: "NUMBER", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
+    return {int: "N", float: "N", Path: "PATH"}.get(kind, "TEXT")
 
 
 def keys() -> str:
@@ -178,13 +175,9 @@ def keys() -> str:
 
 def _comments() -> dict[tuple[str, str], str]:
     """The comment of each key in params.yaml."""
-    found, section = dict[tuple[str, str], str](), ""
-    for line in (ROOT / "params.yaml").read_text(encoding="utf-8").splitlines():
-        heading, entry = re.match(r"(\w+):", line), re.match(r"  (\w+):[^#]*# (.*)", line)
-        section = heading[1] if heading else section
-        if entry:
-            found[section, entry[1]] = entry[2]
-    return found
+    _, *parts = re.split(r"^(\w+):", (ROOT / "params.yaml").read_text(encoding="utf-8"), flags=re.M)
+    entries = [(section, re.findall(r"^  (\w+):[^#]*# (.*)$", text, re.M)) for section, text in pairwise(parts)]
+    return {(section, key): comment for section, found in entries[::2] for key, comment in found}
 
 
 def _stages_of(section: str, key: str) -> list[str]:
@@ -197,20 +190,15 @@ def _stages_of(section: str, key: str) -> list[str]:
 
 def findings() -> str:
     """Every check of preflight; the findings in data have a page that people write."""
-    checks, packages = named_checks(), "DEP-"
-    lines = [
-        f"- `{each.id}` {each.name}{f': {cell(each.remedy)}' if each.remedy else ''}"
-        for each in checks
-        if not each.id.startswith(packages)
-    ]
-    names = ", ".join(f"`{each.id}`" for each in checks if each.id.startswith(packages))
-    remedy = next(each.remedy for each in checks if each.id.startswith(packages))
+    packages = [f"`{each.id}`" for each in named_checks() if each.id.startswith("DEP-")]
+    others = [each for each in named_checks() if not each.id.startswith("DEP-")]
+    lines = [f"- `{each.id}` {each.name}{f': {cell(each.remedy)}' if each.remedy else ''}" for each in others]
     return "\n\n".join([
         "# Findings and checks",
         "**Findings in the data**, of `validate_data` and `safetrain validate`: [each with its remedy](../data.md).",
         "**Checks** of machine, model and project, by `safetrain preflight`. A check prints its reading, the "
         "requirement and the remedy. `preflight.downgrade=[ID]` makes the failure of one check a warning.",
-        "\n".join([*lines, f"- {names} packages: {remedy}"]),
+        "\n".join([*lines, f"- {', '.join(packages)} packages: run 'make clean && make'"]),
     ])  # fmt: skip
 
 
@@ -257,22 +245,19 @@ def records() -> str:
 
 
 def _fields(kind: Any) -> str:
-    """Names of a dataclass's fields, with the comments; a list in which plain names and settings share a line."""
+    """The fields of a dataclass as a list; those without a comment, and the settings, share a line."""
     comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.M))
-    shipped = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     configured = kind in (settings.Recommendation, settings.TrainSettings)
-    settings_of = {key for key in shipped["train"] if configured}
-    plain, lines = [], []
-    for each in fields(kind):
+    shipped = set(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))["train"]) if configured else set()
+    shown = {each.__name__ for classes in RECORDS.values() for each in classes}
+    plain, lines = list[str](), list[str]()
+    for each in [each for each in fields(kind) if each.name not in shipped]:
         typed = each.type if isinstance(each.type, str) else inspect.formatannotation(each.type)
-        inner = re.search(r"\b([A-Z]\w+)\b(?<!None)", typed)
-        name = f"`{each.name}`" + (f" ({inner[1]})" if inner else "")
-        if each.name in settings_of:
-            continue
+        inner = "".join(f" ({name})" for name in re.findall(r"\w+", typed) if name in shown)
         if each.name in comments:
-            lines.append(f"- {name}: {cell(comments[each.name])}")
+            lines.append(f"- `{each.name}`{inner}: {cell(comments[each.name])}")
         else:
-            plain.append(name)
+            plain.append(f"`{each.name}`{inner}")
     plain += ["settings"] if configured else []
     return "\n".join([*([f"- {', '.join(plain)}"] if plain else []), *lines])
 
