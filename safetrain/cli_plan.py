@@ -83,7 +83,7 @@ def preflight(
     level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
     downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="a warning is a failure")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print preflight_report.json alone")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print only preflight_report.json")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
     """Check machine, data, model, memory and disk.

@@ -33,26 +33,24 @@ RECORDS = {
     "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
-    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof, proof.ComparedWith),
+    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof),
     "evaluation.json": (
         evaluation.Evaluation,
         evaluation.Improvement,
         evaluation.Score,
         evaluation.Forgetting,
-        evaluation.PartLoss,
         evaluation.Sample,
-        evaluation.GroupScore,
     ),
     "postmortem.json": (postmortem.PostMortem,),
 }
 SIGNALS = (
-    (124, "The training process hung, and was ended. Its stacks are in `flight/stacks.txt`."),
+    (124, "The training process hung and was ended."),
     (130, "Ctrl-C. A training has saved its state."),
     (137, "The training process was killed (SIGKILL), for example by the system when memory ran out."),
-    (141, "Nobody read the output, as in `… \\| head`."),
+    (141, "The output was closed, as in `… \\| head`."),
     (143, "SIGTERM. A training has saved its state."),
     ("128 + n", "The training process was ended by signal n."),
-    (255, "`dvc repro` and `dvc exp run`: a stage has failed; its own code stands in the last lines."),
+    (255, "`dvc repro` and `dvc exp run`: a stage failed; the last lines have its own code."),
 )
 
 
@@ -214,7 +212,7 @@ def exit_codes() -> str:
     seen[1] = "Anything unforeseen, or a check of preflight that failed."
     rows = [*found, *sorted(seen.items()), *SIGNALS]
     own = [
-        ("`safetrain validate`", "the data has no errors", "it has errors", "it could not be said"),
+        ("`safetrain validate`", "the data has no errors", "it has errors", "could not be determined"),
         ("`safetrain preflight`", "no check failed", "a check failed", "a check could not be made, or a key is wrong"),
         ("`safetrain result --gate`", "better than its base", "not better", "it forgets, or could not be determined"),
         ("`safetrain estimate`", "it fits", "it does not fit", "a key or an option is wrong"),
