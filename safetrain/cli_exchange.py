@@ -32,13 +32,13 @@ class GgufType(StrEnum):
 @export.command("peft")
 def export_peft(
     out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
-    base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model it goes on")] = None,
+    base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model for PEFT")] = None,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
 ) -> None:
     """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
 
-    It is read again, to the last bit, and compared with the tuned model on validation rows.
+    The written adapter is compared with the tuned model on validation rows.
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.model.files import read_model_files
@@ -79,8 +79,12 @@ def export_peft(
 @export.command("gguf")
 def export_gguf(
     out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist")],
-    kind: Annotated[GgufType, typer.Option("--type", help="of most weights; K by llama-quantize")] = GgufType.Q8_0,
-    may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
+    kind: Annotated[
+        GgufType, typer.Option("--type", help="type of most weights; K types need llama-quantize")
+    ] = GgufType.Q8_0,
+    may_lose: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may get lost")
+    ] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
     fused: Annotated[
@@ -88,10 +92,10 @@ def export_gguf(
         typer.Option(help="a fused model's folder, instead of base and adapter"),
     ] = None,
 ) -> None:
-    """Write base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio, with a Modelfile beside it.
+    """Write base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
 
-    The file is read again and measured on validation rows beside the tuned model; NAME.gguf.json has the figures. What
-    does not hold is not kept. Types with K are made by llama.cpp's llama-quantize, if it is installed.
+    The file is compared with the tuned model on validation rows; NAME.gguf.json has the figures. A file that loses too
+    much is refused.
     """
     import importlib.util
 
@@ -151,9 +155,9 @@ def import_peft(
         typer.Option(help="base model folder; default: model.path of params.yaml"),
     ] = None,
 ) -> None:
-    """Bring in a LoRA or DoRA adapter that PEFT wrote: for ask, fuse, and whatever opens adapters of mlx-lm.
+    """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and other programs with mlx-lm.
 
-    What has no counterpart is refused by name, and so is an adapter that changes nothing.
+    An adapter with parts that mlx-lm lacks is refused, and so is one that changes nothing.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 

@@ -18,10 +18,7 @@ def fetch(
     hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
     into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
 ) -> None:
-    """Download a model from the Hugging Face hub into models/.
-
-    Free disk space is checked first.
-    """
+    """Download a model from the Hugging Face hub into models/."""
     from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)
@@ -34,7 +31,7 @@ def convert(
     bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
     group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
-    """Quantize a model, to train it in a quarter of the memory."""
+    """Quantize a model: training takes a quarter of the memory."""
     from safetrain.core.model.files import read_model_files
 
     model = read_model_files(source)
@@ -53,16 +50,20 @@ def convert(
 
 def fuse(
     out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
-    bits: Annotated[int | None, typer.Option(help="for what was trained; default: the base's own, 8, or float")] = None,
-    as_float: Annotated[bool, typer.Option("--float", help="nothing quantized")] = False,
-    may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
+    bits: Annotated[
+        int | None, typer.Option(help="bits of the trained matrices; default: the base's own, 8, or float")
+    ] = None,
+    as_float: Annotated[bool, typer.Option("--float", help="quantize nothing")] = False,
+    may_lose: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may get lost")
+    ] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
 ) -> None:
-    """Make one model of base and adapter, for any MLX program.
+    """Merge the adapter into the base model, for any MLX program.
 
-    The base's own bits are tried first, then 8 bits, then float. Each is written, opened again and measured on
-    validation rows beside base and tuned model; the first that keeps the improvement wins.
+    Tries the base's own bits, then 8 bits, then float. Each is written, loaded and compared with base and tuned model
+    on validation rows. The first that keeps the improvement wins.
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
@@ -110,16 +111,16 @@ def fuse(
 
 
 def card(
-    folder: Annotated[Path, typer.Argument(help="of a fused or exported model, or of the adapter")],
+    folder: Annotated[Path, typer.Argument(help="a fused or exported model, or an adapter")],
     adapter: Annotated[
-        Path | None, typer.Option(help="that FOLDER was made from; default: the pipeline's, or FOLDER itself")
+        Path | None, typer.Option(help="adapter that FOLDER was made from; default: the pipeline's, or FOLDER")
     ] = None,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="over a README.md that is there")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="overwrite README.md")] = False,
 ) -> None:
-    """Write a model card for the hub, with what was measured.
+    """Write a model card with the measured results.
 
-    It is README.md of that folder. `fuse` writes one by itself.
+    The card is README.md of the folder. `fuse` writes one itself.
     """
     _write_card(folder, adapter, model, replace=replace)
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
 ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
-BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter; also for a fused model (--model)")]
+BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter, as for a fused model (--model)")]
 SystemOption = Annotated[
-    str | None, typer.Option(help="system prompt; default: the one that all training rows had, '' for none")
+    str | None, typer.Option(help="system prompt ('': none); default: the one of all training rows")
 ]
 
 
@@ -71,8 +71,8 @@ def ask(
 ) -> None:
     """Ask the tuned model a question.
 
-    --base shows the base model's answer beside it. Prompts are as in training: with the system prompt that all
-    training rows had, if they had one. A model trained only on documents continues the text.
+    Prompts are as in training, with its system prompt if all rows had the same. A model trained only on documents
+    continues the text.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.engine.cpu.blas import load_fast_blas
@@ -107,14 +107,16 @@ def chat(
     model: ModelOption = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="only the likeliest words, of this share")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="the same chat again, at a temperature above 0")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="sample from the most likely tokens with this total probability")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="repeat a chat at a temperature above 0")] = None,
 ) -> None:
-    """Talk with the tuned model, or with base and tuned at once.
+    """Talk with the tuned model; --compare adds the base model.
 
     Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /help, /exit. In a pipe each line is a question, and
-    only answers are written to stdout.
+    stdout has only answers.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
@@ -147,16 +149,16 @@ def serve(
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0: open to every machine on the network, no password")] = (
+    host: Annotated[str, typer.Option(help="address; 0.0.0.0: open to the whole network, without a password")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8080,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, where a request does not say")] = 512,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, unless a request sets it")] = 512,
 ) -> None:
     """Serve the tuned model to any OpenAI client.
 
-    mlx-lm's server does; Ctrl-C ends it. Whatever model a request names, this one answers; greedily, unless the
-    request has a temperature. A chat without a system prompt gets the one that all training rows had.
+    Runs mlx-lm's server; Ctrl-C ends it. It answers whatever model a request names, greedily unless the request has a
+    temperature. A chat without a system prompt gets that of all training rows.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 

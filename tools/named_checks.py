@@ -29,14 +29,7 @@ def named_checks() -> list[NamedCheck]:
         remedy = texts[REMEDY] if len(texts) > REMEDY else ""
         names[identifier] = names.get(identifier) or name
         remedies[identifier] = remedies.get(identifier) or remedy
-    found = [NamedCheck(each, names.get(each, ""), remedies.get(each, "")) for each in preflight.IDS]
-    return [_dependency(each) if each.id.startswith("DEP-") else each for each in found]
-
-
-def _dependency(check: NamedCheck) -> NamedCheck:
-    """One of a family: a package that has to be installed."""
-    name = check.id.removeprefix("DEP-").lower()
-    return NamedCheck(check.id, f"the package {name}", "run 'make clean && make'")
+    return [NamedCheck(each, names.get(each, ""), remedies.get(each, "")) for each in preflight.IDS]
 
 
 def _calls(modules: Sequence[ModuleType]) -> list[ast.Call]:

@@ -1,12 +1,15 @@
-"""Writes docs/reference from the code: every command, key, finding, check, record and exit code.
+"""Writes docs/reference from the code: every command, key, check, record and exit code.
 
 usage: python -m tools.reference     (a test says when it is needed)
 """
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,43 +19,38 @@ import yaml
 
 from safetrain.cli import app
 from safetrain.core import errors
-from safetrain.core.records import evaluation, fusing, metrics, postmortem, proof, reports, settings
-from safetrain.core.records.schema import describe_allowed
-from safetrain.data.findings import KINDS
+from safetrain.core.records import evaluation, metrics, postmortem, proof, reports, settings
 from safetrain.plan import checks
 from tools.named_checks import named_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by python -m tools.reference: change the code, then run it again -->\n\n"
+SHARED = 3  # commands that have an option, so that it is described once
 RECORDS = {
-    "data_report.json": (reports.DataReport, reports.SplitReport, reports.LengthQuantiles, reports.Finding),
-    "machine.json": (reports.Machine,),
+    "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
     "preflight_report.json": (checks.PreflightReport, checks.Check),
-    "recommended_config.json": (settings.Recommendation, settings.LoraSettings, settings.Reason, settings.MemoryTerm),
+    "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
-    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof, proof.ComparedWith),
+    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof),
     "evaluation.json": (
         evaluation.Evaluation,
         evaluation.Improvement,
         evaluation.Score,
         evaluation.Forgetting,
-        evaluation.PartLoss,
         evaluation.Sample,
-        evaluation.GroupScore,
     ),
     "postmortem.json": (postmortem.PostMortem,),
-    "fuse_report.json": (fusing.FuseReport, fusing.Tried, fusing.Likeness),
 }
 SIGNALS = (
-    (124, "The training process hung, and was ended. Its stacks are in `flight/stacks.txt`."),
+    (124, "The training process hung and was ended."),
     (130, "Ctrl-C. A training has saved its state."),
     (137, "The training process was killed (SIGKILL), for example by the system when memory ran out."),
-    (141, "Nobody read the output, as in `… \\| head`."),
+    (141, "The output was closed, as in `… \\| head`."),
     (143, "SIGTERM. A training has saved its state."),
     ("128 + n", "The training process was ended by signal n."),
-    (255, "`dvc repro` and `dvc exp run`: a stage has failed; its own code stands in the last lines."),
+    (255, "`dvc repro` and `dvc exp run`: a stage failed; the last lines have its own code."),
 )
 
 
@@ -85,13 +83,17 @@ def cell(text: str) -> str:
 
 def commands() -> str:
     """Every command of `safetrain`, with its arguments and options."""
+    found = list(_walk(typer.main.get_command(app), "safetrain"))
+    counted = Counter(_parameter(each) for _, command in found for each in command.params)
+    shared = [line for line, count in counted.items() if count >= SHARED and not line.startswith("- `--help")]
     parts = [
         "# Commands",
-        "`safetrain COMMAND --help` prints the same, `safetrain --version` the version. Exit codes: "
-        "[all of them](exit_codes.md).",
+        "`safetrain COMMAND --help` prints the same, `safetrain --version` the version. An option is shown "
+        "with its default, if it has one. [Exit codes](exit_codes.md).",
+        "Options that several commands share:",
+        "\n".join(shared),
     ]
-    parts += [_command(name, found) for name, found in _walk(typer.main.get_command(app), "safetrain")]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + [_command(name, command, shared) for name, command in found])
 
 
 def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -104,15 +106,25 @@ def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _walk(inside[word], f"{name} {word}")
 
 
-def _command(name: str, command: Any) -> str:
-    """One command: what it does, how it is called, what its options are."""
+def _command(name: str, command: Any, shared: Sequence[str]) -> str:
+    """A command: how to call it, what it does, its options."""
     parameters = [each for each in command.params if each.name != "help"]
     usage = [name, *(_name(each) for each in parameters if _is_argument(each))]
-    usage += ["[OPTIONS]"] if any(not _is_argument(each) for each in parameters) else []
-    rows = [(_spelling(each), cell(each.help or ""), _shipped(each)) for each in parameters]
+    known = [f"`{each.opts[0]}`" for each in parameters if _parameter(each) in shared]
+    lines = [_parameter(each) for each in parameters if _parameter(each) not in shared]
     help_text = "\n\n".join(cell(part) for part in (command.help or "").split("\n\n"))
-    parts = [f"## {name}", f"`{' '.join(usage)}`", help_text]
-    return "\n\n".join([*parts, table(["argument or option", "meaning", "unless given"], rows)] if rows else parts)
+    listed = "\n".join([*lines, *([f"- {', '.join(known)}"] if known else [])])
+    return "\n\n".join(filter(None, [f"## {' '.join(usage)}", help_text, listed]))
+
+
+def _parameter(parameter: Any) -> str:
+    """An argument or option with its meaning, as an item of a list."""
+    if _is_argument(parameter):
+        spelled = [_name(parameter).strip("[]")]
+    else:
+        value = "" if parameter.is_flag else f"={_value(parameter)}"
+        spelled = [*(f"{each}{value}" for each in parameter.opts), *parameter.secondary_opts]
+    return f"- {', '.join(f'`{each}`' for each in spelled)}" + (f": {cell(parameter.help)}" if parameter.help else "")
 
 
 def _is_argument(parameter: Any) -> bool:
@@ -124,57 +136,46 @@ def _name(parameter: Any) -> str:
     return name if parameter.required else f"[{name}]"
 
 
-def _spelling(parameter: Any) -> str:
-    if _is_argument(parameter):
-        return f"`{_name(parameter).strip('[]')}`"
-    names = [*parameter.opts, *parameter.secondary_opts]
-    kind = "" if parameter.is_flag else f" {_kind(parameter)}"
-    return ", ".join(f"`{name}{kind}`" for name in names)
-
-
-def _kind(parameter: Any) -> str:
-    """What stands behind an option."""
+def _value(parameter: Any) -> str:
+    """The default of an option, or a word for its value."""
+    value = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
+    if isinstance(value, (str, int, float, Path)) and str(value):
+        return str(value)
     annotation = parameter.type_descriptor.annotation
     kind = next((each for each in get_args(annotation) if each is not type(None)), annotation)
-    return {int: "NUMBER", float: "NUMBER", Path: "PATH", str: "TEXT"}.get(kind, str(kind))
-
-
-def _shipped(parameter: Any) -> str:
-    value = parameter.default
-    shown = isinstance(value, (str, int, float, Path)) and not isinstance(value, bool) and str(value)
-    return f"`{value}`" if shown else ""
+    return {int: "N", float: "N", Path: "PATH"}.get(kind, "TEXT")
 
 
 def keys() -> str:
-    """Every key of params.yaml, as it ships, with what is allowed and which stages run again."""
+    """Every key of params.yaml: its shipped value, its meaning, and the stages that run again when it changes."""
     shipped = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     comments = _comments()
     parts = [
         "# Keys of params.yaml",
-        "`null` means: take the recommendation (`checkpoints_qlora/recommended_config.json` has it with its reason), "
-        "or that there is no such limit. A key can also stand on the command line of a stage, of `safetrain run`, of "
-        "`safetrain preflight`, and behind `-S` of `dvc exp run`: `train.learning_rate=1e-4`.",
-        "A changed value runs the stages again that read it, and those that depend on what they write. One that no "
-        "stage is named for changes no result.",
+        "The shipped value stands in brackets. `null` means: take the recommendation, which "
+        "`checkpoints_qlora/recommended_config.json` gives with its reason, or no limit. Ranges: `8..` is 8 or more, "
+        "`(0, 1]` is above 0, up to 1.",
+        "You can also set a key on the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or "
+        "`safetrain preflight`, or after `-S` of `dvc exp run`. A changed value reruns the named stages and "
+        "those that depend on them.",
     ]
     for section, values in shipped.items():
-        parts.append(f"## {section}")
+        readers = {key: ", ".join(_stages_of(section, key)) or "nothing" for key in values}
+        usual = Counter(readers.values()).most_common(1)[0][0]
+        lines = []
         for key, value in values.items():
-            ships, readers = yaml.safe_dump(value).splitlines()[0], ", ".join(_stages_of(section, key)) or "no stage"
-            facts = f"Ships as `{ships}`. Allowed: {cell(describe_allowed(section, key))}. Read by: {readers}."
-            parts += [f"### {section}.{key}", f"{cell(comments[section, key])}  \n{facts}"]
+            ships = yaml.safe_dump(value).splitlines()[0]
+            others = "" if readers[key] == usual else f" (reruns {readers[key]})"
+            lines.append(f"- **{key}** (`{ships}`): {cell(comments[section, key])}{others}")
+        parts += [f"## {section}", f"Reruns {usual}, unless noted.", "\n".join(lines)]
     return "\n\n".join(parts)
 
 
 def _comments() -> dict[tuple[str, str], str]:
-    """What params.yaml says beside each key."""
-    found, section = dict[tuple[str, str], str](), ""
-    for line in (ROOT / "params.yaml").read_text(encoding="utf-8").splitlines():
-        heading, entry = re.match(r"(\w+):", line), re.match(r"  (\w+):[^#]*# (.*)", line)
-        section = heading[1] if heading else section
-        if entry:
-            found[section, entry[1]] = entry[2]
-    return found
+    """The comment of each key in params.yaml."""
+    _, *parts = re.split(r"^(\w+):", (ROOT / "params.yaml").read_text(encoding="utf-8"), flags=re.M)
+    entries = [(section, re.findall(r"^  (\w+):[^#]*# (.*)$", text, re.M)) for section, text in pairwise(parts)]
+    return {(section, key): comment for section, found in entries[::2] for key, comment in found}
 
 
 def _stages_of(section: str, key: str) -> list[str]:
@@ -186,28 +187,17 @@ def _stages_of(section: str, key: str) -> list[str]:
 
 
 def findings() -> str:
-    """Every finding of the data gate, and every check of preflight."""
-    data = [
-        (f"[{name}](../data.md#{name.lower()})", kind.severity + (", always" if kind.fixed else ""),
-         cell(_said(kind.message)), cell(kind.remedy))
-        for name, kind in KINDS.items()
-    ]  # fmt: skip
-    machine = [(f"`{found.id}`", found.name, cell(found.remedy)) for found in named_checks()]
+    """Every check of preflight; the findings in data have a page that people write."""
+    packages = [f"`{each.id}`" for each in named_checks() if each.id.startswith("DEP-")]
+    others = [each for each in named_checks() if not each.id.startswith("DEP-")]
+    lines = [f"- `{each.id}` {each.name}{f': {cell(each.remedy)}' if each.remedy else ''}" for each in others]
     return "\n\n".join([
         "# Findings and checks",
-        "## In the data",
-        "By `validate_data` and `safetrain validate`. An error ends the stage. `data.downgrade=[ID]` makes it a "
-        "warning (but for those that say \"always\"), `data.upgrade=[ID]` does the reverse.",
-        table(["ID", "severity", "what is said", "do"], data),
-        "## Of machine, model and project",
-        "By `safetrain preflight`. `preflight.downgrade=[ID]` makes the failure of one check a warning. What was found "
-        "and what is needed is printed with each.",
-        table(["ID", "what is looked at", "do"], machine),
+        "**Findings in the data**, of `validate_data` and `safetrain validate`: [each with its remedy](../data.md).",
+        "**Checks** of machine, model and project, by `safetrain preflight`. A check prints its reading, the "
+        "requirement and the remedy. `preflight.downgrade=[ID]` makes the failure of one check a warning.",
+        "\n".join([*lines, f"- {', '.join(packages)} packages: run 'make clean && make'"]),
     ])  # fmt: skip
-
-
-def _said(message: str) -> str:
-    return re.sub(r"\{\{(.*?)\}\}", r"{\1}", message.replace("{rows}", "N rows").replace("{detail}", "…"))
 
 
 def exit_codes() -> str:
@@ -222,7 +212,7 @@ def exit_codes() -> str:
     seen[1] = "Anything unforeseen, or a check of preflight that failed."
     rows = [*found, *sorted(seen.items()), *SIGNALS]
     own = [
-        ("`safetrain validate`", "the data has no errors", "it has errors", "it could not be said"),
+        ("`safetrain validate`", "the data has no errors", "it has errors", "could not be determined"),
         ("`safetrain preflight`", "no check failed", "a check failed", "a check could not be made, or a key is wrong"),
         ("`safetrain result --gate`", "better than its base", "not better", "it forgets, or could not be determined"),
         ("`safetrain estimate`", "it fits", "it does not fit", "a key or an option is wrong"),
@@ -240,25 +230,34 @@ def records() -> str:
     """The fields of every file that other programs may want to read."""
     parts = [
         "# Fields of the records",
-        "The files in `checkpoints_qlora/` that programs may read. [What each file is for](files.md). A field that is "
-        "not measured is null, or empty in the CSV file.",
+        "For programs that read the files in `checkpoints_qlora/` ([what each file is for](files.md)). A value that "
+        "was not measured is null, or empty in the CSV file. Losses are in nats per label. Settings have the names and "
+        "meanings of [params.yaml](keys.md).",
     ]
     for name, classes in RECORDS.items():
         parts.append(f"## {name}")
         for kind in classes:
-            parts += [f"**{kind.__name__}**: {cell(kind.__doc__ or '').removeprefix(f'{name}: ')}", _fields(kind)]
+            told = cell(kind.__doc__ or "").removeprefix(f"{name}: ").replace("``", "`")
+            parts += [f"**{kind.__name__}**: {told}", _fields(kind)]
     return "\n\n".join(parts)
 
 
 def _fields(kind: Any) -> str:
-    """Names and types of a dataclass, with the comment that stands beside each."""
+    """The fields of a dataclass as a list; those without a comment, and the settings, share a line."""
     comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.M))
-    rows = []
-    for each in fields(kind):
+    configured = kind in (settings.Recommendation, settings.TrainSettings)
+    shipped = set(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))["train"]) if configured else set()
+    shown = {each.__name__ for classes in RECORDS.values() for each in classes}
+    plain, lines = list[str](), list[str]()
+    for each in [each for each in fields(kind) if each.name not in shipped]:
         typed = each.type if isinstance(each.type, str) else inspect.formatannotation(each.type)
-        typed = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", typed)
-        rows.append((f"`{each.name}`", f"`{typed}`".replace("|", "\\|"), cell(comments.get(each.name, ""))))
-    return table(["field", "type", "meaning"], rows)
+        inner = "".join(f" ({name})" for name in re.findall(r"\w+", typed) if name in shown)
+        if each.name in comments:
+            lines.append(f"- `{each.name}`{inner}: {cell(comments[each.name])}")
+        else:
+            plain.append(f"`{each.name}`{inner}")
+    plain += ["settings"] if configured else []
+    return "\n".join([*([f"- {', '.join(plain)}"] if plain else []), *lines])
 
 
 if __name__ == "__main__":

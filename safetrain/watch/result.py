@@ -95,7 +95,7 @@ def _next_of_pretrained(command: str) -> list[str]:
         "Next:  source .venv/bin/activate",
         '       safetrain ask "The "                     # it continues a text; it has not learned to answer',
         "       open checkpoints_qlora/report.html",
-        "       safetrain fuse models/mine               # a merged model; then model.path=models/mine",
+        "       safetrain fuse models/mine               # a fused model; then model.path=models/mine",
         f"       {longer:<40} # a longer run; its results replace these",
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from safetrain.core.storage import paths, run_files
+from safetrain.data.findings import KINDS
 from tests.conftest import ROOT
 from tests.rules.imports import python_files
 from tests.support.documented import Block, all_blocks, headings, links, pages, target_of
@@ -40,7 +41,7 @@ def test_the_committed_reference_is_that_of_the_code() -> None:
         assert found == text, f"docs/reference/{name} is out of date: run python -m tools.reference"
 
 
-def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_page() -> None:
+def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_pages() -> None:
     configured = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     listed = set(_names(configured))
     assert listed == {page.removeprefix("docs/") for page in PAGES if page != "README.md"}
@@ -48,6 +49,7 @@ def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_page() -
     for page in listed:
         if page.startswith(("trouble/", "how_to/")):
             assert page in first
+        if page.startswith("trouble/"):
             assert f"docs/{page}" in readme
 
 
@@ -90,6 +92,14 @@ def test_every_file_that_the_pipeline_writes_is_in_the_table_of_files() -> None:
     names |= {run_files.POINTER, run_files.BAD_UPDATES, run_files.FLIGHT, run_files.POSTMORTEM, run_files.LADDER}
     names |= {run_files.STACKS, run_files.ERROR}
     assert {name for name in names if name not in told} == set()
+
+
+def test_the_page_of_findings_has_their_severities() -> None:
+    text = PAGES["docs/data.md"]
+    told = re.findall(r"^### (\S+)\n\n\*(\w+)\*", text, re.M)
+    assert dict(told) == {name: kind.severity for name, kind in KINDS.items()}
+    always = next(part for part in text.split("\n\n") if "always stay errors" in part)
+    assert {name for name in KINDS if re.search(rf"\b{name}\b", always)} == {n for n in KINDS if KINDS[n].fixed}
 
 
 def test_the_first_screen_of_readme_stays_one() -> None:

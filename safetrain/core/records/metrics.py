@@ -18,17 +18,17 @@ from safetrain.core.storage.files import from_json, read_result, write_json, wri
 class StepRecord:
     """One line of training_metrics.csv. ``None`` is an empty field: not measured at that step."""
 
-    step: int  # optimizer updates made
-    epoch: float  # passes over the training rows made
+    step: int  # steps so far
+    epoch: float  # epochs so far
     train_loss: float | None  # mean per label since the last record
     valid_loss: float | None  # mean per label over the validation rows
-    learning_rate: float  # of the last update
-    grad_norm: float | None  # of the last update, before clipping
+    learning_rate: float  # at the last step
+    grad_norm: float | None  # gradient norm of the last step, before clipping
     trained_tokens: int  # labels seen since the start of the run
-    labels_per_second: float | None  # since the last record
-    peak_memory_bytes: int  # mlx's peak over the updates of the whole run
-    footprint_bytes: int  # of the process: resident memory; on macOS what the system charges to it
-    elapsed_seconds: float  # of the updates; pauses, validation and saving excluded
+    labels_per_second: float | None  # speed since the last record
+    peak_memory_bytes: int  # peak memory of mlx over all steps
+    footprint_bytes: int  # memory of the process (macOS: its footprint)
+    elapsed_seconds: float  # time of the steps, without validation and saving
 
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(StepRecord))
@@ -38,8 +38,8 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(StepRecord))
 class TrainingMetrics:
     """training_metrics.json: the numbers that two runs are compared by. Losses in nats per label."""
 
-    final_train_loss: float  # over the last tenth of the updates
-    valid_loss: float  # after the last update
+    final_train_loss: float  # mean over the last tenth of the steps
+    valid_loss: float  # after the last step
     best_valid_loss: float
     best_step: int
     steps: int
@@ -53,20 +53,20 @@ class TrainingOutcome:
     base_model: str
     train_rows: int
     trainable_parameters: int
-    resumed_from_step: int  # 0 in a run that was never interrupted
+    resumed_from_step: int  # 0: never interrupted
     trained_tokens: int  # labels
-    elapsed_seconds: float  # of the updates, compilation included; loading, validation and saving excluded
-    tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
-    peak_memory_bytes: int  # of mlx's allocator, over the updates
-    peak_footprint_bytes: int  # of the process (core/memory/process.py), at the records
-    predicted_peak_bytes: int  # of mlx's allocator
+    elapsed_seconds: float  # time of the steps, without loading, validation and saving
+    tokens_per_second: float  # speed in input tokens, without padding
+    peak_memory_bytes: int  # peak memory of mlx over all steps
+    peak_footprint_bytes: int  # peak memory of the process
+    predicted_peak_bytes: int  # predicted peak memory of mlx
     blas: str
-    padding_share: float  # of all computed tokens
+    padding_share: float  # share of padding in all computed tokens
     stopped_early: bool
-    base_valid_loss: float  # before the first update, on the same rows as the adapter's
-    memory_rungs: tuple[str, ...]  # what ran out of memory, in words; the run went on with less
-    gpu_rungs: tuple[str, ...]  # how the run went on after the GPU watchdog
-    valid_rows: int = 0  # that every validation measures; 0: unknown, written by an older version
+    base_valid_loss: float  # validation loss before the first step
+    memory_rungs: tuple[str, ...]  # configurations that ran out of memory
+    gpu_rungs: tuple[str, ...]  # changes after the GPU watchdog
+    valid_rows: int = 0  # rows of each validation; 0: unknown
     valid_rows_available: int = 0
 
 

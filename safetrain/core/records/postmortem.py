@@ -21,27 +21,27 @@ class PostMortem:
     evidence: tuple[str, ...]
     advice: str
     phase: str
-    step: int  # the update in progress, from 1; 0 before the first
+    step: int  # step in progress, from 1; 0 before the first
     micro_batch: int
     rows: int
     tokens: int
-    row_ids: tuple[int, ...]  # the first few lines of data/validated/train.jsonl in the micro-batch
-    footprint_bytes: int  # counted as the limit counts: private memory under train.memory_limit_gb
+    row_ids: tuple[int, ...]  # first lines of data/validated/train.jsonl in the micro-batch
+    footprint_bytes: int  # memory of the process, counted as its limit counts
     limit_bytes: int
     limit_name: str
     predicted_peak_bytes: int
     mlx_active_bytes: int
     mlx_peak_bytes: int
-    loss: float | None  # of the last update; None: not a number
+    loss: float | None  # loss of the last step; None: not a number
     resumes_from_step: int
     next_command: str
     exit_code: int
-    ended_seconds: float  # wall clock
-    quoted: tuple[str, ...] = ()  # evidence in another program's words, which may quote anything
-    went_on: bool = False  # the run continued by itself, with other settings
-    rank: int | None = None  # that ended the training; None: a single process, or the same reason for all
+    ended_seconds: float  # time of the end, Unix seconds
+    quoted: tuple[str, ...] = ()  # evidence in the words of another program
+    went_on: bool = False  # whether the run continued by itself
+    rank: int | None = None  # rank that ended the training; None: one process, or all ranks
     ranks: int = 1
-    host: str = ""  # of that rank; empty: this machine
+    host: str = ""  # machine of that rank; empty: this one
 
 
 def read_postmortem(output: Path) -> PostMortem | None:

@@ -25,10 +25,10 @@ class Proof:
 
     rows: int
     labels: int
-    tuned_loss: float  # of the model in the training's memory, at its best step
+    tuned_loss: float  # loss of the model in memory at its best step
     base: ComparedWith
     opened: ComparedWith
-    opened_by: str  # mlx-lm, or safetrain where mlx-lm cannot: DoRA on a base of 3, 5 or 6 bits
+    opened_by: str  # mlx-lm; safetrain for DoRA on a base of 3, 5 or 6 bits
 
 
 def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:

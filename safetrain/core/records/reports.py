@@ -45,7 +45,7 @@ class SplitReport:
     trained_tokens: int
     lengths: LengthQuantiles
     histogram: LengthHistogram
-    label_bytes: int = 0  # UTF-8 bytes of the text of all labels, special tokens not counted; 0: not known
+    label_bytes: int = 0  # UTF-8 bytes of all labels without special tokens; 0: unknown
 
     def share_beyond(self, counts: Sequence[int], length: int) -> float:
         """Of what ``counts`` of the histogram count, the share beyond ``length`` tokens.
@@ -78,11 +78,11 @@ class DataReport:
     source: str
     format: str
     split: str
-    warnings: tuple[str, ...]  # the messages of those findings that are warnings
+    warnings: tuple[str, ...]  # messages of the findings that are warnings
     findings: tuple[Finding, ...]
-    template_date: str  # the date that chat templates took for today
-    stop_tokens: tuple[str, ...]  # that end an answer, by the model and by what is trained
-    opening: str  # how prompts open an answer, in words
+    template_date: str  # date that the chat template writes
+    stop_tokens: tuple[str, ...]  # stop tokens of the model and of the training rows
+    opening: str  # how the generation prompt opens an answer
     train: SplitReport
     valid: SplitReport
     test: SplitReport
@@ -112,10 +112,10 @@ class Machine:
     mlx: str
     mlx_lm: str
     total_memory_bytes: int
-    memory_budget_bytes: int  # of the training process
-    process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
-    gemm_gflops: float = 0.0  # speed of a product of large float32 matrices; 0: not known
-    compute_dtype: str | None = None  # float32 where that is faster than bfloat16; None: the type a base is stored in
+    memory_budget_bytes: int  # most memory that the training process may use
+    process_memory_bytes: int = PROCESS_BYTES  # part of the budget for Python and libraries
+    gemm_gflops: float = 0.0  # speed of a large float32 matrix product; 0: unknown
+    compute_dtype: str | None = None  # float32 if faster than bfloat16; None: as the base is stored
     quantized_compute_dtype: str | None = None  # the same for a quantized base
 
     @property

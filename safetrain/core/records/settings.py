@@ -74,7 +74,7 @@ class MemoryTerm:
 
     name: str
     size_bytes: int
-    exact: bool = False  # counted from file headers and settings; other terms are estimated and need a margin
+    exact: bool = False  # whether the size is known, not estimated
 
 
 @dataclass(frozen=True)
@@ -124,27 +124,27 @@ class Recommendation:
     gradient_checkpointing: bool
     compute_dtype: str | None  # None: as the base is stored
     lora: LoraSettings
-    largest_update: LargestUpdate  # that the memory is predicted for
-    planned_method: str  # what it was made for
+    largest_update: LargestUpdate  # step that the memory is predicted for
+    planned_method: str
     planned_optimizer: str
     planned_model: str
     planned_backend: str
     reasons: tuple[Reason, ...]
     predicted_peak_bytes: int
-    mlx_limit_bytes: int  # for mx.set_memory_limit
+    mlx_limit_bytes: int  # value for mx.set_memory_limit
     memory_terms: tuple[MemoryTerm, ...]
     memory_budget_bytes: int
-    process_memory_bytes: int  # of it, what mlx's allocator does not see
-    margin_bytes: int  # kept free beside the predicted peak
+    process_memory_bytes: int  # part of the budget outside mlx's allocator
+    margin_bytes: int  # reserve on top of the predicted peak
     basis: str  # closed form, or dry run
-    step_seconds: float | None  # of an update of mean size, by a dry run
-    total_seconds: float | None  # of the training's updates
-    disk_bytes: int  # for checkpoints and adapter
-    measured_peak_bytes: int | None  # of the model itself, over the largest updates of several orders of the rows
-    own_order: OwnOrder | None  # the same in the order of train.seed; None where an update is too slow
-    measured_footprint_bytes: int | None  # of that process (core/memory/process.py)
-    verified: bool  # measured with the model itself, and within the budget
-    max_steps: int | None = None  # updates after which the run ends; None: num_epochs decides
+    step_seconds: float | None  # time of a step of mean size, by a dry run
+    total_seconds: float | None  # time of all steps
+    disk_bytes: int  # space for checkpoints and adapter
+    measured_peak_bytes: int | None  # peak in the dry run, over the largest steps of several row orders
+    own_order: OwnOrder | None  # the same for the order of train.seed; None: not measured
+    measured_footprint_bytes: int | None  # memory of the dry run's process
+    verified: bool  # whether a dry run fits the budget
+    max_steps: int | None = None  # steps after which the run ends; None: num_epochs applies
 
     @property
     def memory_budget(self) -> MemoryBudget:
