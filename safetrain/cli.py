@@ -30,9 +30,7 @@ from safetrain.core.signals import Terminated, handling, terminate
 from safetrain.core.tracebacks import with_traceback
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command takes it over
-OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
-HANDED_ON = {"ignore_unknown_options": True, "help_option_names": []}  # all options are those of the program started
-SETTINGS: dict[Any, dict[str, Any]] = {run: OVERRIDES, stage: HANDED_ON, repro: HANDED_ON, exp: HANDED_ON}
+HANDED_ON = {"ignore_unknown_options": True}  # to Hydra, as --cfg, and to DVC
 
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
@@ -88,7 +86,9 @@ for panel, commands in COMMANDS.items():
         if isinstance(command, tuple):
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)
         else:
-            app.command(rich_help_panel=panel, context_settings=SETTINGS.get(command))(command)
+            app.command(
+                rich_help_panel=panel, context_settings=HANDED_ON if command in (run, stage, repro, exp) else None
+            )(command)
 
 
 def main() -> None:

@@ -53,9 +53,9 @@ def init(
     folder: Annotated[Path, typer.Argument(help="made if it is not there")] = Path(),
     example: Annotated[bool, typer.Option("--example", help="with the example data and the small model")] = False,
 ) -> None:
-    """Make a project: a folder with your values, data and models, under Git and DVC.
+    """Make a project folder for your values, data and models.
 
-    safetrain init demo --example && cd demo && safetrain run
+    It is under Git and DVC: safetrain init demo --example && cd demo && safetrain run
     """
     from safetrain.project import make_project
 
@@ -67,14 +67,20 @@ def init(
 
 
 def update() -> None:
-    """Renew the project's files after an upgrade of safetrain; what you have changed stays."""
+    """Renew the project's files after an upgrade.
+
+    What you have changed stays: the new file is NAME.new beside it.
+    """
     from safetrain.project import update_project
 
     print("\n".join(update_project()) or "Everything is as this version makes it.")
 
 
 def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
-    """Show what safetrain keeps outside of projects: measurements and a compiled BLAS, made again when needed."""
+    """Show what safetrain keeps outside of projects.
+
+    Measurements and a prepared BLAS; what is deleted is made again when it is needed.
+    """
     import shutil
 
     from safetrain.core.formatting import counted, size_text

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from safetrain.cli_project import params, require_project
-from safetrain.core.again import RUN, STAGES, ran_by, stage_module
+from safetrain.core.again import RUN, ran_by
 from safetrain.core.errors import AlreadyRunningError, ConfigError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import POSTMORTEM
+
+STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 
 
 def run(
@@ -37,7 +39,7 @@ def run(
     os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
     for name in STAGES:
         print(f"\n== {name}", flush=True)
-        code = run_to_its_end([sys.executable, "-m", stage_module(name), *(overrides or [])])
+        code = run_to_its_end([sys.executable, "-m", _module_of(name), *(overrides or [])])
         if code != 0:
             print(f"error: the stage {name} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
@@ -76,23 +78,28 @@ def stage(
     if name not in STAGES:
         raise ConfigError(f"Unknown stage {name}.", expected=f"one of {', '.join(STAGES)}")
     require_current()
-    os.execv(sys.executable, [sys.executable, "-m", stage_module(name), *(overrides or [])])
+    os.execv(sys.executable, [sys.executable, "-m", _module_of(name), *(overrides or [])])
+
+
+def _module_of(name: str) -> str:
+    """The module of a stage: this folder's own in the program's repository, else the installed one."""
+    return f"stages.{name}" if Path(f"stages/{name}.py").is_file() else f"safetrain.stages.{name}"
 
 
 def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc repro")] = None) -> None:
-    """Run what has changed, and keep it: `dvc repro` with the DVC that came with safetrain."""
+    """Run what has changed, and keep it: dvc repro."""
     _start_dvc("repro", words)
 
 
 def exp(
     words: Annotated[list[str] | None, typer.Argument(help="words of dvc exp, as: run -S train.seed=7")] = None,
 ) -> None:
-    """Run and compare experiments: `dvc exp` with the DVC that came with safetrain."""
+    """Run and compare experiments: dvc exp."""
     _start_dvc("exp", words)
 
 
 def _start_dvc(command: str, words: list[str] | None) -> None:
-    """Its stages find this installation's safetrain first."""
+    """The DVC that came with safetrain; its stages find this safetrain first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
 

@@ -117,9 +117,9 @@ def test_a_stage_out_of_order_says_what_to_run_first(workspace: Workspace) -> No
 
 
 def test_outside_the_project_s_root_it_says_where_to_go(workspace: Workspace, tmp_path: Path) -> None:
-    done = workspace.run("python", "-m", "stages.validate_data", cwd=tmp_path)
+    done = workspace.run("safetrain", "stage", "validate_data", cwd=tmp_path)
     assert done.returncode == 2
-    assert "run the stages from the project's root" in done.stderr
+    assert "go to the project's root" in done.stderr
 
 
 def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
