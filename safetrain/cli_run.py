@@ -108,7 +108,8 @@ def _result() -> str:
     from safetrain.core.run_folder import read_run
     from safetrain.watch.result import describe_result
 
-    return printable(describe_result(read_run(), ran_by()))
+    activate = Path(".venv/bin/activate").is_file()
+    return printable(describe_result(read_run(), ran_by(), activate=activate))
 
 
 def result(
