@@ -17,7 +17,8 @@ from safetrain.cli_evaluate import evaluate
 from safetrain.cli_exchange import export, import_
 from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
-from safetrain.cli_run import diagnose, discard, result, run
+from safetrain.cli_project import cache, init, update
+from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
@@ -26,12 +27,13 @@ from safetrain.core.signals import Terminated, handling, terminate
 from safetrain.core.tracebacks import with_traceback
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command takes it over
-OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
+HANDED_ON = {"ignore_unknown_options": True}  # to Hydra, as --cfg, and to DVC
 
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
+    "A project": (init, update, cache),
     "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
-    "Train": (run,),
+    "Train": (run, stage, repro, exp),
     "Look at it": (monitor, result, report, evaluate, ("track", track)),
     "Use it": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
     "When it died": (diagnose, discard),
@@ -81,7 +83,9 @@ for panel, commands in COMMANDS.items():
         if isinstance(command, tuple):
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)
         else:
-            app.command(rich_help_panel=panel, context_settings=OVERRIDES if command is run else None)(command)
+            app.command(
+                rich_help_panel=panel, context_settings=HANDED_ON if command in (run, stage, repro, exp) else None
+            )(command)
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""The project that commands work in: its folder, its params.yaml, and what they print with."""
+"""The project that commands work in: its folder, its params.yaml, and what they print with; init and update."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from safetrain.core.errors import ConfigError
 
@@ -13,7 +15,9 @@ def require_project() -> None:
     """Raises ConfigError outside one."""
     if not Path("params.yaml").is_file():
         raise ConfigError(
-            "This folder is not a safetrain project.", where=str(Path.cwd()), do="go to the project's root"
+            "This folder is not a safetrain project.",
+            where=str(Path.cwd()),
+            do="go to the project's root, or make one: safetrain init",
         )
 
 
@@ -43,3 +47,48 @@ def console(*, plain: bool = False) -> "Console":
             raise BrokenPipeError
 
     return Told(soft_wrap=True, highlight=not plain, markup=not plain)
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="made if it is not there")] = Path(),
+    example: Annotated[bool, typer.Option("--example", help="with the example data and the small model")] = False,
+) -> None:
+    """Make a project folder for your values, data and models.
+
+    It is under Git and DVC: safetrain init demo --example && cd demo && safetrain run
+    """
+    from safetrain.project import make_project
+
+    left_out = make_project(folder, example=example)
+    steps = ["safetrain run"] if example else ["safetrain run --data FILE --model FOLDER"]
+    steps = [f"cd {folder}", *steps] if folder != Path() else steps
+    print(f"Made a project in {folder.resolve()}." + (f" {left_out}." if left_out else ""))
+    print(f"Next:  {' && '.join(steps)}")
+
+
+def update() -> None:
+    """Renew the project's files after an upgrade.
+
+    What you have changed stays: the new file is NAME.new beside it.
+    """
+    from safetrain.project import update_project
+
+    print("\n".join(update_project()) or "Everything is as this version makes it.")
+
+
+def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
+    """Show what safetrain keeps outside of projects.
+
+    Measurements and a prepared BLAS; what is deleted is made again when it is needed.
+    """
+    import shutil
+
+    from safetrain.core.formatting import counted, size_text
+    from safetrain.core.storage.files import cache_directory
+
+    folder = cache_directory()
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    if clear:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{folder}: {counted(len(files), 'file')}, {size_text(size)}{', deleted' if clear else ''}")

@@ -1,4 +1,4 @@
-"""The commands of `safetrain` about the training: run, result, diagnose, discard."""
+"""The commands of `safetrain` about the training: run, stage, repro, exp, result, diagnose, discard."""
 
 import os
 import shlex
@@ -20,30 +20,96 @@ STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate",
 
 def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: experiment=minimal …")] = None,
+    data: Annotated[str | None, typer.Option(help="write data.path into params.yaml first")] = None,
+    model: Annotated[str | None, typer.Option(help="write model.path into params.yaml first")] = None,
 ) -> None:
     """Run the whole pipeline once, from your data to the pictures.
 
-    Runs the six stages in order, without DVC: safetrain run experiment=minimal.
+    Runs the six stages in order, without DVC: safetrain run experiment=minimal. With --data and --model in a folder
+    without a project, a project is made first.
     """
     from safetrain.plan.child import run_to_its_end
+    from safetrain.project import require_current
 
+    _set_values({"data.path": data, "model.path": model})
     if not Path("dvc.yaml").is_file():
-        raise ConfigError("No dvc.yaml found.", where=str(Path.cwd()), do="go to the project's root")
+        do = "go to the project's root, or make one: safetrain init"
+        raise ConfigError("No dvc.yaml found.", where=str(Path.cwd()), do=do)
+    require_current()
     os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
-    for stage in STAGES:
-        print(f"\n== {stage}", flush=True)
-        code = run_to_its_end([sys.executable, "-m", f"stages.{stage}", *(overrides or [])])
+    for name in STAGES:
+        print(f"\n== {name}", flush=True)
+        code = run_to_its_end([sys.executable, "-m", _module_of(name), *(overrides or [])])
         if code != 0:
-            print(f"error: the stage {stage} ended with exit code {code}", file=sys.stderr)
+            print(f"error: the stage {name} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
     print(_result())
+
+
+def _set_values(values: dict[str, str | None]) -> None:
+    """Write these into params.yaml; where all are given and there is no project, make one here."""
+    from safetrain.core.storage.files import write_text
+    from safetrain.project import make_project, with_value
+
+    given, params_file = {key: value for key, value in values.items() if value is not None}, Path("params.yaml")
+    if not given:
+        return
+    for key, value in given.items():
+        if not Path(value).exists():
+            raise ConfigError(f"--{key.partition('.')[0]} names nothing that is there.", where=value)
+    if not params_file.is_file() and len(given) == len(values):
+        left_out = make_project(Path(), example=False)
+        print(f"Made a project in {Path.cwd()}." + (f" {left_out}." if left_out else ""))
+    require_project()
+    text = params_file.read_text(encoding="utf-8")
+    for key, value in given.items():
+        text = with_value(text, key, value)
+        print(f"params.yaml: {key} is {value}")
+    write_text(params_file, text)
+
+
+def stage(
+    name: Annotated[str, typer.Argument(help=", ".join(STAGES))],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: train.seed=7 …")] = None,
+) -> None:
+    """Run one stage of the pipeline, as dvc.yaml does."""
+    from safetrain.project import require_current
+
+    if name not in STAGES:
+        raise ConfigError(f"Unknown stage {name}.", expected=f"one of {', '.join(STAGES)}")
+    require_current()
+    os.execv(sys.executable, [sys.executable, "-m", _module_of(name), *(overrides or [])])
+
+
+def _module_of(name: str) -> str:
+    """The module of a stage: this folder's own in the program's repository, else the installed one."""
+    return f"stages.{name}" if Path(f"stages/{name}.py").is_file() else f"safetrain.stages.{name}"
+
+
+def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc repro")] = None) -> None:
+    """Run what has changed, and keep it: dvc repro."""
+    _start_dvc("repro", words)
+
+
+def exp(
+    words: Annotated[list[str] | None, typer.Argument(help="words of dvc exp, as: run -S train.seed=7")] = None,
+) -> None:
+    """Run and compare experiments: dvc exp."""
+    _start_dvc("exp", words)
+
+
+def _start_dvc(command: str, words: list[str] | None) -> None:
+    """The DVC that came with safetrain; its stages find this safetrain first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
 
 
 def _result() -> str:
     from safetrain.core.run_folder import read_run
     from safetrain.watch.result import describe_result
 
-    return printable(describe_result(read_run(), ran_by()))
+    activate = Path(".venv/bin/activate").is_file()
+    return printable(describe_result(read_run(), ran_by(), activate=activate))
 
 
 def result(

@@ -15,8 +15,8 @@ from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
-from stages.config import stage
 
 SHARE_OF_TRAINING, LEAST_SECONDS = 0.1, 30.0  # that answers may take; short trainings are answered in half a minute
 

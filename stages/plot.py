@@ -6,10 +6,10 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import read_recommendation
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
+from safetrain.stage import stage
 from safetrain.watch.charts import pictures, write_pictures
 from safetrain.watch.report import write_report
 from safetrain.watch.trackers import export_apart
-from stages.config import stage
 
 
 @stage

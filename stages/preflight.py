@@ -14,7 +14,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.checks import downgrade, failure, render, require_known, summarise
 from safetrain.plan.preflight import IDS, examine
-from stages.config import stage
+from safetrain.stage import stage
 
 PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
 

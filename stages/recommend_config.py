@@ -20,7 +20,7 @@ from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretr
 from safetrain.plan.recommend import recommendation_lines
 from safetrain.plan.search import PlanInputs, machine_text, plan_run
 from safetrain.plan.speed import flops_per_token
-from stages.config import stage
+from safetrain.stage import stage
 
 DRY_RUN = "safetrain.engine.dry_run"
 

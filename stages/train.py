@@ -20,8 +20,8 @@ from safetrain.core.storage.run_files import FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings
+from safetrain.stage import stage
 from safetrain.watch.progress import TrainProgress, say, show_end
-from stages.config import stage
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
 LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")

@@ -18,8 +18,8 @@ from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
+from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
-from stages.config import stage
 
 DOCUMENTS = ("text", FORMAT)  # formats without answers
 

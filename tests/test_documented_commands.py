@@ -25,7 +25,7 @@ from safetrain.cli import app
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.machines import machine_of, read_profile
-from stages.config import to_pipeline
+from safetrain.stage import to_pipeline
 from tests.conftest import EMBEDDED, ROOT
 from tests.pipeline.workspace import Workspace
 from tests.support.documented import Block, Command, all_blocks, commands_in, commands_of, inline_commands, pages, spans

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.again import DVC, RUN
+from safetrain.core.again import RUN, dvc
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
 from safetrain.core.memory.budget import OWN_LIMIT
@@ -117,7 +117,8 @@ def command_again() -> str:
     """The command that a person typed to get here."""
     if os.environ.get("DVC_STAGE"):
         return _dvc_command()
-    return os.environ.get(RUN) or shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
+    stage = ["python", "-m", "stages.train"] if Path("stages/train.py").is_file() else ["safetrain", "stage", "train"]
+    return os.environ.get(RUN) or shlex.join([*stage, *sys.argv[1:]])
 
 
 def _dvc_command() -> str:
@@ -128,18 +129,18 @@ def _dvc_command() -> str:
     except psutil.Error:
         words = []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
-    return DVC if place is None else shlex.join(["dvc", *words[place + 1 :]])
+    return f"{dvc()} repro" if place is None else shlex.join([dvc(), *words[place + 1 :]])
 
 
 def with_override(command: str, override: str) -> str:
     """The same command with another value for one key."""
     key = override.partition("=")[0]
     words = [word for word in shlex.split(command) if not word.startswith((f"{key}=", f"--set-param={key}="))]
-    if words[0] == "dvc":
+    if words[0] == dvc() and words[1:2] in (["repro"], ["exp"]):
         rest = words[3:] if words[1:3] == ["exp", "run"] else []
         pairs = pairwise([*rest, ""])  # the -S of the replaced key has lost its value above
         rest = [word for word, value in pairs if word not in SET_PARAM or "=" in value]
-        return shlex.join(["dvc", "exp", "run", *rest, "-S", override])
+        return shlex.join([dvc(), "exp", "run", *rest, "-S", override])
     return shlex.join([*words, override])
 
 

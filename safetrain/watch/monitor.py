@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -56,6 +57,7 @@ class State(enum.Enum):
         return self not in ENDED
 
 
+STAGE = re.compile(r"(safetrain\.)?stages\.\w+")  # its module
 ENDED = (State.NOTHING, State.FINISHED, State.STOPPED, State.DIED, State.GONE, State.LEFT)
 STANDING_STILL = (State.STAGE, State.PAUSED, State.HUNG, State.ENDING)  # without a time left
 STATES = {
@@ -179,9 +181,9 @@ def running_stage(project: Path) -> str:
     """The stage of the pipeline that runs in a project; empty without one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
-            module = next((word for word in process.cmdline() if word.startswith("stages.")), "")
+            module = next((word for word in process.cmdline() if STAGE.fullmatch(word)), "")
             if module and Path(process.cwd()) == project:
-                return module.removeprefix("stages.")
+                return module.rpartition(".")[2]
     return ""
 
 

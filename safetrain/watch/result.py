@@ -1,6 +1,5 @@
 """A finished run's result in a few lines, and the next commands. Pure: it takes a run's records."""
 
-from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text
 from safetrain.core.records.evaluation import (
@@ -20,13 +19,13 @@ from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 
 EXAMPLE = "data/example"  # ships with the project
-MEASURE = "python -m stages.evaluate"
+MEASURE = "safetrain stage evaluate"
 
 
-def describe_result(run: Run, command: str = DVC) -> str:
+def describe_result(run: Run, command: str = "dvc repro", *, activate: bool = True) -> str:
     """A short text for the terminal; raises ConfigError without a finished and evaluated run.
 
-    ``command``: the one that ran the pipeline.
+    ``command``: the one that ran the pipeline. ``activate``: whether safetrain lives in this folder's .venv.
     """
     summary, scores = _measured(run)
     metrics, outcome = summary.metrics, summary.outcome
@@ -41,11 +40,14 @@ def describe_result(run: Run, command: str = DVC) -> str:
     if pretrained:
         last = [sample for sample in run.samples if sample.step == run.samples[-1].step]
         texts = [f"  {sample.prompt}[{sample.text.strip()}]".replace("\n", " ") for sample in last]
-        return "\n".join([*lines, *(["", *texts] if texts else []), "", *_next_of_pretrained(command)])
+        return "\n".join(
+            [*lines, *(["", *texts] if texts else []), "", *_listed(_next_of_pretrained(command), activate=activate)]
+        )
     sample = next(iter(scores.samples), None)
     if sample:
         lines += ["", describe_sample(sample.question, sample.base, sample.tuned)]
-    return "\n".join([*lines, "", *_next(sample, command, run.data.source if run.data else EXAMPLE)])
+    following = _next(sample, command, run.data.source if run.data else EXAMPLE)
+    return "\n".join([*lines, "", *_listed(following, activate=activate)])
 
 
 def describe_scores(scores: Evaluation) -> list[str]:
@@ -88,45 +90,52 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     )
 
 
-def _next_of_pretrained(command: str) -> list[str]:
+def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
+    """Commands for after a pretraining, each with what it is for."""
     own = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
-    longer = f"{'dvc exp run -S' if command.startswith('dvc ') else own} train.max_steps=…"
+    longer = f"{command.removesuffix(' repro')} exp run -S" if _is_by_dvc(command) else own
     return [
-        "Next:  source .venv/bin/activate",
-        '       safetrain ask "The "                     # it continues a text; it has not learned to answer',
-        "       open checkpoints_qlora/report.html",
-        "       safetrain fuse models/mine               # a fused model; then model.path=models/mine",
-        f"       {longer:<40} # a longer run; its results replace these",
+        ('safetrain ask "The "', "it continues a text; it has not learned to answer"),
+        ("open checkpoints_qlora/report.html", ""),
+        ("safetrain fuse models/mine", "a fused model; then model.path=models/mine"),
+        (f"{longer} train.max_steps=…", "a longer run; its results replace these"),
     ]
 
 
-def _next(sample: Sample | None, command: str, data: str) -> list[str]:
-    """The commands for after a run, with DVC or without it."""
+def _next(sample: Sample | None, command: str, data: str) -> list[tuple[str, str]]:
+    """Commands for after a run, with DVC or without it, each with what it is for."""
     question = sample.question if sample and _can_be_typed(sample.question) else "..."
-    by_dvc = command.startswith("dvc ")
-    metrics = "       dvc metrics show                         # then open checkpoints_qlora/report.html"
     lines = [
-        "Next:  source .venv/bin/activate",
-        f'       safetrain ask "{question}" --base',
-        "       safetrain chat --compare                 # talk with base and tuned; a server: safetrain serve",
-        metrics if by_dvc else "       open checkpoints_qlora/report.html",
-        "       safetrain fuse fused                     # merge the adapter into the base model",
+        (f'safetrain ask "{question}" --base', ""),
+        ("safetrain chat --compare", "talk with base and tuned; a server: safetrain serve"),
+        ("open checkpoints_qlora/report.html", ""),
+        ("safetrain fuse fused", "merge the adapter into the base model"),
     ]
-    if by_dvc:
+    if _is_by_dvc(command):
+        dvc = command.removesuffix(" repro")
         lines += [
-            "       git add -A && git commit -m first        # keep this; come back: git checkout . && dvc checkout",
-            "       dvc exp run -S train.learning_rate=2e-3  # another run; compare: dvc exp show",
+            ("git add -A && git commit -m first", "keep this; come back: git checkout . && dvc checkout"),
+            (f"{dvc} exp run -S train.learning_rate=2e-3", f"another run; compare: {dvc} exp show"),
         ]
     else:
         lines += [
-            f"       {f'{command} train.learning_rate=2e-3':<40} # another run; its results replace these",
-            f"       {DVC:<40} # the same with DVC, which keeps every run to compare and to come back to",
+            (f"{command} train.learning_rate=2e-3", "another run; its results replace these"),
+            ("safetrain repro", "the same with DVC, which keeps every run to compare and to come back to"),
         ]
     if data.split("/")[:2] == EXAMPLE.split("/"):
-        lines.append(
-            f"       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: {command}"
-        )
+        lines.append(("safetrain run --data FILE", "your own data; --model FOLDER: another model"))
     return lines
+
+
+def _listed(lines: list[tuple[str, str]], *, activate: bool) -> list[str]:
+    """The commands below each other, the first behind ``Next:``."""
+    lines = [("source .venv/bin/activate", ""), *lines] if activate else lines
+    texts = [f"       {f'{command:<40} # {note}' if note else command}" for command, note in lines]
+    return [f"Next:{texts[0][5:]}", *texts[1:]]
+
+
+def _is_by_dvc(command: str) -> bool:
+    return command.endswith(" repro")
 
 
 def _can_be_typed(question: str) -> bool:

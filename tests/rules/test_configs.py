@@ -23,7 +23,7 @@ from safetrain.core.records.schema import (
 )
 from safetrain.core.records.settings import Recommendation
 from safetrain.data.forms import checked_columns
-from stages.config import to_pipeline
+from safetrain.stage import to_pipeline
 from tests.conftest import ROOT
 from tests.rules.imports import python_files
 

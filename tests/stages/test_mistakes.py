@@ -117,9 +117,9 @@ def test_a_stage_out_of_order_says_what_to_run_first(workspace: Workspace) -> No
 
 
 def test_outside_the_project_s_root_it_says_where_to_go(workspace: Workspace, tmp_path: Path) -> None:
-    done = workspace.run("python", "-m", "stages.validate_data", cwd=tmp_path)
+    done = workspace.run("safetrain", "stage", "validate_data", cwd=tmp_path)
     assert done.returncode == 2
-    assert "run the stages from the project's root" in done.stderr
+    assert "go to the project's root" in done.stderr
 
 
 def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
@@ -133,7 +133,7 @@ def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
 def test_sigterm_ends_a_stage_s_children_and_removes_what_is_temporary(workspace: Workspace) -> None:
     code = (
         "import subprocess, tempfile\n"
-        "from stages.config import stage\n"
+        "from safetrain.stage import stage\n"
         "@stage\n"
         "def main(config):\n"
         "    with tempfile.TemporaryDirectory(prefix='left-', dir='.'):\n"
@@ -200,7 +200,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(workspace: Workspace) -> None:
-    code = "from stages.config import stage\n@stage\ndef main(config):\n    while True: print('more')\nmain()\n"
+    code = "from safetrain.stage import stage\n@stage\ndef main(config):\n    while True: print('more')\nmain()\n"
     stage = workspace.start("python", "-c", code)
     assert stage.stdout is not None
     assert stage.stderr is not None

@@ -30,7 +30,7 @@ def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
         f"Trained {UPDATES} steps on 1,656 rows in 30 s.",
         "Exact match on 9 test questions: base 10.0 %, tuned 10.0 %.",
         "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25 (95 %, 9 rows).",
-        '       safetrain ask "Why?" --base',
+        'Next:  safetrain ask "Why?" --base',
     ):
         assert line in done.stdout.splitlines()
     assert "Forgetting: general text loss +0.10 ± 0.02 nats per token (English +0.10 ± 0.02, " in done.stdout
@@ -72,7 +72,7 @@ def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: f
         failed = CliRunner().invoke(app, command).exception
         assert isinstance(failed, ConfigError)  # exit code 2
         assert "has not been evaluated" in str(failed)
-    assert "'python -m stages.evaluate' measures it" in unmeasured(read_run())
+    assert "'safetrain stage evaluate' measures it" in unmeasured(read_run())
     paths.SUMMARY.unlink()
     assert "No run has finished yet" in str(CliRunner().invoke(app, ["result"]).exception)
 
@@ -88,9 +88,7 @@ def test_next_steps_fit_the_way_it_was_run(output: Path, command: str, monkeypat
     change(paths.DATA_REPORT, source="data/example")
     Path("dvc.lock").touch() if command.startswith("dvc") else monkeypatch.setenv("SAFETRAIN_RUN", command)
     text = describe_result(read_run(), ran_by())
-    assert text.endswith(
-        f"your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: {command}"
-    )
+    assert "safetrain run --data FILE " in text.splitlines()[-1]
     assert ("dvc exp run" in text) == command.startswith("dvc")
     assert (f"{command} train.learning_rate=2e-3 " in text) != command.startswith("dvc")
     change(paths.DATA_REPORT, source="data/mine.jsonl")

@@ -15,3 +15,10 @@ SUMMARY = OUTPUT / "training_summary.json"
 EVALUATION = OUTPUT / "evaluation.json"
 PLOTS = OUTPUT / "plots"
 REPORT = OUTPUT / "report.html"
+
+
+def shipped(name: str) -> Path:
+    """A file or folder that comes with the program: from the repository, or from the installed package."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "project"
+    return (installed if installed.is_dir() else package.parent) / name

@@ -23,9 +23,8 @@ from safetrain.core.formatting import override, printable
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import Terminated, handling, terminate
 from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.paths import shipped
 from safetrain.core.tracebacks import with_traceback
-
-ROOT = Path(__file__).resolve().parent.parent
 
 ConfigStore.instance().store(name="schema", node=Pipeline)
 
@@ -69,12 +68,12 @@ def report(action: Callable[[], None]) -> int:
 
 def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
     if not Path("params.yaml").is_file():
-        raise ConfigError(
-            "No params.yaml found.", where=str(Path.cwd()), do=f"run the stages from the project's root, {ROOT}"
-        )
+        do = "go to the project's root, or make a project here: safetrain init"
+        raise ConfigError("No params.yaml found.", where=str(Path.cwd()), do=do)
+    conf = Path("conf") if Path("conf/config.yaml").is_file() else shipped("conf")
 
     composed: list[DictConfig] = []  # several with Hydra's --multirun; run outside Hydra, which reports errors twice
-    entry = hydra.main(version_base="1.3", config_path=str(Path("conf").resolve()), config_name="config")
+    entry = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
     try:
         entry(composed.append)()
         pipelines = [to_pipeline(config) for config in composed]

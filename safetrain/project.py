@@ -1,0 +1,256 @@
+"""A project folder: what `safetrain init` puts into one, and what `safetrain update` renews after an upgrade.
+
+A project has only what is its owner's: values, data, models, overlays. The program is elsewhere, so in place of the
+program's folders each stage of dvc.yaml depends on a hash of the code that decides its result. The hashes are in
+.safetrain/program.json, and with them what init wrote, so that update knows which files the owner has changed.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.storage.files import read_record, write_record, write_text
+from safetrain.core.storage.paths import shipped
+
+PROGRAM = Path(".safetrain/program.json")
+PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # what YAML reads as a text without quotes
+EXAMPLE = ("data/example", "models/encyclopedia-3m")
+COPIED = (".dvc/config", ".dvc/plots_page.html", ".dvc/plots/curve.json")
+OVERLAY = """# @package _global_
+# Several values at once, for this run only: safetrain run experiment=mine
+train:
+  num_epochs: 1
+"""
+IGNORED = """# Your data and models; what you track with `dvc add` leaves its .dvc file here
+/data/*
+!/data/*.dvc
+!/data/example/
+/models/*
+!/models/*.dvc
+!/models/encyclopedia-3m/
+# What the pipeline writes. Commit dvc.lock, and DVC finds these again in its cache
+/checkpoints_qlora/
+/dvc_plots/
+.DS_Store
+"""
+README = """# A safetrain project
+
+    safetrain run                         train, evaluate and draw, from your data to checkpoints_qlora/report.html
+    safetrain run --data data/mine.csv    the same with your rows: .jsonl, .json, .csv, .parquet, …
+    safetrain run --model models/NAME     the same with another model: safetrain fetch HUB_ID puts one into models/
+    safetrain monitor                     watch a training from another terminal
+    safetrain chat --compare              talk with the model before and after
+
+`params.yaml` has every value that you decide, each with a comment; `null` means that the program recommends one.
+`safetrain stage train train.learning_rate=1e-4` runs one stage with another value, once.
+
+DVC keeps every run, to compare and to come back to: `safetrain repro`, `safetrain exp run -S train.seed=7`,
+`safetrain exp show`. With DVC on your PATH, `dvc repro` and all its other commands work here too.
+
+After an upgrade of safetrain: `safetrain update`.
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """.safetrain/program.json: the program that made this project's files."""
+
+    version: str
+    example: bool  # whether the project began with the example
+    stages: dict[str, str]  # hash of the code that decides a stage's result
+    files: dict[str, str]  # hash of each file as init or update made it
+
+
+def make_project(folder: Path, *, example: bool) -> str:
+    """Make a project in ``folder``, beside what is there, with Git and DVC and one commit.
+
+    Returns what was left out, empty if nothing was. Raises ConfigError where one of its files is there already.
+    """
+    texts = project_files(example=example)
+    shipped_folders = EXAMPLE if example else ()
+    if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+        what = "This folder is a safetrain project already."
+        raise ConfigError(what, where=str(folder), do="safetrain update renews its files")
+    for name in (*texts, *shipped_folders):
+        if (folder / name).exists():
+            do = "choose another folder, or move it away"
+            raise ConfigError(f"{name} is there already.", where=str(folder / name), do=do)
+    folder.mkdir(parents=True, exist_ok=True)
+    left_out = _start_version_control(folder)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    for name in shipped_folders:
+        shutil.copytree(shipped(name), folder / name)
+    for name in ("data", "models"):
+        (folder / name).mkdir(exist_ok=True)
+    write_record(folder / PROGRAM, _program(texts, example=example))
+    return left_out or _commit(folder, [*texts, ".dvc/.gitignore", str(PROGRAM), *shipped_folders])
+
+
+def project_files(*, example: bool) -> dict[str, str]:
+    """The text of each file of a new project, by its name."""
+    params = shipped("params.yaml").read_text(encoding="utf-8")
+    if not example:
+        params = with_value(with_value(params, "data.path", "data/mine.jsonl"), "model.path", "models/mine")
+    made = {"params.yaml": params, "dvc.yaml": pipeline_text(), "README.md": README, ".gitignore": IGNORED}
+    made |= {".dvcignore": ".DS_Store\n", "conf/experiment/mine.yaml": OVERLAY}
+    return made | {name: shipped(name).read_text(encoding="utf-8") for name in COPIED}
+
+
+def pipeline_text() -> str:
+    """dvc.yaml of a project: the program's own, with a hash of the code in place of the code."""
+    lines, stage = ["# The pipeline; safetrain update renews this file. Your values stand in params.yaml."], ""
+    for line in shipped("dvc.yaml").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") or line.startswith(("    - safetrain/", "    - stages/")):
+            continue
+        if found := re.fullmatch(r"    cmd: python -m stages\.(\w+)", line):
+            stage = found[1]
+            line = f"    cmd: safetrain stage {stage}"
+        lines.append(line)
+        if line == "    params:":
+            lines += [f"    - {PROGRAM}:", f"      - stages.{stage}"]
+    return "\n".join(lines) + "\n"
+
+
+def stage_hashes() -> dict[str, str]:
+    """For each stage a hash of the code that dvc.yaml of the program names: what can change the stage's result."""
+    pipeline = yaml.safe_load(shipped("dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    return {name: _hash_of(_code_of(stage["deps"])) for name, stage in pipeline.items()}
+
+
+def _code_of(deps: list[Any]) -> Iterator[Path]:
+    package = Path(__file__).resolve().parent
+    for dep in deps:
+        if isinstance(dep, str) and dep.startswith(("safetrain/", "stages/")):
+            path = package / dep.removeprefix("safetrain/")
+            path = path if path.exists() else package.parent / dep  # the stages, in the repository
+            yield from sorted(path.rglob("*.*")) if path.is_dir() else [path]
+
+
+def _hash_of(files: Iterator[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        if file.suffix != ".pyc" and file.is_file():
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _program(texts: dict[str, str], *, example: bool) -> Program:
+    made = {name: _digest(text) for name, text in texts.items()}
+    return Program(version("safetrain"), example, stage_hashes(), made)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def require_current(folder: Path = Path()) -> None:
+    """Raise ConfigError where another version of the program has made this project's files."""
+    if not (folder / PROGRAM).is_file():
+        return
+    made_by = _read_program(folder)
+    if made_by.stages != stage_hashes():
+        what = f"This project was made by safetrain {made_by.version}, and this is another ({version('safetrain')})."
+        raise ConfigError(what, where=str(folder / PROGRAM), do="safetrain update")
+
+
+def update_project(folder: Path = Path()) -> list[str]:
+    """Renew the files that the owner has not changed; beside a changed one whose original is new, write NAME.new.
+
+    In params.yaml the owner's values stay. Returns what was done, a line each, with the difference. Raises ConfigError
+    outside a project.
+    """
+    before, lines = _read_program(folder), list[str]()
+    texts = project_files(example=before.example)
+    for name, original in texts.items():
+        path = folder / name
+        mine = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = original
+        if name == "params.yaml" and mine:
+            text, gone = _with_own_values(original, mine)
+            lines += [f"params.yaml: {key} is gone; this version has no such key" for key in gone]
+        if mine == text:
+            continue
+        if not mine or _digest(mine) == before.files.get(name):
+            write_text(path, text)
+            lines.append(f"{name}: renewed")
+        elif _digest(original) != before.files.get(name):
+            write_text(path.with_name(f"{path.name}.new"), text)
+            difference = difflib.unified_diff(mine.splitlines(), text.splitlines(), name, f"{name}.new", lineterm="")
+            lines += [f"{name}: you have changed it, so the new one is {name}.new", *difference]
+    now = _program(texts, example=before.example)
+    write_record(folder / PROGRAM, now)
+    again = [name for name, code in now.stages.items() if before.stages.get(name) != code]
+    return [*lines, f"the next run makes again: {', '.join(again)}"] if again else lines
+
+
+def _read_program(folder: Path) -> Program:
+    try:
+        return read_record(folder / PROGRAM, Program)
+    except (OSError, ValueError, TypeError) as error:
+        what = "This folder is not a project that safetrain init has made."
+        do = "go to the project's folder, or make one: safetrain init"
+        raise ConfigError(what, where=str(folder / PROGRAM), got=str(error), do=do) from None
+
+
+def _with_own_values(text: str, mine: str) -> tuple[str, list[str]]:
+    """The new params.yaml with the owner's values, and the owner's keys that it does not have."""
+    own, gone = yaml.safe_load(mine), list[str]()
+    new = yaml.safe_load(text)
+    for section, values in own.items():
+        for name, value in values.items():
+            if name not in new.get(section, {}):
+                gone.append(f"{section}.{name}")
+            elif value != new[section][name]:
+                text = with_value(text, f"{section}.{name}", value)
+    return text, gone
+
+
+def with_value(text: str, key: str, value: object) -> str:
+    """params.yaml with another value of ``section.key``; comments stay. Raises ConfigError where it has no such key."""
+    section, _, name = key.partition(".")
+    pattern = rf"^{section}:.*\n(?:[ #].*\n|\n)*?  {name}: *(?P<value>[^\n]*?)(?= *(?: #|$))"
+    found = re.search(pattern, text, re.MULTILINE)
+    if found is None:
+        raise ConfigError(f"params.yaml has no {key}.", where="params.yaml", do="safetrain update adds missing keys")
+    shown = value if isinstance(value, str) and PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+    return text[: found.start("value")] + str(shown) + text[found.end("value") :]
+
+
+def _start_version_control(folder: Path) -> str:
+    """Set up Git and DVC; returns why not, empty where both are there."""
+    if shutil.which("git") is None:
+        return "Git is not installed, so no run is kept to compare with; safetrain run works without it"
+    if _git(folder, "rev-parse", "--is-inside-work-tree").returncode:
+        _git(folder, "init", "--quiet")
+    top = _git(folder, "rev-parse", "--show-toplevel").stdout.strip()
+    below = [] if Path(top) == folder.resolve() else ["--subdir"]
+    command = [sys.executable, "-m", "dvc", "init", "--quiet", *below]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return f"DVC could not be set up: {done.stderr.strip()}" if done.returncode else ""
+
+
+def _commit(folder: Path, names: list[str]) -> str:
+    """Commit these files and no others; returns why not, empty where it is done."""
+    nobody = ["-c", "user.name=safetrain", "-c", "user.email=safetrain@localhost"]
+    identity = nobody if _git(folder, "config", "user.email").returncode else []
+    added = _git(folder, "add", "--", *names)
+    done = _git(folder, *identity, "commit", "--quiet", "-m", "A safetrain project", "--", *names)
+    said = (added.stderr + done.stderr).strip()
+    return f"Git could not commit: {said}" if added.returncode or done.returncode else ""
+
+
+def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)

@@ -1,0 +1,202 @@
+"""A project without a clone: what init makes, what update renews, and the wheel that both come from."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.storage.files import read_record, write_record
+from safetrain.core.storage.paths import shipped
+from safetrain.project import (
+    PROGRAM,
+    Program,
+    make_project,
+    pipeline_text,
+    project_files,
+    require_current,
+    stage_hashes,
+    update_project,
+    with_value,
+)
+from tests.conftest import ROOT
+
+MOST_FILES = 12
+OURS = ("safetrain/", "stages/")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of somebody without Git settings, and a project in it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    assert make_project(tmp_path / "mine", example=False) == ""
+    return tmp_path / "mine"
+
+
+def test_it_has_few_files_which_are_committed(project: Path) -> None:
+    listed = git(project, "ls-files").splitlines()
+    assert len(listed) <= MOST_FILES
+    assert {"params.yaml", "dvc.yaml", "README.md"} <= set(listed)
+    assert git(project, "status", "--porcelain") == ""
+
+
+def test_its_pipeline_is_the_programs_own() -> None:
+    ours = yaml.safe_load((ROOT / "dvc.yaml").read_text())
+    theirs = yaml.safe_load(pipeline_text())
+    assert list(theirs["stages"]) == list(ours["stages"])
+    for name, stage in ours["stages"].items():
+        own = theirs["stages"][name]
+        assert own["cmd"] == f"safetrain stage {name}"
+        assert own["deps"] == [dep for dep in stage["deps"] if not dep.startswith(OURS)]
+        code = [{str(PROGRAM): [f"stages.{name}"]}] if "params" in stage else []
+        assert own.get("params", []) == code + stage.get("params", [])
+        rest = stage.keys() - {"cmd", "deps", "params"}
+        assert {key: own[key] for key in rest} == {key: stage[key] for key in rest}
+    assert {key: theirs[key] for key in ("metrics", "plots")} == {key: ours[key] for key in ("metrics", "plots")}
+
+
+def test_a_folder_with_a_project_is_left_as_it_is(project: Path) -> None:
+    before = (project / "params.yaml").read_text()
+    with pytest.raises(ConfigError, match="project already"):
+        make_project(project, example=True)
+    assert (project / "params.yaml").read_text() == before
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"README\.md is there already"):
+        make_project(tmp_path, example=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_value_is_written_and_comments_stay() -> None:
+    text = shipped("params.yaml").read_text()
+    values: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    for section, own in values.items():
+        for name in own:
+            key = f"{section}.{name}"
+            for value in ("data/Zeilen 1.csv", 0.5, True, ["a", "b"], {"prompt": "Frage"}, "models/x"):
+                changed = with_value(text, key, value)
+                assert yaml.safe_load(changed)[section][name] == value, key
+                assert changed.count("#") >= text.count("#")
+                assert yaml.safe_load(with_value(changed, key, own[name])) == values
+
+
+def test_another_programs_project_asks_for_an_update(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    require_current()
+    made = read_record(project / PROGRAM, Program)
+    other = {**made.stages, "train": "0" * 16}
+    write_record(project / PROGRAM, Program("0.0.1", made.example, other, made.files))
+    with pytest.raises(ConfigError, match=r"made by safetrain 0\.0\.1"):
+        require_current()
+    assert update_project() == ["the next run makes again: train"]
+    require_current()
+
+
+def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "README.md").write_text("my own")
+    params = with_value((project / "params.yaml").read_text(), "train.seed", 7)
+    (project / "params.yaml").write_text(params)
+    assert update_project(project) == []  # nothing is new
+
+    newer = project_files(example=False)
+    newer |= {"README.md": "# Newer\n", "dvc.yaml": newer["dvc.yaml"] + "# newer\n"}
+    newer["params.yaml"] = newer["params.yaml"].replace("  trace: none", "  added: 1 # new\n  tracing: none")
+    monkeypatch.setattr("safetrain.project.project_files", lambda example: dict(newer))
+    lines = update_project(project)
+    assert "dvc.yaml: renewed" in lines
+    assert (project / "dvc.yaml").read_text().endswith("# newer\n")
+    assert (project / "README.md").read_text() == "my own"
+    assert (project / "README.md.new").read_text() == "# Newer\n"
+    assert {"-my own", "+# Newer"} <= set(lines)
+    assert "params.yaml: train.trace is gone; this version has no such key" in lines
+    merged = yaml.safe_load((project / "params.yaml.new").read_text())["train"]
+    assert (merged["seed"], merged["added"]) == (7, 1)
+    assert update_project(project) == [line for line in lines if "is gone" in line]  # told again until it is merged
+
+
+def test_code_that_decides_a_result_is_in_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = made_wheel(tmp_path)
+    hashes = hashes_in(wheel)
+    assert hashes == stage_hashes()  # in the repository and installed
+    loss = wheel / "safetrain/engine/loss.py"
+    loss.write_text(loss.read_text() + "\n# another loss\n")
+    told = wheel / "safetrain/guard/keep_going.py"
+    told.write_text(told.read_text() + "\n# another message\n")
+    changed = hashes_in(wheel)
+    assert {name for name in hashes if hashes[name] != changed[name]} == {"recommend_config", "train", "evaluate"}
+
+
+def test_the_wheel_has_the_program_and_makes_a_project(tmp_path: Path) -> None:
+    wheel = made_wheel(tmp_path)
+    names = [path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()]
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs", "tools"))]
+    assert {name.partition("/")[0] for name in names} == {"safetrain", "safetrain-0.1.0.dist-info"}
+    missing = {file.relative_to(ROOT).as_posix() for file in (ROOT / "safetrain").rglob("*.py")} - set(names)
+    assert not missing
+    rows = tmp_path / "my rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a"}) + "\n")
+    folder = tmp_path / "with spaces"
+    folder.mkdir()
+    model = ROOT / "models/encyclopedia-3m"
+    done = safetrain(wheel, folder, "run", "--data", str(rows), "--model", str(model))
+    assert "Made a project in" in done.stdout
+    assert yaml.safe_load((folder / "params.yaml").read_text())["data"]["path"] == str(rows)
+    assert done.returncode == 3, done.stderr  # the row has no answer
+    assert "my rows.jsonl" in done.stderr
+
+
+def test_windows_is_refused_in_a_sentence() -> None:
+    code = "import sys; sys.platform = 'win32'; import safetrain"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "WSL" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def made_wheel(folder: Path) -> Path:
+    """The folder of an unpacked wheel of this repository."""
+    copy, target = folder / "source", folder / "wheel"
+    listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in listed:
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "docs/")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_wheel('..')"]
+    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as file:
+        file.extractall(target)
+    return target
+
+
+def hashes_in(wheel: Path) -> dict[str, str]:
+    """What the program in this folder says of its stages."""
+    code = "import json; from safetrain.project import stage_hashes; print(json.dumps(stage_hashes()))"
+    hashes: dict[str, str] = json.loads(python(wheel, wheel.parent, "-c", code).stdout)
+    return hashes
+
+
+def safetrain(wheel: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """A command of the unpacked program."""
+    return python(wheel, folder, "-m", "safetrain.cli", *words)
+
+
+def python(wheel: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Python with the unpacked program before all else, for somebody with a home of their own."""
+    own = {"PYTHONPATH": str(wheel), "HOME": str(wheel.parent), "SAFETRAIN_LOCK_DIR": str(wheel.parent)}
+    command = [sys.executable, "-W", "error", *words]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+
+
+def git(folder: Path, *words: str) -> str:
+    """What Git prints."""
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+    return done.stdout
