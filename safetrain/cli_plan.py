@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_project import console, model_of_params, params, require_project
+from safetrain.cli_project import console, model_of_params, params, require_project, stage_module
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
@@ -94,7 +94,7 @@ def preflight(
     words = [f"preflight.level={level}"] if level else []
     words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
     before = _written(paths.PREFLIGHT_REPORT)
-    command = [sys.executable, "-m", "stages.preflight", *words, *(overrides or [])]
+    command = [sys.executable, "-m", stage_module("preflight"), *words, *(overrides or [])]
     code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
     if as_json and _written(paths.PREFLIGHT_REPORT) != before:
         print(paths.PREFLIGHT_REPORT.read_text(encoding="utf-8"), end="")

@@ -21,6 +21,11 @@ def require_project() -> None:
         )
 
 
+def stage_module(name: str) -> str:
+    """The module of a stage: this folder's own in the program's repository, else the installed one."""
+    return f"stages.{name}" if Path(f"stages/{name}.py").is_file() else f"safetrain.stages.{name}"
+
+
 def params() -> Any:
     """params.yaml as it stands, without overlays."""
     from omegaconf import OmegaConf

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_project import params, require_project
+from safetrain.cli_project import params, require_project, stage_module
 from safetrain.core.again import RUN, ran_by
 from safetrain.core.errors import AlreadyRunningError, ConfigError
 from safetrain.core.formatting import counted, printable
@@ -39,7 +39,7 @@ def run(
     os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
     for name in STAGES:
         print(f"\n== {name}", flush=True)
-        code = run_to_its_end([sys.executable, "-m", _module_of(name), *(overrides or [])])
+        code = run_to_its_end([sys.executable, "-m", stage_module(name), *(overrides or [])])
         if code != 0:
             print(f"error: the stage {name} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
@@ -78,12 +78,7 @@ def stage(
     if name not in STAGES:
         raise ConfigError(f"Unknown stage {name}.", expected=f"one of {', '.join(STAGES)}")
     require_current()
-    os.execv(sys.executable, [sys.executable, "-m", _module_of(name), *(overrides or [])])
-
-
-def _module_of(name: str) -> str:
-    """The module of a stage: this folder's own in the program's repository, else the installed one."""
-    return f"stages.{name}" if Path(f"stages/{name}.py").is_file() else f"safetrain.stages.{name}"
+    os.execv(sys.executable, [sys.executable, "-m", stage_module(name), *(overrides or [])])
 
 
 def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc repro")] = None) -> None:

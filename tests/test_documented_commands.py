@@ -32,6 +32,7 @@ from tests.support.documented import Block, Command, all_blocks, commands_in, co
 
 # What is run where more is known of it. A text in the test has the command's last word.
 DVC, SURVIVAL, CLI = "tests/pipeline/test_dvc.py::", "tests/pipeline/test_survival.py::", "tests/test_cli.py::"
+PROJECT = "tests/test_project.py::"
 TALK, PEFT = "tests/test_talk.py::", "tests/test_cli_peft.py::test_an_adapter_goes_out_and_comes_back"
 RUN_BY = {
     "dvc repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
@@ -39,6 +40,7 @@ RUN_BY = {
     "dvc metrics": f"{DVC}test_queued_experiments_run_and_everything_can_be_compared",
     "python -m stages.train": f"{DVC}test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back",
     "safetrain ask": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
+    "safetrain cache": f"{PROJECT}test_the_cache_is_shown_and_cleared",
     "safetrain card": "tests/watch/test_card.py::test_the_command_writes_it",
     "safetrain chat": f"{TALK}test_base_and_tuned_answer_the_same_question",
     "safetrain create": "tests/plan/test_create.py::test_the_command_tells_sizes_and_reasons",
@@ -48,18 +50,23 @@ RUN_BY = {
     "safetrain evaluate": f"{DVC}test_the_adapter_is_measured_by_hand_as_by_the_pipeline",
     "safetrain export gguf": f"{CLI}test_a_gguf_file_is_measured_on_the_same_rows",
     "safetrain export peft": PEFT,
+    "safetrain exp": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain fetch": f"{CLI}test_the_command_fetches_a_model_and_says_how_to_use_it",
     "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
+    "safetrain init": f"{PROJECT}test_it_has_few_files_which_are_committed",
     "safetrain import peft": PEFT,
     "safetrain preflight": "tests/stages/test_preflight.py::test_all_is_well_is_exit_0_and_json_is_only_json",
+    "safetrain repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain report": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain result": f"{DVC}test_result_says_what_was_learnt_and_what_to_try",
     "safetrain run": f"{DVC}test_run_does_all_six_without_dvc",
     "safetrain selftest": "tests/plan/test_selftest.py::test_the_command_says_what_it_found",
+    "safetrain stage": "tests/stages/test_mistakes.py::test_outside_the_project_s_root_it_says_where_to_go",
+    "safetrain update": f"{PROJECT}test_update_renews_what_is_untouched_and_leaves_the_rest",
     "safetrain serve": f"{TALK}test_a_port_that_is_taken_is_named_with_another",
     "mlx_lm.generate": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
 }
-THIRD_PARTY = {"hf", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
+THIRD_PARTY = {"hf", "uv", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
 SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "%cd", *OF_A_RUN}
 OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight|watch)\.\w+=\S.*|experiment=\w+")

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.storage.files import read_record, write_record
 from safetrain.core.storage.paths import shipped
@@ -152,6 +154,16 @@ def test_the_wheel_has_the_program_and_makes_a_project(tmp_path: Path) -> None:
     assert yaml.safe_load((folder / "params.yaml").read_text())["data"]["path"] == str(rows)
     assert done.returncode == 3, done.stderr  # the row has no answer
     assert "my rows.jsonl" in done.stderr
+
+
+def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/answer.json").write_text("x" * 2**20)
+    shown, cleared = (CliRunner().invoke(app, ["cache", *words]).stdout for words in ([], ["--clear"]))
+    assert "1 file, 1.0 MiB" in shown
+    assert "deleted" in cleared
+    assert not (tmp_path / "cache").exists()
 
 
 def test_windows_is_refused_in_a_sentence() -> None:

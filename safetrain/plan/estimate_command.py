@@ -63,7 +63,7 @@ def print_estimate(console: Console, asked: Estimate, name: str) -> bool:
         raise ModelError(
             f"The architecture {model.model_type} has no closed form: what its layers keep is not guessed.",
             got=f"weights of {size(model.static_bytes)}",
-            do="python -m stages.preflight preflight.level=certify, which makes a dry run",
+            do="safetrain preflight --level certify, which makes a dry run",
         )
     planned = asked.as_planned
     rank = f" rank {asked.lora.rank}" if asked.method not in WHOLE else ""

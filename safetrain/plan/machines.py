@@ -18,7 +18,7 @@ from safetrain.plan.speed import Link, Speed
 PROFILES = Path("conf/machine")
 HERE = "this machine"
 CPU_SHARE = 0.5  # of the speed of a matrix product, in training (measured: benchmarks/bench_throughput, 0.4 to 0.6)
-MEASURE = "to measure it: python -m stages.recommend_config"
+MEASURE = "to measure it: safetrain stage recommend_config"
 GIB = 2**30
 USUAL_LINK = Link(1.0)
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
@@ -87,16 +87,23 @@ def place_of(
     return TrainingPlace(name or HERE, machine, profile, ranks or 1, link)
 
 
-def profile_names(folder: Path = PROFILES) -> list[str]:
+def profiles() -> Path:
+    """The folder of machines: this project's own, else the program's."""
+    return PROFILES if PROFILES.is_dir() else paths.shipped(str(PROFILES))
+
+
+def profile_names(folder: Path | None = None) -> list[str]:
     """Machines that conf/machine describes; raises ConfigError where there are none."""
+    folder = folder or profiles()
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if not names:
         raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
     return names
 
 
-def read_profile(name: str, folder: Path = PROFILES) -> Profile:
+def read_profile(name: str, folder: Path | None = None) -> Profile:
     """A machine by its name; raises ConfigError with the names there are."""
+    folder = folder or profiles()
     names, path = profile_names(folder), folder / f"{name}.yaml"
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)

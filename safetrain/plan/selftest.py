@@ -48,7 +48,7 @@ def selftest(
             f"The self-test did not come to its end: {error}",
             where=f"{model}, {counted(rows, 'row')} of up to {counted(tokens, 'token')}",
             do="fewer or shorter rows (--rows, --tokens), if it ran out of memory; "
-            "'python -m stages.preflight' checks the machine",
+            "'safetrain preflight' checks the machine",
         ) from None
     return judge(found)
 

@@ -139,6 +139,8 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
     workspace.succeed("safetrain", "report")  # the same bytes as the stage has written
     assert stages_run(workspace.succeed("dvc", "repro")) == ["preflight"]
     assert workspace.git("status", "--short") == ""
+    assert stages_run(workspace.succeed("safetrain", "repro")) == ["preflight"]  # the same, DVC being on no PATH
+    assert "main" in workspace.succeed("safetrain", "exp", "show", "--csv")
     tracked = workspace.git("ls-files", "checkpoints_qlora", "data").split()
     assert tracked == [
         "checkpoints_qlora/README.md", "data/README.md",

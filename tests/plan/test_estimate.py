@@ -203,7 +203,7 @@ def test_a_cpu_without_a_dry_run_is_assumed_to_train_at_half_of_its_matrix_produ
     assert here.machine == faster
     assert found.tflops == pytest.approx(0.1)
     assert "assumed" in found.source
-    unknown = Speed(None, "not known; to measure it: python -m stages.recommend_config")
+    unknown = Speed(None, "not known; to measure it: safetrain stage recommend_config")
     assert speed_here(qwen_7b, machine, "pretrain") == unknown
 
 

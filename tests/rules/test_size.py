@@ -11,16 +11,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 31_900,
-    "program tokens": 236_600,
-    "program files": 205,
+    "program lines": 31_750,
+    "program tokens": 235_600,
+    "program files": 196,
     "files under 60 lines": 25,
-    "dataclasses": 241,
-    "helper modules with one importer": 28,
-    "keys of params.yaml": 69,
-    "test lines": 26_600,
-    "benchmark, tool and recipe lines": 8_720,
-    "docs words": 37_900,
+    "dataclasses": 228,
+    "helper modules with one importer": 22,
+    "keys of params.yaml": 68,
+    "test lines": 26_800,
+    "benchmark, tool and recipe lines": 8_250,
+    "docs words": 25_200,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
