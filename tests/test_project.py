@@ -42,7 +42,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mine"
 
 
-def test_it_has_few_files_which_are_committed(project: Path) -> None:
+def test_it_has_few_files_which_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    project = tmp_path / "mine"
+    made = CliRunner().invoke(app, ["init", str(project)])
+    assert made.exit_code == 0, made.output
+    assert f"Next:  cd {project}" in made.stdout.replace("\n", "")
     listed = git(project, "ls-files").splitlines()
     assert len(listed) <= MOST_FILES
     assert {"params.yaml", "dvc.yaml", "README.md"} <= set(listed)
@@ -107,7 +112,9 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     (project / "README.md").write_text("my own")
     params = with_value((project / "params.yaml").read_text(), "train.seed", 7)
     (project / "params.yaml").write_text(params)
-    assert update_project(project) == []  # nothing is new
+    monkeypatch.chdir(project)
+    same = CliRunner().invoke(app, ["update"])
+    assert (same.exit_code, same.stdout) == (0, "Everything is as this version makes it.\n")
 
     newer = project_files(example=False)
     newer |= {"README.md": "# Newer\n", "dvc.yaml": newer["dvc.yaml"] + "# newer\n"}

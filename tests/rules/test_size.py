@@ -20,7 +20,7 @@ CEILINGS = {
     "keys of params.yaml": 68,
     "test lines": 26_800,
     "benchmark, tool and recipe lines": 8_250,
-    "docs words": 25_200,
+    "docs words": 25_280,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
