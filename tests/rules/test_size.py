@@ -18,7 +18,7 @@ CEILINGS = {
     "dataclasses": 228,
     "helper modules with one importer": 22,
     "keys of params.yaml": 68,
-    "test lines": 26_800,
+    "test lines": 26_810,
     "benchmark, tool and recipe lines": 8_250,
     "docs words": 25_280,
 }
