@@ -127,7 +127,7 @@ def _alone(material: "Material", found: "Measured", decode: Callable[[Sequence[i
         "general_loss": mean_loss(found.general, general.label_counts) if len(general) else None,
         "rows": len(rows.rows),
         "cut_rows": rows.rows.cut_rows,
-        "questions": len(rows.questions),
+        "questions": rows.questions_available,
         "answered": len(samples),
         "samples": samples[:NUM_SAMPLES],
     }

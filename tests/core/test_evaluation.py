@@ -30,11 +30,14 @@ PIECES, VOCABULARY = {"english": 24, "portuguese": 24, "code": 12}, 1000  # chan
 KNOWN = 30.0  # nats of a piece of ten labels
 
 
-def evaluated(groups: tuple[str, str] = ("capitals", "symbols"), step: int = 1, general: float = KNOWN) -> Evaluation:
+def evaluated(
+    groups: tuple[str, str] = ("capitals", "symbols"), step: int = 1, general: float = KNOWN, available: int = ROWS
+) -> Evaluation:
     """Row i has i % 3 + 1 labels; its question asks for 100 + i. The tuned model knows the first 24, the base 3."""
     rows = [token_row([7, *range(row % 3 + 1)], [False, *[True] * (row % 3 + 1)]) for row in range(ROWS)]
     questions = [Question(row, (1,), (100 + row,), f"question {row}", groups[row % 2]) for row in range(ROWS)]
-    data = HeldOut(TokenRows.of(rows), tuple(questions), frozenset(), lambda row: f"test.jsonl:{row + 1}")
+    where = lambda row: f"test.jsonl:{row + 1}"  # noqa: E731
+    data = HeldOut(TokenRows.of(rows), tuple(questions), frozenset(), where, available, len(questions))
     labels = data.rows.label_counts.astype(float)
     parts = tuple(part for part, count in PIECES.items() for _ in range(count))
     text = GeneralText(TokenRows.of([token_row(range(11), [True] * 11)] * len(parts)), parts, 0)
@@ -58,6 +61,7 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     said = describe_evaluation(found)
     assert said[0] == "Test loss 3.000 → 1.989 nats per token: better by 1.01 ± 0.12 (95 %, 30 rows)."
     assert said[1] == "Exact match on 10 test questions: base 10.0 %, tuned 80.0 %."
+    assert "(95 %, 30 of 4,000 rows)" in describe_evaluation(evaluated(available=4000))[0]
     assert "10 of 30 questions answered (seed 0): set evaluate.max_questions for more." in said
 
 

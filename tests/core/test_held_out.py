@@ -25,3 +25,18 @@ def test_rows_with_questions_stay_rows(tmp_path: Path) -> None:
     asked = [Question(1, (1,), (2,), "?")]
     store = open_store(write_store(tmp_path / "test.tokens.safetensors", BOOKS, questions=asked), MADE.tokenizer)
     assert len(held_out_in(store, None, 32, "pretrain").rows) == 3
+
+
+def test_a_sample_is_from_all_over_and_has_its_own_questions_and_places(tmp_path: Path) -> None:
+    rows = [token_row(range(1, 12), [False] * 5 + [True] * 6) for _ in range(100)]
+    asked = [Question(row, (row,), (2,), str(row)) for row in range(100)]
+    store = open_store(write_store(tmp_path / "test.tokens.safetensors", rows, questions=asked), MADE.tokenizer)
+    found = held_out_in(store, None, 8, most_tokens=70)
+    assert (len(found.rows), found.rows_available, found.rows.cut_rows) == (10, 100, 10)
+    assert found.questions_available == 100
+    assert [question.text for question in found.questions] == [str(row) for row in range(0, 100, 11)]
+    for question in found.questions:
+        assert found.where(question.row) == store.where(int(question.text))
+    assert len(held_out_in(store, None, 8, most_tokens=700).rows) == 100
+    assert len(held_out_in(store, None, 8, most_tokens=1).rows) == 1
+    assert len(held_out_in(store, None, 8, most_tokens=1, least_rows=7).questions) == 7

@@ -1,8 +1,11 @@
 """The rows of the test file, which neither training nor the choice of adapter has seen, and the questions in them."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import Question, TokenRows
@@ -21,6 +24,8 @@ class HeldOut:
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
     where: Callable[[int], str]  # file:line of a row
+    rows_available: int  # of which ``rows`` may be an evenly spread sample
+    questions_available: int
 
     def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
         """What the result does not show: rows and expected answers that are cut off."""
@@ -35,17 +40,44 @@ class HeldOut:
         return found
 
 
-def load_held_out(base: Path, max_examples: int | None, max_seq_length: int, method: str = "lora") -> HeldOut:
-    """The first ``max_examples`` rows (None: all), cut, and their questions; raises ConfigError, DataError."""
+def load_held_out(
+    base: Path,
+    max_examples: int | None,
+    max_seq_length: int,
+    method: str = "lora",
+    most_tokens: int | None = None,
+    least_rows: int = 1,
+) -> HeldOut:
+    """The first ``max_examples`` rows, cut, and their questions; raises ConfigError, DataError.
+
+    ``max_examples`` None: all, or ``least_rows`` and more, evenly spread, of ``most_tokens`` tokens in all.
+    """
     found = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
-    return held_out_in(found, max_examples, max_seq_length, method)
+    most_tokens = most_tokens if max_examples is None else None
+    return held_out_in(found, max_examples, max_seq_length, method, most_tokens, least_rows)
 
 
-def held_out_in(store: Store, max_examples: int | None, max_seq_length: int, method: str = "lora") -> HeldOut:
+def held_out_in(
+    store: Store,
+    max_examples: int | None,
+    max_seq_length: int,
+    method: str = "lora",
+    most_tokens: int | None = None,
+    least_rows: int = 1,
+) -> HeldOut:
     """The same of any store. ``method``: that the model was trained by."""
-    some, ends = store.rows if max_examples is None else store.rows[:max_examples], frozenset(store.made.stop_ids)
+    first, ends = store.rows[:max_examples], frozenset(store.made.stop_ids)
     if method == PRETRAIN and not store.questions:
-        return HeldOut(TokenWindows(some, max_seq_length, ends).some(MOST_VALID_TOKENS), (), ends, store.where)
-    rows = some.cut(max_seq_length)
-    questions = tuple(question for question in store.questions if question.row < len(rows))
-    return HeldOut(rows, questions, ends, store.where)
+        windows = TokenWindows(first, max_seq_length, ends)
+        rows = windows.some(min(MOST_VALID_TOKENS, most_tokens or MOST_VALID_TOKENS))
+        return HeldOut(rows, (), ends, store.where, len(rows), 0)
+    cut = first.cut(max_seq_length)
+    chosen = np.arange(len(cut)) if most_tokens is None else cut.sample(most_tokens, least_rows)
+    rows = cut.take(chosen)
+    rows.cut_rows = int(np.count_nonzero(first.lengths[chosen] > max_seq_length))
+    place = {int(row): index for index, row in enumerate(chosen)}
+    numbers = np.flatnonzero(np.isin(store.questions.rows, chosen))
+    questions_available = int(np.count_nonzero(store.questions.rows < len(cut)))
+    asked = (store.questions[int(number)] for number in numbers)
+    questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in asked)
+    return HeldOut(rows, questions, ends, lambda row: store.where(int(chosen[row])), len(cut), questions_available)

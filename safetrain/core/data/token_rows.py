@@ -182,6 +182,11 @@ class TokenRows(Sequence[TokenRow]):
         part = (self._starts[chosen], self.lengths[chosen], self.label_counts[chosen])
         return TokenRows(self._ids, self._trained, *part, self._pages)
 
+    def sample(self, most_tokens: int, least_rows: int = 1) -> np.ndarray:
+        """Indices of all rows, or of as many at equal distances as have about ``most_tokens`` tokens."""
+        count = min(len(self), max(least_rows, len(self) * most_tokens // max(1, self.tokens)))
+        return np.linspace(0, len(self) - 1, count).round().astype(np.int64)
+
     def cut(self, max_seq_length: int, beat: Callable[[], None] = lambda: None) -> "TokenRows":
         """Each row's first ``max_seq_length`` tokens; where these hold no label, that many around the first label.
 
@@ -228,6 +233,11 @@ class TokenRows(Sequence[TokenRow]):
     def by_length(self) -> np.ndarray:
         """(rows,) the longest first, equals in their order."""
         return np.argsort(-self.lengths, kind="stable").astype(np.uint32)
+
+    @property
+    def tokens(self) -> int:
+        """That the model reads."""
+        return int(self.inputs().sum(dtype=np.int64))
 
     def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
         """(rows,) tokens of these rows that the model reads: all but the last, which is only predicted."""

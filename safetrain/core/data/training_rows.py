@@ -46,7 +46,7 @@ class TrainingRows:
     def cut(self, tokens: int, beat: Callable[[], None] = lambda: None) -> "TrainingRows":
         """Return the rows, each cut to ``tokens``, with a sample of at most MOST_VALID_TOKENS to validate on."""
         train, valid = (rows.cut(tokens, beat) for rows in (self.train.documents, self.valid))
-        return dataclasses.replace(self, train=train, valid=_evenly_spread(valid))
+        return dataclasses.replace(self, train=train, valid=valid.take(valid.sample(MOST_VALID_TOKENS)))
 
 
 def load_training_rows(
@@ -69,7 +69,7 @@ def load_training_rows(
     documents = method == PRETRAIN and _documents_alone(train.rows)
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system, documents)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    sampled = method != PRETRAIN and _tokens(valid.rows) > MOST_VALID_TOKENS  # older versions validated on all rows
+    sampled = method != PRETRAIN and valid.rows.tokens > MOST_VALID_TOKENS  # older versions validated on all rows
     validated_on = f"{valid.digest} sampled" if sampled else valid.digest
     found = TrainingRows(some, valid.rows, train.digest, validated_on, taught, len(valid.rows), valid.label_bytes)
     if max_seq_length is None:
@@ -80,20 +80,8 @@ def load_training_rows(
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """The rows that a training of ``base`` validates on, cut as there; raises ConfigError and DataError as above."""
     store = open_store(store_path(paths.VALIDATED, "valid"), tokenizer_hash(base))
-    return _evenly_spread(store.rows.cut(max_seq_length))
-
-
-def _evenly_spread(rows: TokenRows) -> TokenRows:
-    """All rows, or as many of them at equal distances as have about MOST_VALID_TOKENS tokens."""
-    tokens = _tokens(rows)
-    if tokens <= MOST_VALID_TOKENS:
-        return rows
-    count = max(1, len(rows) * MOST_VALID_TOKENS // tokens)
-    return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
-
-
-def _tokens(rows: TokenRows) -> int:
-    return int(rows.inputs().sum(dtype=np.int64))
+    rows = store.rows.cut(max_seq_length)
+    return rows.take(rows.sample(MOST_VALID_TOKENS))
 
 
 def _documents_alone(rows: TokenRows) -> bool:

@@ -89,6 +89,7 @@ class Evaluation:
     base: Score
     forgetting: Forgetting
     rows: int
+    rows_available: int  # in the test file; more than ``rows``: these are an evenly spread sample
     cut_rows: int  # truncated to the length of the training
     questions: int
     answered: int  # questions that both models answered: all, or a seeded sample
@@ -125,7 +126,8 @@ def describe_loss(found: Evaluation) -> str:
     """``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
     places = _places(found.improvement.plus_minus) + 1
     losses = f"{found.base.loss:.{places}f} → {found.tuned.loss:.{places}f}"
-    return f"Test loss {losses} nats per token: {describe_improvement(found.improvement)}"
+    of = f" of {found.rows_available:,}" if found.rows < found.rows_available else ""
+    return f"Test loss {losses} nats per token: {describe_improvement(found.improvement, of)}"
 
 
 def describe_exact_match(found: Evaluation) -> str:
@@ -134,14 +136,14 @@ def describe_exact_match(found: Evaluation) -> str:
     return f"Exact match on {counted(found.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
 
 
-def describe_improvement(found: Improvement) -> str:
-    """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token."""
+def describe_improvement(found: Improvement, of: str = "") -> str:
+    """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token. ``of``: how many rows there are, if a sample."""
     gain, half = found.nats_per_label, found.plus_minus
     word = "better" if gain > 0 else "worse"
     if half is None:
         return f"{word} by {abs(gain):.2f} on one row: no interval"
     places = _places(half)
-    size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {counted(found.rows, 'row')})"
+    size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {found.rows:,}{of} rows)"
     return size if abs(gain) > half else f"no clear difference, {size}"
 
 

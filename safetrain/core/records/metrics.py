@@ -115,6 +115,7 @@ class RunShape:
     peak_memory_bytes: int
     predicted_peak_bytes: int
     elapsed_seconds: float  # of the updates
+    tokens_per_second: float = 0.0  # input tokens, without padding
     method: str = "lora"
 
     @property
