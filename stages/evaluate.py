@@ -18,8 +18,8 @@ from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 
-SHARE_OF_TRAINING, LEAST_SECONDS = 0.06, 30.0  # that losses and answers may take; short trainings have half a minute
-SHARE_OF_LOSSES = 0.5  # in tokens at the speed of training: both models read two to three times as fast
+SHARE_OF_TRAINING, LEAST_SECONDS = 0.06, 30.0  # that all may take; short trainings have half a minute
+ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2  # of these; two models read twice or three times as fast as one trains
 
 
 @stage
@@ -28,18 +28,23 @@ def main(config: Pipeline) -> None:
     settings, base = config.evaluate, Path(config.model.path)
     run = read_run_shape(paths.SUMMARY)
     seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
-    most_tokens = int(SHARE_OF_LOSSES * seconds * run.tokens_per_second)
+    tokens = seconds * run.tokens_per_second  # that training reads in that time
     held_out = load_held_out(
-        base, settings.max_examples, run.max_seq_length, run.method, most_tokens, settings.max_questions or 1
+        base,
+        settings.max_examples,
+        run.max_seq_length,
+        run.method,
+        int(TEST_ROWS * tokens),
+        settings.max_questions or 1,
     )
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
-    general = general_text(tokenizer, files.vocab_size, files.max_positions)
+    general = general_text(tokenizer, files.vocab_size, files.max_positions, int(GENERAL_TEXT * tokens))
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print(remark)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.comparison import Answering, Material, Subject, compare
 
-    answering = Answering(settings.max_new_tokens, settings.max_questions, (1 - SHARE_OF_LOSSES) * seconds)
+    answering = Answering(settings.max_new_tokens, settings.max_questions, ANSWERS * seconds)
     subjects = Subject("base", base), Subject("tuned", base, paths.ADAPTERS)
     material, progress = Material(held_out, general), EvaluationProgress(say_on_terminal)
     with ending_at_once("the evaluation has written nothing; the same command begins it again"):

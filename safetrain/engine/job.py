@@ -18,6 +18,8 @@ from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.storage import paths
 
+LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**13, 16  # where max_steps ends the run: a validation takes 2 % of its time
+
 
 @dataclass(frozen=True)
 class Job:
@@ -57,6 +59,11 @@ class Job:
         return total_updates(len(self.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the whole run reads to train."""
+        return int(self.updates * self.settings.rows_per_update * self.train.inputs().mean())
+
+    @property
     def shortened(self) -> bool:
         """Whether rows are shorter than those of the run that is continued."""
         return any(rung.failed.max_seq_length > self.settings.max_seq_length for rung in self.asked.rungs)
@@ -75,7 +82,11 @@ def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
     digests = files.fingerprint, rows.train_digest, rows.valid_digest
     identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
-    return Job(dataclasses.replace(asked, settings=settings), rows, identity, files)
+    job = Job(dataclasses.replace(asked, settings=settings), rows, identity, files)
+    if settings.max_steps is None:
+        return job
+    chosen = rows.valid.sample(max(LEAST_VALID_TOKENS, job.tokens // TRAINED_TO_VALID))
+    return dataclasses.replace(job, rows=dataclasses.replace(rows, valid=rows.valid.take(chosen)))
 
 
 def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:

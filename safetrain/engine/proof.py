@@ -30,7 +30,8 @@ from safetrain.engine.trainable import set_adapter_weights
 from safetrain.engine.upstream.saving import adapt_for_a_consumer, holds_adapters
 
 SAY_EVERY_SECONDS = 10.0
-MOST_TOKENS = 4096  # of validation rows, evenly spread: three passes through them
+LEAST_TOKENS, MOST_TOKENS = 2**10, 2**12  # of validation rows, evenly spread: three passes through them
+TRAINED_TO_PROVED = 100  # with so many times fewer tokens than were trained, a hundredth of the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ def remember_best(run: TrainingRun) -> Tuned:
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None and state.best_step != state.step:
         set_adapter_weights(run.model, load_arrays(best))
-    rows = measured_rows(job.valid, read_model_files(job.base), run.model, MOST_TOKENS)
+    rows = measured_rows(job.valid, read_model_files(job.base), run.model, proved_tokens(job))
     watch = _Watched(run.watcher, state.step)
     with watch.phase(Phase.VERIFY):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beats("as it was trained"))
@@ -98,9 +99,14 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
     return proof
 
 
-def passes_over(valid: TokenRows) -> float:
+def proved_tokens(job: Job) -> int:
+    """Tokens of validation rows that the adapter is checked on, if there are as many."""
+    return min(MOST_TOKENS, max(LEAST_TOKENS, job.tokens // TRAINED_TO_PROVED))
+
+
+def passes_over(job: Job) -> float:
     """Time of the whole adapter check, in validations: three passes over a sample of the rows."""
-    return 3 * min(1.0, MOST_TOKENS / max(1, int(valid.inputs().sum())))
+    return 3 * min(1.0, proved_tokens(job) / max(1, job.valid.tokens))
 
 
 @dataclass(frozen=True)

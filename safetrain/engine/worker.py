@@ -137,7 +137,7 @@ def _train(
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
         words = describe(job, predicted, blas.name, adaptation)
-        pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(rows.valid), bits))
+        pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(job), bits))
 
     def say(text: str) -> None:
         pipe.send(Said(text))

@@ -13,7 +13,7 @@ from safetrain.core.recorder import Recorder
 from safetrain.core.records.proof import ComparedWith, Proof, describe_proof, require_proof
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.job import Job
-from safetrain.engine.proof import MOST_TOKENS, prove
+from safetrain.engine.proof import LEAST_TOKENS, prove
 from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result
 from tests.engine.exact import SETTINGS
@@ -76,7 +76,7 @@ def test_few_tokens_of_many_rows_are_compared(tiny_model: Build, tmp_path: Path)
     job = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=1))
     many = with_rows(job, valid=rows(300, 4))
     tuned = run(many).tuned
-    assert MOST_TOKENS / 2 < tuned.rows.lengths.sum() < 1.2 * MOST_TOKENS < many.valid.lengths.sum()
+    assert LEAST_TOKENS / 2 < tuned.rows.lengths.sum() < 1.2 * LEAST_TOKENS < many.valid.lengths.sum()
 
 
 def test_a_folder_that_is_another_model_is_an_error(tiny_model: Build, tmp_path: Path) -> None:

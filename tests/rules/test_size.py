@@ -11,15 +11,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 31_750,
-    "program tokens": 235_600,
+    "program lines": 31_780,
+    "program tokens": 235_970,
     "program files": 196,
-    "files under 60 lines": 25,
+    "files under 60 lines": 22,
     "dataclasses": 228,
     "helper modules with one importer": 22,
     "keys of params.yaml": 68,
-    "test lines": 26_810,
-    "benchmark, tool and recipe lines": 8_250,
+    "test lines": 26_870,
+    "benchmark, tool and recipe lines": 8_320,
     "docs words": 25_280,
 }
 SMALL_LINES = 60

@@ -6,6 +6,7 @@ knowledge, stories, instructions), 12 pieces of code in as many languages.
 
 import json
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
 
 FILE = Path(__file__).with_name("general_text.jsonl")
+LEAST_PIECES = 6  # of a part: with fewer it is not measured
 MOST_TOKENS = 256  # of a piece; with the usual tokenizers none has as many
 
 
@@ -27,8 +29,13 @@ class GeneralText:
     left_out: int  # pieces that the tokenizer cannot express
 
 
-def general_text(tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None) -> GeneralText:
-    """As the tokenizer writes it for a model of these limits; without pieces that do not come back as they were."""
+def general_text(
+    tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None, most_tokens: int | None = None
+) -> GeneralText:
+    """As the tokenizer writes it for a model of these limits; without pieces that do not come back as they were.
+
+    At most about ``most_tokens`` tokens, but of each part the first LEAST_PIECES.
+    """
     with FILE.open(encoding="utf-8") as file:
         pieces = [json.loads(line) for line in file]
     most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
@@ -39,7 +46,22 @@ def general_text(tokenizer: ChatTokenizer, vocabulary: int, max_positions: int |
             kept = np.array(ids[:most], dtype=np.uint32)
             rows.append(TokenRow(kept, np.ones(len(kept), dtype=np.bool_)))
             parts.append(piece["part"])
-    return GeneralText(TokenRows.of(rows), tuple(parts), len(pieces) - len(rows))
+    left_out = len(pieces) - len(rows)
+    if most_tokens is not None:
+        rows, parts = _first_of_each(rows, parts, most_tokens)
+    return GeneralText(TokenRows.of(rows), tuple(parts), left_out)
+
+
+def _first_of_each(rows: list[TokenRow], parts: list[str], most_tokens: int) -> tuple[list[TokenRow], list[str]]:
+    """The same share of each part's pieces."""
+    share = min(1.0, most_tokens / max(1, sum(map(len, rows))))
+    seen, kept = Counter[str](), list[int]()
+    most = {part: max(LEAST_PIECES, round(share * count)) for part, count in Counter(parts).items()}
+    for index, part in enumerate(parts):
+        seen[part] += 1
+        if seen[part] <= most[part]:
+            kept.append(index)
+    return [rows[index] for index in kept], [parts[index] for index in kept]
 
 
 def _letters(text: str) -> str:

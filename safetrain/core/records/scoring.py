@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.general_text import GeneralText
+from safetrain.core.data.general_text import LEAST_PIECES, GeneralText
 from safetrain.core.data.held_out import HeldOut
 from safetrain.core.data.token_rows import Question
 from safetrain.core.data.words import words_of
@@ -16,7 +16,6 @@ from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # of the loss of a uniform guess: a base model above it does not know the general text
-LEAST_PIECES = 6  # of a part of the general text: with fewer it is not measured
 SHOWN = 10  # rows in ``worst`` and in ``most_changed``
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
@@ -109,7 +108,7 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
     loss = mean_loss(base, labels) if len(labels) else math.inf
     scores = "scores below chance" if loss > chance else "is hardly better than chance"
     why = f"the base model {scores} on the general text ({loss:.1f} nats per token; chance is {chance:.1f})"
-    if len(text.parts) < LEAST_PIECES * len(PARTS):
+    if text.left_out and len(text.parts) < LEAST_PIECES * len(PARTS):
         why = f"the tokenizer cannot express {counted(text.left_out, 'piece')} of the general text"
     return Forgetting(None, None, why, tuple(parts))
 

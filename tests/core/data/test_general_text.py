@@ -21,6 +21,15 @@ def test_there_are_sixty_different_pieces_that_a_tokenizer_expresses() -> None:
     assert general_text(ChatTokenizer(EMBEDDED), 2048, 40).rows.lengths.max() == 40
 
 
+def test_where_time_is_short_each_part_keeps_its_first_pieces() -> None:
+    whole = general_text(ChatTokenizer(EMBEDDED), 2048, 512)
+    half = general_text(ChatTokenizer(EMBEDDED), 2048, 512, int(whole.rows.lengths.sum()) // 2)
+    assert collections.Counter(half.parts) == {"english": 12, "portuguese": 12, "code": 6}
+    assert (half.rows[0].ids == whole.rows[0].ids).all()
+    least = general_text(ChatTokenizer(EMBEDDED), 2048, 512, 1)
+    assert collections.Counter(least.parts) == {"english": 6, "portuguese": 6, "code": 6}
+
+
 def test_pieces_with_letters_that_a_vocabulary_lacks_are_left_out(tmp_path: Path) -> None:
     """Without its bytes above 127 the tokenizer drops accents without a word; so it does braces with none of those."""
     folder = tmp_path / "model"
