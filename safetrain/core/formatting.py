@@ -41,10 +41,12 @@ def similar_path(path: Path) -> str:
     while not missing.parent.exists():
         missing = missing.parent
     try:
-        near = difflib.get_close_matches(missing.name, [entry.name for entry in missing.parent.iterdir()], 1)
+        entries = sorted(missing.parent.iterdir(), key=lambda entry: entry.suffix == missing.suffix)  # these win
     except OSError:
         return ""
-    return f"did you mean {missing.parent / near[0] / path.relative_to(missing)}?" if near else ""
+    names = {entry.stem: entry.name for entry in entries}
+    near = difflib.get_close_matches(missing.stem, names, 1)
+    return f"did you mean {missing.parent / names[near[0]] / path.relative_to(missing)}?" if near else ""
 
 
 def override(key: str, value: object) -> str:

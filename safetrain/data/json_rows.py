@@ -21,7 +21,7 @@ MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
          type(None): "null, or an empty cell"}  # fmt: skip
 MOST_DEEP = 300
-DEEP = "brackets are nested some hundred deep, which no reader takes"
+DEEP = "brackets are nested too deep, in hundreds of levels"
 DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
 CUT = "the line is cut off, or the object goes on in the next line: it must be one line"
 PYTHON = "as Python prints it: write the file with json.dumps"

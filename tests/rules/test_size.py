@@ -11,16 +11,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 31_780,
-    "program tokens": 235_970,
+    "program lines": 31_790,
+    "program tokens": 236_000,
     "program files": 196,
     "files under 60 lines": 22,
     "dataclasses": 228,
     "helper modules with one importer": 22,
     "keys of params.yaml": 68,
-    "test lines": 26_870,
+    "test lines": 26_880,
     "benchmark, tool and recipe lines": 8_320,
-    "docs words": 25_280,
+    "docs words": 25_290,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
