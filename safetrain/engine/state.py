@@ -241,9 +241,8 @@ def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) 
     return state
 
 
-def _state_in(folder: Path) -> dict[str, Any]:
-    value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return {"grad_norm": None, "recorded_step": value["step"], **value}  # an older version's checkpoint has neither
+def _state_in(folder: Path) -> Any:
+    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
 
 def _identity_in(folder: Path) -> RunIdentity:

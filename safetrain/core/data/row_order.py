@@ -14,7 +14,6 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows, UpdateRows
 from safetrain.core.data.windows import TokenWindows, TrainRows
 from safetrain.core.memory.terms import padded
-from safetrain.core.records.run_state import ORDER
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # of params.yaml, and seven others: under any other seed the largest update is hardly larger
@@ -107,7 +106,7 @@ def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
 @functools.cache
 def order_fingerprint() -> str:
     """A fingerprint of how numpy orders rows: versions with the same one continue each other's runs."""
-    return ORDER + hashlib.blake2b(_permutation(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_permutation(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
 
 
 def _permutation(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:

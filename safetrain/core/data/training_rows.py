@@ -27,7 +27,7 @@ class TrainingRows:
     train: TrainRows
     valid: TokenRows
     train_digest: str = ""  # of all rows of the store, whole
-    valid_digest: str = ""  # says also whether they are too many, so that a sample of them is validated on
+    valid_digest: str = ""
     taught: Taught | None = None
     valid_rows_available: int = 0
     valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
@@ -69,9 +69,7 @@ def load_training_rows(
     documents = method == PRETRAIN and _documents_alone(train.rows)
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system, documents)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    sampled = method != PRETRAIN and valid.rows.tokens > MOST_VALID_TOKENS  # older versions validated on all rows
-    validated_on = f"{valid.digest} sampled" if sampled else valid.digest
-    found = TrainingRows(some, valid.rows, train.digest, validated_on, taught, len(valid.rows), valid.label_bytes)
+    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, len(valid.rows), valid.label_bytes)
     if max_seq_length is None:
         return found
     return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)

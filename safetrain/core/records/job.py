@@ -101,8 +101,6 @@ def identity_of(settings: TrainSettings) -> str:
     value = dataclasses.asdict(neutral)
     kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
     kept["rows_per_update"] = settings.rows_per_update
-    if settings.lora.dropout:
-        kept["dropout_draws"] = "by micro-batch"  # older versions drew by token
     return json.dumps(kept, sort_keys=True)
 
 

@@ -9,9 +9,6 @@ from safetrain.core.storage.files import from_json, write_json
 from safetrain.core.storage.run_files import POINTER
 
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
-# settings of older versions, with the value that does what this version does
-REMOVED = {"neftune_alpha": 0.0, "optimizer_state_bits": 32, "round_to_bits": None, "on_bad_update": "stop"}
-ORDER = "order "  # begins the fingerprint; those of older versions say more and are not compared
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
 
@@ -23,36 +20,30 @@ class RunIdentity:
     training_rows: str
     validation_rows: str
     settings: str
-    draws: str = ""  # fingerprint of how numpy orders rows; unknown in an old checkpoint
+    draws: str = ""  # fingerprint of how numpy orders rows
 
     def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
         """Names of what differs. ``shortened`` allows another max_seq_length, because the ladder may cut rows."""
         allowed = ("max_seq_length",) if shortened else ()
         names = ("base_model", "training_rows", "validation_rows")
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
-        found += [] if self._draws_as(other) else [OTHER_DRAWS]
+        found += [] if self.draws == other.draws else [OTHER_DRAWS]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         for key in (key for key in self._changed_settings(other) if key not in allowed):
-            now = "only older versions of safetrain have it" if key in REMOVED else f"{json.dumps(mine.get(key))} now"
-            found.append(f"{key} ({json.dumps(theirs.get(key))} before, {now})")
+            found.append(f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)")
         return found
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; values recommended by a run's length may differ with it."""
-        same = dataclasses.replace(self, settings="", draws="") == dataclasses.replace(other, settings="", draws="")
-        same = same and self._draws_as(other)
+        same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
         changed = set(self._changed_settings(other))
         if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
             return False
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
 
-    def _draws_as(self, other: "RunIdentity") -> bool:
-        known = all(each.draws.startswith(ORDER) for each in (self, other))
-        return self.draws == other.draws or not known
-
     def _changed_settings(self, other: "RunIdentity") -> list[str]:
-        mine, theirs = ({**REMOVED, **json.loads(each.settings)} for each in (self, other))
+        mine, theirs = json.loads(self.settings), json.loads(other.settings)
         return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
 
