@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
@@ -354,7 +355,7 @@ def _identity(train: Train, model: ModelFiles | None, rows: TrainingRows | None)
     """Of the training that is planned; None where it starts over anyway, or it is not known."""
     if model is None or rows is None or train.restart:
         return None
-    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "")
+    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "", order_fingerprint())
 
 
 def _fit_checks(
