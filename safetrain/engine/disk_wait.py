@@ -44,19 +44,19 @@ class DiskWait:
         Raises DiskFullError when the wait is over, InterruptedRun when a signal ends it; the files of earlier writes
         are whole.
         """
-        began, told = time.monotonic(), False
+        began, is_waiting = time.monotonic(), False
         while True:
             free = shutil.disk_usage(self.folder).free
             if free >= needed_bytes + SPARE_BYTES:
                 try:
                     action()
-                    return self.say("there is room again") if told else None
+                    return self.say("there is room again") if is_waiting else None
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
-            if not told:
+            if not is_waiting:
                 self.say(self._notice(needed_bytes, step))
-            told = True
+            is_waiting = True
             self._wait(needed_bytes, step, began)
 
     def _wait(self, needed_bytes: int, step: int, began: float) -> None:

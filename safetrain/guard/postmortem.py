@@ -59,14 +59,14 @@ def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = Fal
     footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
-    found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
+    death = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
     rank = None if cause.name in ENDS_ALL_RANKS else ending.rank
-    found = dataclasses.replace(found, rank=rank, ranks=ending.ranks, host=ending.host)
+    death = dataclasses.replace(death, rank=rank, ranks=ending.ranks, host=ending.host)
     if starts_over:
-        found = dataclasses.replace(found, resumes_from_step=0)
+        death = dataclasses.replace(death, resumes_from_step=0)
     if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem stays
-        return found
-    return write_postmortem(output, found)
+        return death
+    return write_postmortem(output, death)
 
 
 def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
@@ -84,17 +84,17 @@ def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
     cause = _sudden_end(output / FLIGHT, marker)
     limit = Limit(psutil.virtual_memory().total, MACHINE)
     again = marker.command if marker is not None and marker.command else usual
-    found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 128 + signal.SIGKILL)
+    death = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 128 + signal.SIGKILL)
     close_marker(output)
-    return write_postmortem(output, found)
+    return write_postmortem(output, death)
 
 
-def write_postmortem(output: Path, found: PostMortem) -> PostMortem:
+def write_postmortem(output: Path, death: PostMortem) -> PostMortem:
     """Write the verdict, on a full disk into the room kept for it; where even that fails, it is only printed."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
-        write_record(output / POSTMORTEM, found)
-    return found
+        write_record(output / POSTMORTEM, death)
+    return death
 
 
 def exit_code_of(ending: Ending, cause: Cause) -> int:
@@ -162,7 +162,7 @@ def _kernel_log(
 def _assemble(
     output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, again: str, exit_code: int
 ) -> PostMortem:
-    whole, unread = (None, ()) if is_finished(output) else _newest(output)
+    checkpoint, unread = (None, ()) if is_finished(output) else _newest(output)
     work = last.work if last is not None else NO_WORK
     return PostMortem(
         cause=cause.name,
@@ -180,7 +180,7 @@ def _assemble(
         mlx_active_bytes=last.allocator.active_bytes if last else 0,
         mlx_peak_bytes=last.allocator.peak_bytes if last else 0,
         loss=last.loss if last and math.isfinite(last.loss) else None,
-        resumes_from_step=whole.step if whole else 0,
+        resumes_from_step=checkpoint.step if checkpoint else 0,
         next_command=again,
         exit_code=exit_code,
         ended_seconds=time.time(),

@@ -204,7 +204,7 @@ class WatchedProcess:
 
     def new_events(self) -> list[Event]:
         """Events since the last call."""
-        found: list[Event] = []
+        events: list[Event] = []
         while not self._events.empty():
             event = self._events.get()
             self.began = self.began or isinstance(event, Begun)
@@ -212,8 +212,8 @@ class WatchedProcess:
                 self.finished = self.finished or event
             if isinstance(event, Failed):
                 self.failed = self.failed or event
-            found.append(event)
-        return found
+            events.append(event)
+        return events
 
     def request_stop(self, number: int) -> None:
         """Send a signal that asks it to save and end."""
@@ -239,9 +239,9 @@ class WatchedProcess:
     def drain(self) -> list[Event]:
         """The events that were still in its pipe when it ended."""
         self.finish_reading()
-        found = self.new_events()
+        events = self.new_events()
         self.feed()
-        return found
+        return events
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """Everything known of its end; ``started``: wall clock and monotonic clock."""
@@ -290,10 +290,10 @@ class WatchedProcess:
     def _read_stderr(self, pipe: BinaryIO) -> None:
         with pipe:
             for line in pipe:
-                shown = self.is_shown(line)
-                if shown or not self.settings.hostfile:
+                is_shown = self.is_shown(line)
+                if is_shown or not self.settings.hostfile:
                     self._tail.append(line)
-                if shown:
+                if is_shown:
                     with contextlib.suppress(OSError):  # the terminal may be gone; the tail stays
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()

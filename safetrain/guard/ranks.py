@@ -183,13 +183,13 @@ class LaunchedRanks(WatchedProcess):
 
     def is_shown(self, line: bytes) -> bool:
         """Tell lines about a rank's end, from mlx.launch or the rank itself, from output meant for people."""
-        found = RANK_ENDED.search(line)
-        if found:
-            self._codes.append((int(found[1]), int(found[2])))
+        match = RANK_ENDED.search(line)
+        if match:
+            self._codes.append((int(match[1]), int(match[2])))
         event = parse_event(line)
         if isinstance(event, Failed):
             self._failed_elsewhere = self._failed_elsewhere or event
-        return not (found or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
+        return not (match or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
 
     def read_events(self, source: int | Path) -> None:
         """Read from every process that opens the FIFO, one after the other: each waits for a reader."""
@@ -211,17 +211,17 @@ class LaunchedRanks(WatchedProcess):
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """The ending of the rank that ended the training, as far as it is known."""
-        found = super().ending(started, ended_by_us, overdue, passed_on)
+        result = super().ending(started, ended_by_us, overdue, passed_on)
         rank, code = self._first()
         if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
-            return found
+            return result
         failures = (self.failed,) if rank == 0 else (self._failed_elsewhere, self.failed)
         failed = next((each for each in failures if each is not None and each.exit_code == code), None)
         if rank == 0:
-            return dataclasses.replace(found, rank=0, failed=failed)
+            return dataclasses.replace(result, rank=0, failed=failed)
         header = read_flight(rank_folder(self.settings.flight, rank) / RECORDER).header  # on this machine after all?
         pid = header.pid if header is not None else 0
-        return dataclasses.replace(found, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
+        return dataclasses.replace(result, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
 
     def _rank_0(self) -> psutil.Process | None:
         """Rank 0's process, while it runs."""
@@ -233,8 +233,8 @@ class LaunchedRanks(WatchedProcess):
         mlx.launch looks once a second, so the order in which it reports two ends can be the wrong one.
         """
         failed = self.failed
-        lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
-        others = [(rank, code) for rank, code in self._codes if rank or not lost]
+        is_peer_lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
+        others = [(rank, code) for rank, code in self._codes if rank or not is_peer_lost]
         return min(others, key=lambda each: each[1] in ENDS_ALL, default=(None, 0))
 
 
@@ -244,13 +244,13 @@ def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: P
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
     hosts = read_hostfile(hostfile)
-    known = settings.flight / HOSTS
-    write_text(known, as_launched(hostfile))
+    hostfile_here = settings.flight / HOSTS
+    write_text(hostfile_here, as_launched(hostfile))
     shared = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(settings.environment)
     shared |= cores_of_each(max(hosts.names.count(name) for name in hosts.names))
     process = subprocess.Popen(
         [
-            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(known),
+            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(hostfile_here),
             "--cwd", str(Path.cwd()), "--python", command[0], "--starting-port", str(first_port(hosts.ports)),
             *(word for name, value in shared.items() for word in ("--env", f"{name}={value}")),
             "--", *command[1:], str(settings.flight), str(fifo), PARENT,

@@ -137,9 +137,9 @@ class _Watch:
         if first.finished is None and len(self._ranks) > 1:
             badly = [rank for rank in self._ended_first if rank.return_code or rank is first]
             cause = self._blamed if self._ended_by_us else culprit(badly)
-        found = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
-        number = cause.number if cause is not None else found.rank
-        return dataclasses.replace(found, rank=number, ranks=self._settings.ranks, began=first.began)
+        result = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
+        number = cause.number if cause is not None else result.rank
+        return dataclasses.replace(result, rank=number, ranks=self._settings.ranks, began=first.began)
 
     def _sample(self) -> None:
         samples = [(rank, sample) for rank in self._ranks if (sample := rank.sample()) is not None]
@@ -167,8 +167,8 @@ class _Watch:
         over = self._ended_first
         bad = any(rank.return_code and not rank.ended_with_all for rank in over)
         bad = bad or any(rank.others_have_gone for rank in self._ranks)
-        done = self._ranks[0] in over or (self._settings.ranks > 1 and self._ranks[0].finished is not None)
-        if not bad and not done:  # rank 0 may still have to write
+        is_over = self._ranks[0] in over or (self._settings.ranks > 1 and self._ranks[0].finished is not None)
+        if not bad and not is_over:  # rank 0 may still have to write
             return
         if self._end_others_at is None:
             self._end_others_at = now + (OTHERS_SECONDS if bad else LAST_SECONDS)

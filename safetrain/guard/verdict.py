@@ -115,9 +115,9 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
     match ending.ended_by_us:
         case "hang":
             stacks = rank_folder(Path(FLIGHT), ending.rank or 0) / STACKS
-            written = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
+            stacks_text = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
             waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
-            return Cause("hang", "it hung and was ended", CONFIRMED, (waited, written, *_where(evidence)))
+            return Cause("hang", "it hung and was ended", CONFIRMED, (waited, stacks_text, *_where(evidence)))
         case "limit":
             passed = f"its memory passed {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
             return Cause("memory_limit", "it took more memory than allowed and was ended", CONFIRMED, (passed,), True)
@@ -155,8 +155,8 @@ def _text_says(evidence: Evidence) -> Cause | None:
     last_lines = "\n".join(ending.stderr_tail.splitlines()[-LAST_LINES:])
     text = (failed.message if failed is not None else "") + "\n" + last_lines
     for pattern, cause in MESSAGES:
-        if (found := re.search(pattern, text, re.MULTILINE)) is not None:
-            line = (_line_around(text, found.start()),)
+        if (match := re.search(pattern, text, re.MULTILINE)) is not None:
+            line = (_line_around(text, match.start()),)
             return dataclasses.replace(cause, evidence=line, quoted=line)
     own = MENTIONS_MEMORY.search(failed.message) if failed is not None else None  # mlx's own exception
     memory = own or MENTIONS_MEMORY.search(text)
@@ -167,8 +167,8 @@ def _text_says(evidence: Evidence) -> Cause | None:
     for words, what in NO_ROOM if ending.limit.name == OWN_LIMIT else ():
         if (place := text.find(words)) >= 0:
             line = (_line_around(text, place),)
-            seen = (*line, *_memory_seen(evidence))
-            return Cause("allocation_failed", f"out of memory: {what}", LIKELY, seen, True, quoted=line)
+            evidence_texts = (*line, *_memory_seen(evidence))
+            return Cause("allocation_failed", f"out of memory: {what}", LIKELY, evidence_texts, True, quoted=line)
     if failed is not None:
         first, *rest = failed.message.splitlines()
         traceback = [line.strip() for line in rest if line.strip().startswith("traceback:")]
@@ -181,39 +181,39 @@ def _killed(evidence: Evidence) -> Cause | None:
     ending, last = evidence.ending, evidence.last
     if ending.return_code != -signal.SIGKILL:
         return None
-    seen, log = _memory_seen(evidence), evidence.kernel_log
+    memory, log = _memory_seen(evidence), evidence.kernel_log
     if ending.oom_kills > 0:
         kills = counted(ending.oom_kills, "kill")
         count = f"the kernel counted {kills} for lack of memory in this memory group in its last seconds"
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *seen), True)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *memory), True)
     if log:
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *seen), True, quoted=log)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *memory), True, quoted=log)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
     critical = ending.recent.most_pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
         had = f"it had {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
-        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *seen), True)
-    return Cause("killed", "killed from outside (SIGKILL); memory was not the cause", LIKELY, seen)
+        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *memory), True)
+    return Cause("killed", "killed from outside (SIGKILL); memory was not the cause", LIKELY, memory)
 
 
 def _crashed(evidence: Evidence) -> Cause | None:
     """mlx's CPU backend does not check allocations: out of memory is then a segmentation fault (measured)."""
-    ending, seen = evidence.ending, _memory_seen(evidence)
+    ending, memory = evidence.ending, _memory_seen(evidence)
     if ending.return_code >= 0:
         return None
     name, passed_on = _name_of(-ending.return_code), ending.signal_passed_on
     if -ending.return_code not in CRASHES:
-        sent = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
-        if not ending.began and ending.return_code == -sent:  # it came before the process could handle it
+        number = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
+        if not ending.began and ending.return_code == -number:  # it came before the process could handle it
             early = f"{_name_of(passed_on)} came before the training had begun"
             return Cause("stopped", "it was stopped before there was anything to save", CONFIRMED, (early,))
-        return Cause("killed", f"it was ended by {name}", CONFIRMED, seen)
+        return Cause("killed", f"it was ended by {name}", CONFIRMED, memory)
     where = _where(evidence)
     if _was_short_of_memory(evidence):
         title = f"out of memory: an allocation failed ({name})"
-        return Cause("allocation_failed", title, LIKELY, (*seen, *where), True)
+        return Cause("allocation_failed", title, LIKELY, (*memory, *where), True)
     title = f"mlx or a library crashed ({name}), with memory to spare"
-    return Cause("crash", title, LIKELY, (*seen, *where))
+    return Cause("crash", title, LIKELY, (*memory, *where))
 
 
 def _ssh_failed(evidence: Evidence) -> Cause | None:
@@ -259,18 +259,18 @@ def _machine_was_empty(evidence: Evidence) -> bool:
 
 def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
     ending, recent = evidence.ending, evidence.ending.recent
-    seen = list[str]()
+    texts = list[str]()
     if ending.limit.name == OWN_LIMIT:
         data = _expected_data_bytes(evidence)
-        seen.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
+        texts.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
     if ending.last is not None:
-        seen.append(f"the machine had {size_text(recent.least_available_bytes)} left at the least in its last seconds")
+        texts.append(f"the machine had {size_text(recent.least_available_bytes)} left at the least in its last seconds")
     if recent.most_stalled_percent >= MUCH_STALLED:
-        seen.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
+        texts.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
     if recent.most_pressure_level >= WARNING:
         level = "critical" if recent.most_pressure_level >= CRITICAL else "warning"
-        seen.append(f"macOS reported memory pressure ({level})")
-    return tuple(seen)
+        texts.append(f"macOS reported memory pressure ({level})")
+    return tuple(texts)
 
 
 def _where(evidence: Evidence) -> tuple[str, ...]:

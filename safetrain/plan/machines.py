@@ -117,7 +117,7 @@ def read_profile(name: str, folder: Path | None = None) -> Profile:
     if not isinstance(value, dict):
         raise ConfigError("A machine is a few keys.", where=str(path))
     try:
-        return Profile(name=name, **{str(key): found for key, found in value.items()})
+        return Profile(name=name, **{str(key): setting for key, setting in value.items()})
     except TypeError as error:
         raise ConfigError(f"The machine cannot be read: {error}", where=str(path)) from None
 
@@ -143,8 +143,8 @@ def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
     except ConfigError:
         planned = None
     if planned is not None and planned.step_seconds is not None:
-        known = (planned.planned_model, planned.planned_method, planned.planned_backend)
-        if known == (str(model.folder), method, machine.backend):
+        plan_key = (planned.planned_model, planned.planned_method, planned.planned_backend)
+        if plan_key == (str(model.folder), method, machine.backend):
             rows = planned.batch_size * planned.gradient_accumulation
             source = f"measured: {planned.step_seconds:.3g} s an update of {rows} rows, a dry run"
             return Speed(None, source, planned.step_seconds, rows, planned.max_seq_length)

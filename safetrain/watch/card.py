@@ -7,7 +7,7 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.source import hub_id_of
-from safetrain.core.records.adapter_files import Taught, adapter_method, base_of, fingerprint, read_taught
+from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.exporting import REPORT as EXPORT_REPORT
 from safetrain.core.records.exporting import GgufReport, PeftReport
@@ -56,8 +56,8 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
         values |= {part: getattr(run.summary, part) for part in ("settings", "metrics", "outcome")}
     text = environment.get_template("card.md").render(
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=adapter_method(own),
-        title=folder.resolve().name, taught=read_taught(own) or Taught((), ""), scores=scores, fused=fused,
-        size_text=size_text, quoted=json.dumps, **values,
+        title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
+        fused=fused, size_text=size_text, quoted=json.dumps, **values,
     )  # fmt: skip
     write_text(path, text)
     remarks = _own_paths([*(folder / name for name in CONFIGS), *_report_paths(folder, kind)])
@@ -93,31 +93,31 @@ def _report_paths(folder: Path, kind: str) -> list[Path]:
 
 def _reports(folder: Path, kind: str) -> list[Report | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
-    found = list[Report | None]()
+    reports = list[Report | None]()
     for path in _report_paths(folder, kind):
         form, again = REPORTS[kind]
         report = read_beside(path, form, again) if path.is_file() else None
         if isinstance(report, FuseReport) and report.chosen not in {each.name for each in report.tried}:
             raise ConfigError(f"{path.name} has no figures of {report.chosen}.", where=str(path), do=again)
-        found.append(report)
-    return found
+        reports.append(report)
+    return reports
 
 
-def _adapter_of(folder: Path, kind: str, given: Path | None, prints: list[str | None]) -> Path:
+def _adapter_of(folder: Path, kind: str, setting: Path | None, prints: list[str | None]) -> Path:
     """The adapter in the folder, checked by the fingerprints in its reports; raises ConfigError for another one."""
     if kind == "mlx-adapter":
-        if given is not None and fingerprint(given) != fingerprint(folder):
+        if setting is not None and fingerprint(setting) != fingerprint(folder):
             what = "This folder is an adapter by itself, and another one than --adapter."
             raise ConfigError(what, where=str(folder), do="leave --adapter out")
         return folder
-    if given is None and not all(prints):
+    if setting is None and not all(prints):
         what = "Nothing in this folder says which adapter it was made from."
         raise ConfigError(what, where=str(folder), do="name that adapter with --adapter")
-    chosen = given or paths.ADAPTERS
-    if {each for each in prints if each} - {fingerprint(chosen)}:
+    adapter = setting or paths.ADAPTERS
+    if {each for each in prints if each} - {fingerprint(adapter)}:
         what = "This folder was made from another adapter."
-        raise ConfigError(what, where=str(folder), got=str(chosen), do="name the right one with --adapter")
-    return chosen
+        raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right one with --adapter")
+    return adapter
 
 
 def _own_paths(files: list[Path]) -> list[str]:
@@ -136,8 +136,8 @@ def _license(base: Path) -> str:
     path = base / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
-    found = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
-    return found if found.replace("-", "").replace(".", "").isalnum() else ""
+    name = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
+    return name if name.replace("-", "").replace(".", "").isalnum() else ""
 
 
 def _json(path: Path) -> dict[str, Any]:

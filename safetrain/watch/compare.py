@@ -97,15 +97,15 @@ def _open(root: Path, revision: str) -> "DVCFileSystem":
 
 def compare(revisions: Sequence[str], target: Path) -> str:
     """Write the page about two revisions, or about one and this folder; return the verdict. Raises ConfigError."""
-    opened = [RevisionFiles(Path(), revision) for revision in revisions]
-    runs = [RunReader(files).read() for files in opened]
+    revisions_read = [RevisionFiles(Path(), revision) for revision in revisions]
+    runs = [RunReader(files).read() for files in revisions_read]
     runs += [RunReader(FolderFiles(name="this folder")).read()] if len(runs) == 1 else []
-    lost = [f"{files.name}: DVC has no copy of {file}." for files in opened for file in files.lost]
-    return write_comparison(runs[0], runs[1], target, lost)
+    absent = [f"{files.name}: DVC has no copy of {file}." for files in revisions_read for file in files.lost]
+    return write_comparison(runs[0], runs[1], target, absent)
 
 
-def write_comparison(first: Run, second: Run, target: Path, lost: Sequence[str] = ()) -> str:
-    """Write the page about two runs; the verdict. ``lost``: outputs that DVC may still fetch."""
+def write_comparison(first: Run, second: Run, target: Path, absent: Sequence[str] = ()) -> str:
+    """Write the page about two runs; the verdict. ``absent``: outputs that DVC may still fetch."""
     verdict, tone = verdict_on(first, second)
     answers = _answers(first, second)
     parts = [("Result", _results(first, second))]
@@ -116,7 +116,7 @@ def write_comparison(first: Run, second: Run, target: Path, lost: Sequence[str] 
     page = report.render(
         "compare.html", title=f"{first.name} and {second.name}", first=first, second=second, verdict=verdict, tone=tone,
         is_comparable=not obstacle(first, second), shared=len(answers),
-        absent=[*((text, "dvc fetch --all-commits") for text in lost), *_absent(first), *_absent(second)],
+        absent=[*((text, "dvc fetch --all-commits") for text in absent), *_absent(first), *_absent(second)],
         parts=[(title, [row for row in rows if row[1] != row[2]]) for title, rows in parts],
         same=[row[:2] for _, rows in parts for row in rows if row[1] == row[2]],
         pictures=[inline_svg(figure) for figure in comparison(first, second)],

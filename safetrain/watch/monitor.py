@@ -157,9 +157,9 @@ def state_of(run: Run, stage: str = "") -> State:
     has_ended = any(isinstance(entry.event, Finished) for entry in _since_start(run.journal))
     if run.marker is not None and not (run.is_finished and has_ended):
         return State.GONE
-    found, started = run.postmortem, run.header.started_seconds if run.header is not None else 0.0
-    if found is not None and found.ended_seconds >= started and not found.went_on:
-        return State.STOPPED if found.cause == "stopped" else State.DIED
+    death, started = run.postmortem, run.header.started_seconds if run.header is not None else 0.0
+    if death is not None and death.ended_seconds >= started and not death.went_on:
+        return State.STOPPED if death.cause == "stopped" else State.DIED
     if run.is_finished or (run.state is None and run.summary is not None):
         return State.FINISHED
     return State.LEFT if run.flight or run.steps or run.state is not None else State.NOTHING
@@ -249,14 +249,14 @@ def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
         return dict.fromkeys(("epoch", "step_seconds", "labels_per_second", "learning_rate", "grad_norm"))
     before, last = steps[-2:][0], steps[-1]
     updates = last.step - before.step
-    found = {
+    values = {
         "epoch": last.epoch,
         "step_seconds": (last.elapsed_seconds - before.elapsed_seconds) / updates if updates > 0 else None,
         "labels_per_second": last.labels_per_second,
         "learning_rate": last.learning_rate if last.step else None,
         "grad_norm": last.grad_norm,
     }
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
 
 
 def batch_parts(job: TrainJob) -> tuple[str, ...]:
@@ -277,8 +277,8 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
 
 def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
     """Wall clock and text of the last events."""
-    shown = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
-    return [(entry.wall_seconds, _event_text(entry.event)) for entry in shown]
+    entries = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
+    return [(entry.wall_seconds, _event_text(entry.event)) for entry in entries]
 
 
 def _event_text(event: JournalEvent) -> str:
@@ -303,7 +303,7 @@ def json_line(view: MonitorView) -> str:
     run, job, header, saved = view.run, view.run.job, view.run.header, view.run.checkpoint
     limit, total = run.marker or run.postmortem, run.begun.total_steps if run.begun else None
     position = {"step": view.step, "total_steps": total, "left": view.left}
-    found = {
+    values = {
         "wall_seconds": run.read_at_seconds,
         "state": view.state.value,
         "stage": view.stage,
@@ -329,4 +329,4 @@ def json_line(view: MonitorView) -> str:
         "events": [{"wall_seconds": at, "text": text} for at, text in events_of(run.journal)[-EVENTS_IN_JSON:]],
         "unreadable": dict(run.unreadable),
     }
-    return json.dumps(found, default=dataclasses.asdict)
+    return json.dumps(values, default=dataclasses.asdict)

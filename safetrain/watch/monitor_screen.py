@@ -62,10 +62,10 @@ def _phase_text(phase: PhaseAge) -> str:
 
 
 def _loss_text(view: MonitorView) -> str:
-    found = losses_of(view.run.steps)
+    losses = losses_of(view.run.steps)
     forms = {"train": "train {train:.4f}", "valid": "valid {valid:.4f} (step {valid_step:.0f})",
              "best": "best {best:.4f} (step {best_step:.0f})", "base": "before training {base:.4f}"}  # fmt: skip
-    return ", ".join(form.format(**found) for name, form in forms.items() if found[name] is not None)
+    return ", ".join(form.format(**losses) for name, form in forms.items() if losses[name] is not None)
 
 
 def _numbers(view: MonitorView) -> list[tuple[str, str]]:
@@ -152,8 +152,8 @@ class MonitorScreen:
         """The rows first; what is left goes to the curve and the events."""
         width, height, is_wide = options.max_width, options.height or 0, options.max_width >= WIDE
 
-        def lines_of(shown: RenderableType, columns: int) -> int:
-            return len(console.render_lines(shown, options.update(width=columns, height=None)))
+        def lines_of(events_shown: RenderableType, columns: int) -> int:
+            return len(console.render_lines(events_shown, options.update(width=columns, height=None)))
 
         head, rows, events = self._head(width), self._rows(), events_of(self._view.run.journal)
         top, columns = lines_of(head, width), width // 2 if is_wide else width
@@ -161,12 +161,12 @@ class MonitorScreen:
         spare = height - top - body
         plot = 0 if is_wide else min(MOST_PLOT, spare - min(len(events) + 1, max(4, spare // 3)))
         plot = plot if plot >= LEAST_PLOT and len(self._view.run.steps) > 1 else 0
-        shown = events[len(events) - max(0, spare - plot - 1) :] if spare > plot + 1 else []
+        events_shown = events[len(events) - max(0, spare - plot - 1) :] if spare > plot + 1 else []
         screen, middle = Layout(), Layout(rows, size=body)
         if is_wide:
             middle.split_row(Layout(rows, size=columns), Layout(self._plot()))
         curve = [Layout(self._plot(), size=plot)] if plot else []
-        screen.split_column(Layout(head, size=top), middle, *curve, Layout(self._events(shown)))
+        screen.split_column(Layout(head, size=top), middle, *curve, Layout(self._events(events_shown)))
         return screen
 
     def _head(self, width: int) -> Group:
@@ -187,16 +187,16 @@ class MonitorScreen:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in rows_of(self._view):
-            shown = text if self._braille else text.replace("…", "...")
-            table.add_row(name, Text(shown, style="bold" if text.startswith((LOOK, WRONG)) else ""))
+            value = text if self._braille else text.replace("…", "...")
+            table.add_row(name, Text(value, style="bold" if text.startswith((LOOK, WRONG)) else ""))
         return table
 
     def _events(self, events: list[tuple[float, str]]) -> Text:
-        now, found = self._view.run.read_at_seconds, Text(no_wrap=True, overflow="crop")
-        found.append("events" if events else "", style="bold")
+        now, lines = self._view.run.read_at_seconds, Text(no_wrap=True, overflow="crop")
+        lines.append("events" if events else "", style="bold")
         for seconds, text in events:
-            found.append(f"\n{clock_text(seconds, now)}  {printable(text.strip().partition(chr(10))[0])}")
-        return found
+            lines.append(f"\n{clock_text(seconds, now)}  {printable(text.strip().partition(chr(10))[0])}")
+        return lines
 
     def _plot(self) -> "Plot":
         mark = "◆" if self._braille else "o"

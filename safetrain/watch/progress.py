@@ -110,8 +110,8 @@ class EvaluationProgress:
             self._part, self._began, self._said, self._before = (name, work), now, now, done
         elif now - self._said >= SAY_EVERY_SECONDS and done > self._before:
             self._said = now
-            left = (now - self._began) * (total - done) / (done - self._before)
-            self._say(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(left)} left")
+            seconds = (now - self._began) * (total - done) / (done - self._before)
+            self._say(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(seconds)} left")
 
 
 @contextmanager

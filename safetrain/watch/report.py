@@ -33,8 +33,8 @@ Row = tuple[str, ...]
 
 def write_report(run: Run, path: Path) -> None:
     """Write the page about a run, whole or not at all. The same records give the same bytes."""
-    drawn = {name: inline_svg(figure) for name, figure in pictures(run).items()}
-    write_text(path, render("report.html", run=run, title=title_of(run), pictures=drawn))
+    figures = {name: inline_svg(figure) for name, figure in pictures(run).items()}
+    write_text(path, render("report.html", run=run, title=title_of(run), pictures=figures))
 
 
 def render(template: str, **values: Any) -> str:
@@ -42,11 +42,11 @@ def render(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     spell = functools.partial(HIDDEN.sub, lambda found: ascii(found[0])[1:-1])
-    made.finalize = lambda value: spell(value) if type(value) is str else value
-    made.filters |= {
+    environment.finalize = lambda value: spell(value) if type(value) is str else value
+    environment.filters |= {
         "cut": cut,
         "size": size_text,
         "duration": duration_text,
@@ -60,8 +60,8 @@ def render(template: str, **values: Any) -> str:
         describe_place, describe_proof, environment_of, exact_text, has_death, has_gone_on, history_of, length_limit,
         memory_sizes, state_of, verdict_of,
     )  # fmt: skip
-    made.globals |= {function.__name__: function for function in functions}
-    return re.sub(r"\n\s*\n+", "\n", made.get_template(template).render(**values))
+    environment.globals |= {function.__name__: function for function in functions}
+    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(**values))
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
@@ -98,12 +98,12 @@ def state_of(run: Run) -> tuple[str, str]:
 
 def verdict_of(run: Run) -> tuple[str, str]:
     """What was learned, in one sentence with its interval, and the colour of that."""
-    found = run.evaluation
-    if found is not None:
-        gain, half = found.improvement.nats_per_label, found.improvement.plus_minus
+    evaluation = run.evaluation
+    if evaluation is not None:
+        gain, half = evaluation.improvement.nats_per_label, evaluation.improvement.plus_minus
         tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
-        text = f"{describe_loss(found)}."
-        empty = empty_answers(found)
+        text = f"{describe_loss(evaluation)}."
+        empty = empty_answers(evaluation)
         return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
@@ -114,16 +114,16 @@ def verdict_of(run: Run) -> tuple[str, str]:
     return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
 
 
-def empty_answers(found: Evaluation | None) -> str:
+def empty_answers(evaluation: Evaluation | None) -> str:
     """``7 of its 8 recorded answers are empty``, said of most of the tuned model's answers; otherwise empty."""
-    wanted = [each for each in samples_of(found) if each.expected.strip()]
-    empty = sum(not each.tuned.strip() for each in wanted)
-    return f"{empty} of its {len(wanted)} recorded answers are empty" if 2 * empty > len(wanted) else ""
+    with_answer = [each for each in samples_of(evaluation) if each.expected.strip()]
+    empty = sum(not each.tuned.strip() for each in with_answer)
+    return f"{empty} of its {len(with_answer)} recorded answers are empty" if 2 * empty > len(with_answer) else ""
 
 
-def samples_of(found: Evaluation | None) -> list[Sample]:
+def samples_of(evaluation: Evaluation | None) -> list[Sample]:
     """All rows whose answers an evaluation keeps, each once."""
-    samples = (*found.samples, *found.worst, *found.most_changed) if found is not None else ()
+    samples = (*evaluation.samples, *evaluation.worst, *evaluation.most_changed) if evaluation is not None else ()
     return list({(each.where, each.question): each for each in samples}.values())
 
 
@@ -140,8 +140,8 @@ def has_gone_on(run: Run) -> bool:
     if run.summary is not None or run.marker is not None:
         return True
     death = run.postmortem
-    begun = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
-    return death is not None and (death.went_on or death.ended_seconds < begun)
+    last_start = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
+    return death is not None and (death.went_on or death.ended_seconds < last_start)
 
 
 def has_death(run: Run) -> bool:
@@ -168,14 +168,14 @@ def history_of(run: Run) -> list[str]:
     return [cut(line) for line in lines[:MOST_LINES]]
 
 
-def answer_lists(found: Evaluation) -> list[tuple[str, list[Sample]]]:
+def answer_lists(evaluation: Evaluation) -> list[tuple[str, list[Sample]]]:
     """Samples, worst rows and those that changed most, each answer in the first list that it belongs to."""
-    shown = set[tuple[str, str]]()
+    earlier = set[tuple[str, str]]()
     lists = list[tuple[str, list[Sample]]]()
     titles = ("", "Rows with the highest loss of the tuned model", "Rows that changed most")
-    for title, samples in zip(titles, (found.samples, found.worst, found.most_changed), strict=True):
-        new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in shown]
-        shown |= {(each.where, each.question) for each in new}
+    for title, samples in zip(titles, (evaluation.samples, evaluation.worst, evaluation.most_changed), strict=True):
+        new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in earlier]
+        earlier |= {(each.where, each.question) for each in new}
         lists.append((title, new))
     return lists
 

@@ -51,7 +51,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Sent:
+class TrackerProgress:
     """trackers/NAME.json: what a tracker has of a run."""
 
     run_id: str  # the same while a training is continued
@@ -72,9 +72,9 @@ def export(target: Target, run: Run | None = None) -> str:
     path, last = FOLDER / f"{tracker}.json", run.steps[-1]
     began = run.journal[0].wall_seconds if run.journal else run.read_at_seconds - last.elapsed_seconds
     run_id = hashlib.sha256(repr(first).encode()).hexdigest()[:16]  # its time and speed make it unique
-    sent = Sent(run_id, CREDENTIALS.sub("//", _place(target)), began)
+    sent = TrackerProgress(run_id, CREDENTIALS.sub("//", _place(target)), began)
     with suppress(OSError, ValueError, TypeError):  # nothing sent yet, or by an older version
-        before = read_record(path, Sent)
+        before = read_record(path, TrackerProgress)
         sent = before if (before.run_id, before.place) == (sent.run_id, sent.place) else sent
     new = [record for record in run.steps if record.step > sent.last_step]
     points = [(record.step, sent.began_seconds + record.elapsed_seconds, _numbers(record)) for record in new]
@@ -108,14 +108,14 @@ def export_apart(tracker: str) -> str:
     """Export in a separate process, which may fail or hang; return its last line, or a warning."""
     again = f"try again: safetrain track {tracker}"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "safetrain.watch.trackers", tracker], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=EXPORT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"warning: {tracker} did not answer for {EXPORT_SECONDS:.0f} s; {again}"
-    text = done.stdout.strip()
-    return f"warning: not sent to {tracker}; {again}\n{text}" if done.returncode else text.rpartition("\n")[2]
+    text = process.stdout.strip()
+    return f"warning: not sent to {tracker}; {again}\n{text}" if process.returncode else text.rpartition("\n")[2]
 
 
 def _numbers(record: StepRecord) -> dict[str, float]:
@@ -164,7 +164,9 @@ def _place(target: Target) -> str:
     return target.place or (usual if target.tracker == "mlflow" else str(FOLDER / "tensorboard"))
 
 
-def _send_wandb(target: Target, sent: Sent, settings: dict[str, Any], points: list[Point], end: Point) -> str:
+def _send_wandb(
+    target: Target, sent: TrackerProgress, settings: dict[str, Any], points: list[Point], end: Point
+) -> str:
     import wandb
 
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -173,16 +175,16 @@ def _send_wandb(target: Target, sent: Sent, settings: dict[str, Any], points: li
         x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
     )  # fmt: skip
     try:
-        opened = wandb.init(
+        run = wandb.init(
             project=_place(target).rpartition(" ")[0], id=sent.run_id, name=target.name or None, resume="allow",
             config=settings, dir=str(FOLDER.resolve()), settings=private,
         )  # fmt: skip
         for step, seconds, values in points:
-            opened.log(values | {"_timestamp": seconds}, step=step)
-        opened.summary.update(end[2])
-        folder = opened.settings.sync_dir
-        where = f"{folder}; to the server: wandb sync {folder}" if opened.offline else opened.url
-        opened.finish()
+            run.log(values | {"_timestamp": seconds}, step=step)
+        run.summary.update(end[2])
+        folder = run.settings.sync_dir
+        where = f"{folder}; to the server: wandb sync {folder}" if run.offline else run.url
+        run.finish()
         wandb.teardown()  # finish does not wait until everything is written
     except wandb.errors.Error as error:
         do = "wandb login, or without an account WANDB_MODE=offline"
@@ -190,7 +192,9 @@ def _send_wandb(target: Target, sent: Sent, settings: dict[str, Any], points: li
     return str(where)
 
 
-def _send_mlflow(target: Target, sent: Sent, settings: dict[str, Any], points: list[Point], end: Point) -> str:
+def _send_mlflow(
+    target: Target, sent: TrackerProgress, settings: dict[str, Any], points: list[Point], end: Point
+) -> str:
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
@@ -206,8 +210,8 @@ def _send_mlflow(target: Target, sent: Sent, settings: dict[str, Any], points: l
         experiment = client.get_experiment_by_name(PROJECT)
         number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
         same = client.search_runs([number], f"tags.safetrain = '{sent.run_id}'")
-        opened = same[0] if same else client.create_run(number, tags={"safetrain": sent.run_id}, run_name=name)
-        run_id = opened.info.run_id
+        run = same[0] if same else client.create_run(number, tags={"safetrain": sent.run_id}, run_name=name)
+        run_id = run.info.run_id
         if not same:  # MLflow takes a setting once, and a training that ran out of memory changes some
             client.log_batch(run_id, params=[Param(key, str(value)) for key, value in settings.items()])
         for start in range(0, len(points) + 1, MLFLOW_BATCH):
@@ -223,15 +227,17 @@ def _send_mlflow(target: Target, sent: Sent, settings: dict[str, Any], points: l
     return f"run {run_id} of {PROJECT!r} in {sent.place}"
 
 
-def _send_tensorboard(target: Target, sent: Sent, settings: dict[str, Any], points: list[Point], end: Point) -> str:
+def _send_tensorboard(
+    target: Target, sent: TrackerProgress, settings: dict[str, Any], points: list[Point], end: Point
+) -> str:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     place = Path(sent.place)
-    named = place / (f"{target.name}-{sent.run_id}" if target.name else sent.run_id)
-    folder = next(place.glob(f"*{sent.run_id}"), named)  # with the name that it got first
+    new_folder = place / (f"{target.name}-{sent.run_id}" if target.name else sent.run_id)
+    folder = next(place.glob(f"*{sent.run_id}"), new_folder)  # with the name that it got first
     writer = EventFileWriter(str(folder))
     start = SessionLog(status=SessionLog.START)  # TensorBoard drops what an interrupted export wrote from here on
     writer.add_event(Event(step=sent.last_step + 1, wall_time=sent.began_seconds, session_log=start))
