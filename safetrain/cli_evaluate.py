@@ -30,10 +30,7 @@ TEST_ROWS = paths.VALIDATED / "test.jsonl"
 def evaluate(
     model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="model folder to compare with"),
-    ] = None,
+    base: Annotated[Path | None, typer.Option(help="model folder to compare with")] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,

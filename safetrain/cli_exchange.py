@@ -87,10 +87,7 @@ def export_gguf(
     ] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
-    fused: Annotated[
-        Path | None,
-        typer.Option(help="a fused model's folder, instead of base and adapter"),
-    ] = None,
+    fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
 ) -> None:
     """Write base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
 
@@ -150,10 +147,7 @@ def _tokens_of(folder: Path) -> Path:
 def import_peft(
     source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
     out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="base model folder; default: model.path of params.yaml"),
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
 ) -> None:
     """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and other programs with mlx-lm.
 

@@ -15,10 +15,7 @@ from safetrain.core.tracebacks import with_traceback
 
 
 def info(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="model folder or config.json; default: model.path"),
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
     """Print a model's sizes, and the least memory to train it."""
     from safetrain.core.model.files import read_model_plan
@@ -107,10 +104,7 @@ def _written(path: Path) -> int:
 
 
 def estimate(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="model folder or config.json; default: model.path"),
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
     macos_26: Annotated[
         bool, typer.Option("--macos-26", help="plan for macOS 26, which lets a process use more")
@@ -152,7 +146,7 @@ def estimate(
     names: list[str | None] = [machine]
     if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
         names, memory_gb = [*profile_names()], None
-    places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps)) for each in names]
+    places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps), "safetrain.engine.probe") for each in names]
     if pretrain is not None:
         per, keep = _decided(tokens_per_parameter)
         sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)

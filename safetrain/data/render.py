@@ -21,17 +21,7 @@ from safetrain.core.data.template import (
     plain_answers,
     skeleton_of,
 )
-from safetrain.data.masks import (
-    Chat,
-    MarkedChat,
-    Placeholder,
-    Turn,
-    TurnFinder,
-    align,
-    chat_of,
-    mark,
-    written_by,
-)
+from safetrain.data.masks import Chat, MarkedChat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
 from safetrain.data.rows import Message, Row
 
 KEPT = 4096  # layouts that are remembered

@@ -68,9 +68,7 @@ class DiskWait:
                     raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
                 if time.monotonic() - began > WAIT_MINUTES * 60:
                     raise DiskFullError(
-                        f"The disk stayed full for {WAIT_MINUTES:g} minutes.",
-                        where=str(place),
-                        do=FREE_AND_CONTINUE,
+                        f"The disk stayed full for {WAIT_MINUTES:g} minutes.", where=str(place), do=FREE_AND_CONTINUE
                     )
                 time.sleep(LOOK_SECONDS)
                 if shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES:

@@ -18,7 +18,7 @@ from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.storage import paths
 
-LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**13, 16  # where max_steps ends the run: a validation takes 2 % of its time
+LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**12, 16  # where max_steps ends the run: a validation takes 2 % of its time
 
 
 @dataclass(frozen=True)

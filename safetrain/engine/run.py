@@ -101,20 +101,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         ranks.total(0.0, watcher.stop(), state.step)  # whether a rank wants to end before it has begun
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     saved = state.step, state.recorded_step
-    return TrainingRun(
-        job,
-        watcher,
-        model,
-        gradients,
-        optimizer,
-        disk,
-        state,
-        layout,
-        tracer,
-        ranks,
-        share,
-        saved,
-    )
+    return TrainingRun(job, watcher, model, gradients, optimizer, disk, state, layout, tracer, ranks, share, saved)
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:

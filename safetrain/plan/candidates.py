@@ -16,14 +16,7 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.terms import (
-    Backend,
-    Shape,
-    backend_of,
-    dequantizes_per_use,
-    shards_at_once,
-    shards_of,
-)
+from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once, shards_of
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import PRETRAIN, Train

@@ -24,13 +24,7 @@ from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
-from safetrain.plan.speed import (
-    exchange_seconds,
-    flops_per_token,
-    shared_update,
-    update_seconds,
-    wire_bytes,
-)
+from safetrain.plan.speed import exchange_seconds, flops_per_token, shared_update, update_seconds, wire_bytes
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 RECOMPUTED = "train.gradient_checkpointing=true"

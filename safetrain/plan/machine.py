@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import DeviceMemory, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.memory.macos import sysctl_number, sysctl_text
@@ -79,6 +80,14 @@ def read_machine_now(probe: Probe) -> Machine:
         compute_dtype=probe.compute_dtype,
         quantized_compute_dtype=probe.quantized_compute_dtype,
     )
+
+
+def measured_machine(module: str) -> Machine:
+    """This machine by the answer of ``python -m module``; raises MachineError where mlx does not work."""
+    probe, why = ask_engine(module, None, "quick", None)
+    if probe is None:
+        raise MachineError(f"mlx does not work here: {why}", do="safetrain preflight says more")
+    return read_machine_now(probe)
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:

@@ -13,6 +13,7 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
+from safetrain.plan.machine import measured_machine
 from safetrain.plan.speed import Link, Speed
 
 PROFILES = Path("conf/machine")
@@ -77,11 +78,19 @@ class TrainingPlace:
 
 def place_of(
     name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
-    link: Link = USUAL_LINK,
+    link: Link = USUAL_LINK, probe_module: str = "",
 ) -> TrainingPlace:  # fmt: skip
-    """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known."""
+    """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known.
+
+    This one is as preflight wrote it down, else ``probe_module`` asks it now (about two seconds); MachineError where
+    mlx does not work.
+    """
     profile = read_profile(name) if name else None
-    machine = machine_of(profile, macos_26=macos_26) if profile else read_machine(paths.MACHINE)
+    if profile:
+        machine = machine_of(profile, macos_26=macos_26)
+    else:
+        is_known = paths.MACHINE.is_file() or not probe_module
+        machine = read_machine(paths.MACHINE) if is_known else measured_machine(probe_module)
     if memory_gb:
         machine = dataclasses.replace(machine, memory_budget_bytes=int(memory_gb * GIB))
     return TrainingPlace(name or HERE, machine, profile, ranks or 1, link)

@@ -10,6 +10,13 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 
+EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 25.0  # of the training's time; a short training has this
+
+
+def evaluation_seconds(training_seconds: float) -> float:
+    """The time that reading and answering with both models may take, after a training of so long."""
+    return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
+
 
 @dataclass(frozen=True)
 class Improvement:

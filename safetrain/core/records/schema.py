@@ -240,13 +240,7 @@ def describe_allowed(section: str, key: str) -> str:
     if not fields:
         return ""
     kind = str(fields[0].type) if not isinstance(fields[0].type, type) else fields[0].type.__name__
-    words = {
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "a text",
-        "Any": COLUMNS,
-    }
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "Any": COLUMNS}
     text = words.get(kind.split(" | ")[0], LIST)
     if CHOICES in fields[0].metadata:
         text = " or ".join(map(str, fields[0].metadata[CHOICES]))
