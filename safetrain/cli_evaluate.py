@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from safetrain.engine.comparison import Answering, Material, Subject
 
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens of a row; for answers, where --max-questions does not say
-NUM_SAMPLES, MORE = 8, "--max-questions"
+MORE = "--max-questions"
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
 
 
@@ -103,13 +103,13 @@ def _measured(
     base, tuned = subjects
     both = compare(base, tuned, material, run, answering, progress)
     adapter = fingerprint(tuned.adapter) if tuned.adapter else ""
-    evaluation = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, NUM_SAMPLES, adapter)
+    evaluation = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, adapter)
     return {"beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
 
 
 def _alone(material: "Material", model: "ModelMeasures", decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Figures of one model, and its first answers."""
-    from safetrain.core.records.scoring import mean_loss, score
+    from safetrain.core.records.scoring import SAMPLES, mean_loss, score
 
     rows, general, samples = material.held_out, material.general.rows, list[dict[str, str]]()
     for number, ids in sorted(model.answers.items()):
@@ -126,7 +126,7 @@ def _alone(material: "Material", model: "ModelMeasures", decode: Callable[[Seque
         "cut_rows": rows.rows.cut_rows,
         "questions": rows.questions_available,
         "answered": len(samples),
-        "samples": samples[:NUM_SAMPLES],
+        "samples": samples[:SAMPLES],
     }
 
 

@@ -57,10 +57,8 @@ def main(config: Pipeline) -> None:
     material, progress = Material(held_out, general), EvaluationProgress(say_on_terminal)
     with ending_at_once("the evaluation has written nothing; the same command begins it again"):
         measured = compare(*subjects, material, run, answering, progress)
-    evaluation = evaluation_of(
-        held_out, general, files.vocab_size, *measured, tokenizer.decode, settings.num_samples,
-        fingerprint(paths.ADAPTERS),
-    )  # fmt: skip
+    adapter = fingerprint(paths.ADAPTERS)
+    evaluation = evaluation_of(held_out, general, files.vocab_size, *measured, tokenizer.decode, adapter)
     require_other_loss(evaluation.base.loss, evaluation.tuned.loss, "test rows", str(paths.ADAPTERS))
     write_record(paths.EVALUATION, evaluation)
     for line in describe_evaluation(evaluation):

@@ -58,7 +58,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 # run by one worker, in its order: some build on what was made once.
 LONG_FIRST = (
     "pipeline/test_dvc", "pipeline/test_survival", "test_faults", "test_chaos", "engine/test_gpu_branches",
-    "stages/test_dated", "stages/test_mistakes", "guard/", "data/", "plan/",
+    "stages/test_mistakes", "guard/", "data/", "plan/",
 )  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.attached import attach_and_kill
-from tests.support.chaos.above import supervisor_killed
 from tests.support.chaos.chains import RESTART, Chain, Reference, finish_chain, kill_once, undisturbed
 from tests.support.chaos.disk import damaged
 from tests.support.chaos.ending import Ground
@@ -50,10 +49,6 @@ def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(ground: Ground) -> None:
     assert damaged(ground, most_cases=2).faults == []
-
-
-def test_a_killed_supervisor_leaves_nothing_running_and_is_told_at_the_next_start(ground: Ground) -> None:
-    assert supervisor_killed(ground, rebooted=False).faults == []
 
 
 def test_a_training_that_is_watched_ends_as_one_that_is_not(ground: Ground) -> None:

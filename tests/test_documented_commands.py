@@ -59,7 +59,7 @@ RUN_BY = {
     "safetrain repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain report": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain result": f"{DVC}test_result_says_what_was_learnt_and_what_to_try",
-    "safetrain run": f"{DVC}test_run_does_all_six_without_dvc",
+    "safetrain run": f"{DVC}test_run_ends_with_the_stage_that_failed",
     "safetrain selftest": "tests/plan/test_selftest.py::test_the_command_says_what_it_found",
     "safetrain stage": "tests/stages/test_mistakes.py::test_outside_the_project_s_root_it_says_where_to_go",
     "safetrain update": f"{PROJECT}test_update_renews_what_is_untouched_and_leaves_the_rest",

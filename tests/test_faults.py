@@ -1,11 +1,9 @@
-"""Every fault that benchmarks/bench_faults.py claims: mlx-lm shows it, a run of ours does not."""
+"""No fault of mlx-lm that benchmarks/bench_faults.py shows is in a run of ours."""
 
 import pytest
 
 from tests.support.faults.all_cases import FAULTS
 from tests.support.faults.fault import Fault
-
-each = pytest.mark.parametrize("fault", FAULTS, ids=[str(fault.number) for fault in FAULTS])
 
 
 def test_the_fifteen_are_there() -> None:
@@ -13,13 +11,7 @@ def test_the_fifteen_are_there() -> None:
     assert all(fault.argument for fault in FAULTS if not fault.observable)
 
 
-@each
-def test_mlx_lm_shows_it(fault: Fault) -> None:
-    finding = fault.peer()
-    assert finding.faulty, finding.text
-
-
-@each
+@pytest.mark.parametrize("fault", FAULTS, ids=[str(fault.number) for fault in FAULTS])
 def test_ours_does_not(fault: Fault) -> None:
     finding = fault.ours()
     assert not finding.faulty, finding.text

@@ -71,7 +71,7 @@ KINDS = {
         "set data.train_empty_thinking=false, or give the rows their thinking"),
     "STOP-MISSING": Kind(
         WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to end",
-        "ignore: data.append_end=true, as shipped, trains a stop token after the last answer", by_detail=True),
+        "ignore: a stop token is trained after the last answer", by_detail=True),
     "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become it", DROP),
     "OPENING-DIFFERS": Kind(
         WARNING, "the generation prompt opens an answer with {detail} in {rows}",

@@ -208,12 +208,11 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 class Labelling:
     """The keys of params.yaml that decide what is a label (section data)."""
 
-    append_end: bool  # the model's end token, to a last answer that no token closes that stops the model
     train_empty_thinking: bool
     opening: str  # trained: prompts open answers as training shows them; prompt: train as the template asks
 
 
-USUAL_LABELLING = Labelling(append_end=True, train_empty_thinking=True, opening="trained")
+USUAL_LABELLING = Labelling(train_empty_thinking=True, opening="trained")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +286,7 @@ class Renderer:
         plain = self._layouts.plain(tools)
         end = plain.closing(plain.between)[1]
         end = end if end in self._controls.stops else self._end
-        if span.closing in self._controls.stops or not self._labelling.append_end or not end:
+        if span.closing in self._controls.stops or not end:
             return text, span
         rest = text[span.end :]
         return text[: span.end] + end + (rest if rest.strip() else ""), Span(span.start, span.end + len(end), end)

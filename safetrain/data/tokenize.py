@@ -48,7 +48,7 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
     if data is None:
         return DataSettings(columns=columns)
     return DataSettings(
-        labelling=Labelling(data.append_end, data.train_empty_thinking, data.opening),
+        labelling=Labelling(data.train_empty_thinking, data.opening),
         severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
         columns=columns or checked_columns(data.columns),
         similarity=data.near_duplicate_similarity,

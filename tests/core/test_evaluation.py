@@ -22,7 +22,7 @@ from safetrain.core.records.evaluation import (
     describe_sample,
     judge,
 )
-from safetrain.core.records.scoring import SHOWN, ModelMeasures, evaluation_of
+from safetrain.core.records.scoring import SAMPLES, SHOWN, ModelMeasures, evaluation_of
 from safetrain.core.storage.files import read_record, write_record
 
 ROWS = 30
@@ -49,7 +49,7 @@ def evaluated(
     base = measured(labels * 3.0, 3, pieces)
     tuned = measured(labels * (3.0 - np.linspace(0.5, 1.5, ROWS)), 24, pieces + np.linspace(1.0, 2.0, len(parts)))
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return evaluation_of(data, text, VOCABULARY, base, tuned, decode, 4, "print")
+    return evaluation_of(data, text, VOCABULARY, base, tuned, decode, "print")
 
 
 def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -> None:
@@ -67,7 +67,7 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
 
 def test_worst_and_most_changed_rows_keep_their_place() -> None:
     found = evaluated()
-    assert (len(found.samples), len(found.worst), len(found.most_changed)) == (4, SHOWN, SHOWN)
+    assert (len(found.samples), len(found.worst), len(found.most_changed)) == (SAMPLES, SHOWN, SHOWN)
     assert found.worst[0].where == "test.jsonl:1"  # gained least
     last = found.most_changed[0]
     assert (last.where, last.question, last.expected, last.base, last.tuned) == (

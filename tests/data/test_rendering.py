@@ -60,8 +60,6 @@ def test_a_template_that_closes_with_nothing_is_told_and_given_the_model_s_end(m
     folder = model(loop("{{ '### ' + m.role + ': ' + m.content + '\\n\\n' }}", "### assistant: "), end="<|eot|>")
     assert trained(folder, turns(*THREE))[-1] == " It is Sn.<|eot|>"  # one token with the header's space
     assert "STOP-MISSING" in remarks(folder, turns(*THREE))
-    as_written = trained(folder, turns(*THREE), replace(LABELLING, append_end=False))
-    assert as_written[-1] == " It is Sn."
 
 
 def test_a_closing_token_that_stops_nothing_is_told_and_followed_by_one_that_does(model: Build) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -61,14 +60,11 @@ def output(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(
-    output: Path, rank_0: str, rank_1: str, seen: list[Event] | None = None, *, start: str = START,
-    limit_bytes: int | None = None,
-) -> Ending:  # fmt: skip
+def run(output: Path, rank_0: str, rank_1: str, seen: list[Event] | None = None) -> Ending:
     """Supervise two ranks that run these programs."""
-    program = f"{start}\nif rank == 0:\n{_indented(rank_0)}\nelse:\n{_indented(rank_1)}\n"
+    program = f"{START}\nif rank == 0:\n{_indented(rank_0)}\nelse:\n{_indented(rank_1)}\n"
     settings = WatchSettings(
-        output / "flight", limit_bytes, 60.0, (), capped_by_kernel=False, ranks=2, hostfile=output / "hosts.json",
+        output / "flight", None, 60.0, (), capped_by_kernel=False, ranks=2, hostfile=output / "hosts.json",
         launcher=LAUNCHER,
     )  # fmt: skip
     events: list[Event] = [] if seen is None else seen
@@ -108,13 +104,6 @@ def test_the_rank_that_died_is_named_and_none_is_left(output: Path, died: int) -
     assert left(output) == []
 
 
-def test_a_rank_that_ends_because_its_peer_has_gone_is_not_the_cause(output: Path) -> None:
-    gone = 'Failed("EngineError", "Rank 1 is gone: the ranks cannot exchange numbers any more", 9)'
-    lost = f"time.sleep(0.45)\npipe.send({gone})\nos._exit(9)"
-    ending = run(output, lost, "time.sleep(0.3)\nos.abort()")
-    assert (ending.rank, ending.return_code) == (1, -signal.SIGABRT)
-
-
 def test_a_stop_reaches_rank_0_which_may_take_its_time(output: Path) -> None:
     """mlx.launch tells the others as soon as one has ended."""
     stop = 'pipe.send(Failed("InterruptedRun", "Stopped at step 3", 143))\nos._exit(143)'
@@ -132,31 +121,6 @@ time.sleep(60)
     assert ending.failed == Failed("InterruptedRun", "Stopped at step 3", 143)
 
 
-SAVES = """
-def end(number, _frame):
-    time.sleep(1)
-    pipe.send(Failed("InterruptedRun", signal.Signals(number).name, 143))
-    os._exit(143)
-"""
-
-
-def test_what_is_ended_for_its_memory_may_save_first(output: Path) -> None:
-    """mlx.launch, told to end, would take rank 0 with it at once."""
-    grows = f"{SAVES}\nsignal.signal(signal.SIGTERM, end)\nheld = b'1' * 2**29\nwhile True:\n    time.sleep(0.1)"
-    ending = run(output, grows, "time.sleep(60)", limit_bytes=2**28)
-    assert (ending.ended_by_us, ending.failed) == ("limit", Failed("InterruptedRun", "SIGTERM", 143))
-    assert left(output) == []
-
-
-def test_a_ctrl_c_before_rank_0_can_be_told_is_kept_for_it(output: Path) -> None:
-    slow = START.replace("recorder =", f"{SAVES}\nsignal.signal(signal.SIGINT, end)\ntime.sleep(1.5)\nrecorder =")
-    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
-    ending = run(output, "time.sleep(60)", "time.sleep(60)", start=slow)
-    assert (ending.signal_passed_on, ending.return_code) == (signal.SIGINT, 143)
-    assert ending.failed == Failed("InterruptedRun", "SIGINT", 143)
-    assert left(output) == []
-
-
 def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
     """On its own machine it has no FIFO to the supervisor. Rank 0 waits for it in mlx, where no signal is looked at."""
     said = "from safetrain.core.events import EventPipe\ntime.sleep(0.5)\n"
@@ -166,16 +130,6 @@ def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
     assert time.monotonic() - began < ENDED_SECONDS
     assert (ending.rank, ending.return_code) == (1, 7)
     assert ending.failed == Failed("EngineError", "mac2 cannot be reached", 7)
-
-
-def test_what_another_rank_says_is_not_said_for_rank_0(output: Path) -> None:
-    """Ranks elsewhere end when all are asked to, and say so, while rank 0 still writes; here it dies over that."""
-    said = "from safetrain.core.events import EventPipe\ntime.sleep(0.3)\n"
-    said += "EventPipe(2, failures_only=True).send(Failed('InterruptedRun', 'the state is saved', 143))\nos._exit(143)"
-    dies = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(0.8)\nos.kill(os.getpid(), 9)"
-    ending = run(output, dies, said)
-    assert ending.failed is None
-    assert (ending.return_code, explain(output, ending, "dvc repro").cause) == (-signal.SIGKILL, "killed")
 
 
 def test_a_killed_supervisor_leaves_nothing(output: Path) -> None:

@@ -87,8 +87,7 @@ pipe.send(Said(f"{rank} {len(hosts)} {len({place for host in hosts for place in 
     assert {event.text for event in seen if isinstance(event, Said)} == {"0 2 2 flight", "1 2 2 rank_1"}
 
 
-@pytest.mark.parametrize("died", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(("died", "number"), [(0, signal.SIGKILL), (1, signal.SIGSEGV)])
 def test_the_death_of_one_ends_all_and_is_named(output: Path, died: int, number: signal.Signals) -> None:
     dies = f"gradient(0.1)\nrecorder.write(Phase.OPTIMIZER, Edge.BEFORE, Work(5))\nos.kill(os.getpid(), {number})"
     others = "recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(5))\ntime.sleep(60)"

@@ -17,7 +17,7 @@ CEILINGS = {
     "files under 60 lines": 22,
     "dataclasses": 228,
     "helper modules with one importer": 22,
-    "keys of params.yaml": 68,
+    "keys of params.yaml": 66,
     "test lines": 26_880,
     "benchmark, tool and recipe lines": 8_320,
     "docs words": 25_290,

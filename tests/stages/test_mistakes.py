@@ -71,7 +71,7 @@ def test_help_shows_the_keys_with_their_values_and_examples_that_run(workspace: 
         ("  seed: 42", "  sede: 42", "Unknown key train.sede: did you mean train.seed?"),
         ("  seed: 42", "", "train.seed has no value.|add train.seed"),
         ("  seed: 42", "  seed: forty", "train.seed has the wrong type.|a whole number"),
-        ("  seed: 42", "  seed: [1", "cannot be read|line"),
+        ("  seed: 42", "  seed: [1", "params.yaml is not valid YAML.|params.yaml:"),
     ],
 )
 def test_a_wrong_params_yaml_stops_the_first_stage(workspace: Workspace, old: str, new: str, says: str) -> None:

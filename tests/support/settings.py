@@ -15,7 +15,7 @@ SETTINGS = TrainSettings(
     lora=LoraSettings(4, 2.0, 0.0, 2, ("all-linear",)),
 )  # fmt: skip
 
-LABELLING = Labelling(append_end=True, train_empty_thinking=True, opening="trained")  # as params.yaml has it
+LABELLING = Labelling(train_empty_thinking=True, opening="trained")  # as params.yaml has it
 
 
 def as_trained(tokenizer: ChatTokenizer, row: object) -> TokenRow:

@@ -68,7 +68,6 @@ class Data:
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
     near_duplicate_similarity: float = number(at_least=0.5, at_most=1)
-    append_end: bool = plain()
     train_empty_thinking: bool = plain()
     opening: str = choice("trained", "prompt")
     downgrade: list[str] | None = plain()  # noqa: RUF009
@@ -132,7 +131,6 @@ class Evaluate:
     max_examples: int | None = number(at_least=1)
     max_questions: int | None = number(at_least=1)
     max_new_tokens: int = number(at_least=1, at_most=4096)
-    num_samples: int = number(at_least=0, at_most=1000)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # of the loss of a uniform guess: a base model above it does not know the general text
-SHOWN = 10  # rows in ``worst`` and in ``most_changed``
+SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst`` and in ``most_changed``
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
@@ -37,7 +37,6 @@ def evaluation_of(
     base: ModelMeasures,
     tuned: ModelMeasures,
     decode: Callable[[Sequence[int]], str],
-    num_samples: int,
     adapter: str,
 ) -> Evaluation:
     """Compare two models that answered the same questions. ``vocabulary``: tokens that the model knows."""
@@ -64,7 +63,7 @@ def evaluation_of(
         questions=held_out.questions_available,
         answered=len(samples),
         adapter=adapter,
-        samples=tuple(samples[:num_samples]),
+        samples=tuple(samples[:SAMPLES]),
         worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
         most_changed=tuple(sorted(samples, key=lambda each: -abs(each.base_loss - each.tuned_loss))[:SHOWN]),
         groups=_groups([held_out.questions[number] for number in sorted(tuned.answers)], samples, base, tuned, labels),
