@@ -160,9 +160,8 @@ def require_current(folder: Path = Path()) -> None:
     """Raise ConfigError where another version of the program has made this project's files."""
     if not (folder / PROGRAM).is_file():
         return
-    made_by = _read_program(folder)
-    if made_by.stages != stage_hashes():
-        what = f"This project was made by safetrain {made_by.version}, and this is another ({version('safetrain')})."
+    if _read_program(folder).stages != stage_hashes():
+        what = "safetrain has changed since it made or updated this project."
         raise ConfigError(what, where=str(folder / PROGRAM), do="safetrain update")
 
 

@@ -81,7 +81,7 @@ class PhaseAge:
     tokens: int
     age_seconds: float  # since it began; of a training that has ended, until its end
     longest_seconds: float | None  # that this phase has taken so far; None: its first time
-    is_slow: bool  # far longer than ever
+    is_slow: bool  # far longer than before
     is_silent: bool  # without a record for so long that the supervisor ends it
 
 
@@ -141,8 +141,8 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
     marks = [entry.event for entry in run.journal if isinstance(entry.event, Started | Begun)]
     if is_before or (marks and isinstance(marks[-1], Started)):  # so do the metrics
         run = dataclasses.replace(run, steps=(), journal=() if is_before else _since_start(run.journal))
-    moves = state.is_running and state not in STANDING_STILL
-    left = time_left(run.journal, run.read_at_monotonic_seconds) if moves else None
+    makes_steps = state.is_running and state not in STANDING_STILL
+    left = time_left(run.journal, run.read_at_monotonic_seconds) if makes_steps else None
     phase = _phase_age(run) if run.flight and state is not State.STAGE else None
     return MonitorView(run, state, stage, phase, left, available_bytes)
 
@@ -157,9 +157,9 @@ def state_of(run: Run, stage: str = "") -> State:
     has_ended = any(isinstance(entry.event, Finished) for entry in _since_start(run.journal))
     if run.marker is not None and not (run.is_finished and has_ended):
         return State.GONE
-    found, started = run.postmortem, run.header.started_seconds if run.header is not None else 0.0
-    if found is not None and found.ended_seconds >= started and not found.went_on:
-        return State.STOPPED if found.cause == "stopped" else State.DIED
+    verdict, started = run.postmortem, run.header.started_seconds if run.header is not None else 0.0
+    if verdict is not None and verdict.ended_seconds >= started and not verdict.went_on:
+        return State.STOPPED if verdict.cause == "stopped" else State.DIED
     if run.is_finished or (run.state is None and run.summary is not None):
         return State.FINISHED
     return State.LEFT if run.flight or run.steps or run.state is not None else State.NOTHING
@@ -178,7 +178,7 @@ def _running_state(run: Run) -> State:
 
 
 def running_stage(project: Path) -> str:
-    """The stage of the pipeline that runs in a project; empty without one."""
+    """The stage of the pipeline that a process runs in this project; empty without one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
             module = next((word for word in process.cmdline() if STAGE.fullmatch(word)), "")
@@ -189,8 +189,8 @@ def running_stage(project: Path) -> str:
 
 def _since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
     """The entries of the newest process."""
-    started = [number for number, entry in enumerate(journal) if isinstance(entry.event, Started)]
-    return journal[started[-1] :] if started else journal
+    starts = [number for number, entry in enumerate(journal) if isinstance(entry.event, Started)]
+    return journal[starts[-1] :] if starts else journal
 
 
 def _phase_age(run: Run) -> PhaseAge:
@@ -248,25 +248,24 @@ def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
     if not steps:
         return dict.fromkeys(("epoch", "step_seconds", "labels_per_second", "learning_rate", "grad_norm"))
     before, last = steps[-2:][0], steps[-1]
-    updates = last.step - before.step
-    found = {
+    count = last.step - before.step
+    numbers = {
         "epoch": last.epoch,
-        "step_seconds": (last.elapsed_seconds - before.elapsed_seconds) / updates if updates > 0 else None,
+        "step_seconds": (last.elapsed_seconds - before.elapsed_seconds) / count if count > 0 else None,
         "labels_per_second": last.labels_per_second,
         "learning_rate": last.learning_rate if last.step else None,
         "grad_norm": last.grad_norm,
     }
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def batch_parts(job: TrainJob) -> tuple[str, ...]:
     """``batch size 2 x accumulation 8 since step 12 (planned 4 x 4)``, then what did not fit."""
     now = memory_shape(job.settings)
-    text = f"batch size {now.batch_size} x accumulation {now.gradient_accumulation}"
+    changes = [f"batch size {now.batch_size} x accumulation {now.gradient_accumulation}"]
     if not job.rungs:
-        return (f"{text} (as planned)", *job.gpu_rungs[-1:])
+        return (f"{changes[0]} (as planned)", *job.gpu_rungs[-1:])
     planned, last = job.rungs[0].failed, job.rungs[-1]
-    changes = [text]
     changes += ["activations recomputed"] if now.gradient_checkpointing > planned.gradient_checkpointing else []
     changes += ["base kept quantized"] if now.dequantize_base < planned.dequantize_base else []
     changes += [f"rows cut to {now.max_seq_length} tokens"] if now.max_seq_length < planned.max_seq_length else []
@@ -277,8 +276,8 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
 
 def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
     """Wall clock and text of the last events."""
-    shown = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
-    return [(entry.wall_seconds, _event_text(entry.event)) for entry in shown]
+    newest = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
+    return [(entry.wall_seconds, _event_text(entry.event)) for entry in newest]
 
 
 def _event_text(event: JournalEvent) -> str:
@@ -300,10 +299,10 @@ def _event_text(event: JournalEvent) -> str:
 
 def json_line(view: MonitorView) -> str:
     """One object; null for what is unknown."""
-    run, job, header, saved = view.run, view.run.job, view.run.header, view.run.checkpoint
+    run, job, header, checkpoint = view.run, view.run.job, view.run.header, view.run.checkpoint
     limit, total = run.marker or run.postmortem, run.begun.total_steps if run.begun else None
     position = {"step": view.step, "total_steps": total, "left": view.left}
-    found = {
+    values = {
         "wall_seconds": run.read_at_seconds,
         "state": view.state.value,
         "stage": view.stage,
@@ -317,9 +316,9 @@ def json_line(view: MonitorView) -> str:
         "memory": memory_of(run)
         | {"process_limit_name": limit.limit_name if limit else "", "available_bytes": view.available_bytes},
         "checkpoints": {
-            "last_step": saved.step if saved else None,
-            "last_age_seconds": max(0.0, run.read_at_seconds - saved.wall_seconds) if saved else None,
-            "last_folder": saved.folder if saved else "",
+            "last_step": checkpoint.step if checkpoint else None,
+            "last_age_seconds": max(0.0, run.read_at_seconds - checkpoint.wall_seconds) if checkpoint else None,
+            "last_folder": checkpoint.folder if checkpoint else "",
         },
         "rung": len(job.rungs) + len(job.gpu_rungs) if job else 0,
         "rung_parts": batch_parts(job) if job else (),
@@ -329,4 +328,4 @@ def json_line(view: MonitorView) -> str:
         "events": [{"wall_seconds": at, "text": text} for at, text in events_of(run.journal)[-EVENTS_IN_JSON:]],
         "unreadable": dict(run.unreadable),
     }
-    return json.dumps(found, default=dataclasses.asdict)
+    return json.dumps(values, default=dataclasses.asdict)
