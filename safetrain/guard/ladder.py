@@ -47,11 +47,6 @@ def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_sho
     return ladder if same and allowed and limit_bytes <= ladder.limit_bytes else None
 
 
-def on_rung(settings: TrainSettings, shape: MemoryShape) -> TrainSettings:
-    """The settings with another memory shape."""
-    return dataclasses.replace(settings, **dataclasses.asdict(shape))
-
-
 def next_settings(
     settings: TrainSettings, *, quantized: bool, may_shorten: bool, loading: bool = False
 ) -> TrainSettings | None:
@@ -81,16 +76,16 @@ def next_settings(
 
 def describe_change(before: MemoryShape, after: MemoryShape) -> str:
     """The difference between two rungs, in words."""
-    found = []
+    changes = []
     if after.batch_size != before.batch_size:
-        found.append(f"{after.window} rows per update instead of {before.window}")
+        changes.append(f"{after.window} rows per update instead of {before.window}")
     if after.gradient_checkpointing and not before.gradient_checkpointing:
-        found.append("blocks recomputed in the backward pass")
+        changes.append("blocks recomputed in the backward pass")
     if before.dequantize_base and not after.dequantize_base:
-        found.append("the base left quantized")
+        changes.append("the base left quantized")
     if after.max_seq_length < before.max_seq_length:
-        found.append(f"rows cut to {after.max_seq_length} tokens instead of {before.max_seq_length}")
-    return ", ".join(found) or str(after)
+        changes.append(f"rows cut to {after.max_seq_length} tokens instead of {before.max_seq_length}")
+    return ", ".join(changes) or str(after)
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ def next_gpu_rung(taken: int) -> GpuRung | None:
 
 def gpu_environment(taken: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Variables for the training process after ``taken`` rungs; those already set in ``ours`` stay."""
-    wanted = GPU_RUNGS[min(taken, len(GPU_RUNGS)) - 1].environment if taken else {}
-    return {name: value for name, value in wanted.items() if name not in ours}
+    environment = GPU_RUNGS[min(taken, len(GPU_RUNGS)) - 1].environment if taken else {}
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 @dataclass(frozen=True)
@@ -147,21 +142,21 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, job, planned) > available.size_bytes:
         settings = next_settings(settings, quantized=planned.is_quantized, may_shorten=False)
-    wanted = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings == job.settings:
         return job
+    need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
         if job.survival.oversize:
-            say(f"warning: {available.text} and {wanted}; train.oversize lets it try")
+            say(f"warning: {available.text} and {need}; train.oversize lets it try")
             return job
         raise MachineError(
             "There is not enough free memory for this training.",
-            expected=wanted,
+            expected=need,
             got=available.text,
             do=f"{available.remedy}; train.oversize=true tries all the same",
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
-    say(f"warning: {available.text} and {wanted}, so it starts with {change}")
+    say(f"warning: {available.text} and {need}, so it starts with {change}")
     rung = Rung(memory_shape(job.settings), 0, available.text)
     budget = dataclasses.replace(job.memory_budget, total_bytes=available.size_bytes)
     limit = mlx_limit_bytes(budget.mlx_bytes, budget)
@@ -203,5 +198,5 @@ def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, plan
     """Memory of the whole process, with rows cut to the settings' length."""
     longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(planned.largest_update, longest=longest)
-    found = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
-    return found.needed_bytes + job.memory_budget.process_bytes
+    memory = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
+    return memory.needed_bytes + job.memory_budget.process_bytes
