@@ -36,15 +36,15 @@ class Ladder:
     gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog
 
 
-def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
+def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
     """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
     try:
         ladder = read_record(output / LADDER, Ladder)
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    same = ladder.asked == memory_shape(asked)
-    allowed = may_shorten or ladder.now.max_seq_length == asked.max_seq_length
-    return ladder if same and allowed and limit_bytes <= ladder.limit_bytes else None
+    is_same = ladder.asked == memory_shape(settings)
+    is_allowed = may_shorten or ladder.now.max_seq_length == settings.max_seq_length
+    return ladder if is_same and is_allowed and limit_bytes <= ladder.limit_bytes else None
 
 
 def next_settings(
@@ -109,14 +109,14 @@ GPU_RUNGS = (
 )
 
 
-def next_gpu_rung(taken: int) -> GpuRung | None:
-    """The rung after ``taken`` ones; None at the end."""
-    return GPU_RUNGS[taken] if taken < len(GPU_RUNGS) else None
+def next_gpu_rung(count: int) -> GpuRung | None:
+    """The rung after ``count`` ones; None at the end."""
+    return GPU_RUNGS[count] if count < len(GPU_RUNGS) else None
 
 
-def gpu_environment(taken: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the training process after ``taken`` rungs; those already set in ``ours`` stay."""
-    environment = GPU_RUNGS[min(taken, len(GPU_RUNGS)) - 1].environment if taken else {}
+def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
+    """Variables for the training process after ``count`` rungs; those already set in ``ours`` stay."""
+    environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1].environment if count else {}
     return {name: value for name, value in environment.items() if name not in ours}
 
 
