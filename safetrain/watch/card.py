@@ -93,31 +93,25 @@ def _report_paths(folder: Path, kind: str) -> list[Path]:
 
 def _reports(folder: Path, kind: str) -> list[Report | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
-    found = list[Report | None]()
-    for path in _report_paths(folder, kind):
-        form, again = REPORTS[kind]
-        report = read_beside(path, form, again) if path.is_file() else None
-        if isinstance(report, FuseReport) and report.chosen not in {each.name for each in report.tried}:
-            raise ConfigError(f"{path.name} has no figures of {report.chosen}.", where=str(path), do=again)
-        found.append(report)
-    return found
+    paths_of_reports = _report_paths(folder, kind)
+    return [read_beside(path, *REPORTS[kind]) if path.is_file() else None for path in paths_of_reports]
 
 
-def _adapter_of(folder: Path, kind: str, given: Path | None, prints: list[str | None]) -> Path:
+def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:
     """The adapter in the folder, checked by the fingerprints in its reports; raises ConfigError for another one."""
     if kind == "mlx-adapter":
-        if given is not None and fingerprint(given) != fingerprint(folder):
-            what = "This folder is an adapter by itself, and another one than --adapter."
+        if adapter is not None and fingerprint(adapter) != fingerprint(folder):
+            what = "This folder is an adapter by itself, and not the one of --adapter."
             raise ConfigError(what, where=str(folder), do="leave --adapter out")
         return folder
-    if given is None and not all(prints):
-        what = "Nothing in this folder says which adapter it was made from."
+    if adapter is None and not all(fingerprints):
+        what = "No file in this folder says which adapter it was made from."
         raise ConfigError(what, where=str(folder), do="name that adapter with --adapter")
-    chosen = given or paths.ADAPTERS
-    if {each for each in prints if each} - {fingerprint(chosen)}:
+    adapter = adapter or paths.ADAPTERS
+    if {each for each in fingerprints if each} - {fingerprint(adapter)}:
         what = "This folder was made from another adapter."
-        raise ConfigError(what, where=str(folder), got=str(chosen), do="name the right one with --adapter")
-    return chosen
+        raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right one with --adapter")
+    return adapter
 
 
 def _own_paths(files: list[Path]) -> list[str]:
@@ -136,8 +130,8 @@ def _license(base: Path) -> str:
     path = base / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
-    found = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
-    return found if found.replace("-", "").replace(".", "").isalnum() else ""
+    name = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
+    return name if name.replace("-", "").replace(".", "").isalnum() else ""
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -52,25 +52,25 @@ IN_SIGHT = 4  # times the highest value: a level above would press the curves fl
 
 def pictures(run: Run) -> "dict[str, Figure]":
     """Draw every picture that the run has records for, by the name of its file."""
-    found = dict[str, Any]()
+    figures = dict[str, Any]()
     with _style():
         if run.steps:
-            found = {
+            figures = {
                 "loss": _loss(run),
                 "learning_rate": _curve([run], "learning_rate"),
                 "memory_usage": _memory(run),
                 "speed": _curve([run], "labels_per_second"),
                 "gradient_norm": _curve([run], "grad_norm"),
             }
-        found |= {"row_lengths": _row_lengths(run), "evaluation": _evaluation(run)}
-    return {name: figure for name, figure in found.items() if figure is not None}
+        figures |= {"row_lengths": _row_lengths(run), "evaluation": _evaluation(run)}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def comparison(first: Run, second: Run) -> "list[Figure]":
     """Draw the curves of two runs over each other."""
     with _style():
-        drawn = [_curve((first, second), field) for field in CURVES]
-    return [figure for figure in drawn if figure is not None]
+        figures = [_curve((first, second), field) for field in CURVES]
+    return [figure for figure in figures if figure is not None]
 
 
 def write_pictures(figures: "Mapping[str, Figure]", folder: Path) -> None:
@@ -128,7 +128,7 @@ def _loss(run: Run) -> Any:
     _plot(axes, valid, ORANGE, "validation")
     begun = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
     begun |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
-    lowered = {int(found[1]) for text in rungs_of(run) if (found := MARKED_STEP.match(text))}
+    lowered = {int(match[1]) for text in rungs_of(run) if (match := MARKED_STEP.match(text))}
     for marks, colour, label in ((begun - lowered, DIM, "continued"), (lowered, RED, "continued with less memory")):
         for number, mark in enumerate(sorted(marks - {0})):
             axes.axvline(mark, color=colour, linestyle="--", linewidth=1, label=None if number else label)
@@ -220,12 +220,12 @@ def _bins(edges: Sequence[int], counts: Sequence[int]) -> tuple[list[float], lis
 
 def _evaluation(run: Run) -> Any:
     """Exact match of base and tuned model, of all questions and of each category, with the tuned model's interval."""
-    found = run.evaluation
-    if found is None or found.tuned.exact_match is None:
+    scores = run.evaluation
+    if scores is None or scores.tuned.exact_match is None:
         return None
-    low, high = found.tuned.exact_match_low or 0.0, found.tuned.exact_match_high or 1.0
-    whole = found.base.exact_match or 0.0, found.tuned.exact_match, low, high, found.improvement
-    groups = (GroupScore("all", found.answered, *whole), *found.groups)
+    low, high = scores.tuned.exact_match_low or 0.0, scores.tuned.exact_match_high or 1.0
+    total = scores.base.exact_match or 0.0, scores.tuned.exact_match, low, high, scores.improvement
+    groups = (GroupScore("all", scores.answered, *total), *scores.groups)
     base, tuned = ([100 * getattr(each, f"{name}_exact_match") for each in groups] for name in ("base", "tuned"))
     below = [max(0.0, share - 100 * each.tuned_exact_match_low) for share, each in zip(tuned, groups, strict=True)]
     above = [max(0.0, 100 * each.tuned_exact_match_high - share) for share, each in zip(tuned, groups, strict=True)]

@@ -33,8 +33,8 @@ Row = tuple[str, ...]
 
 def write_report(run: Run, path: Path) -> None:
     """Write the page about a run, whole or not at all. The same records give the same bytes."""
-    drawn = {name: inline_svg(figure) for name, figure in pictures(run).items()}
-    write_text(path, render("report.html", run=run, title=title_of(run), pictures=drawn))
+    drawings = {name: inline_svg(figure) for name, figure in pictures(run).items()}
+    write_text(path, render("report.html", run=run, title=title_of(run), pictures=drawings))
 
 
 def render(template: str, **values: Any) -> str:
@@ -42,11 +42,11 @@ def render(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    spell = functools.partial(HIDDEN.sub, lambda found: ascii(found[0])[1:-1])
-    made.finalize = lambda value: spell(value) if type(value) is str else value
-    made.filters |= {
+    pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    spell = functools.partial(HIDDEN.sub, lambda letter: ascii(letter[0])[1:-1])
+    pages.finalize = lambda value: spell(value) if type(value) is str else value
+    pages.filters |= {
         "cut": cut,
         "size": size_text,
         "duration": duration_text,
@@ -57,11 +57,11 @@ def render(template: str, **values: Any) -> str:
     }
     functions = (
         answer_lists, command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
-        describe_place, describe_proof, environment_of, exact_text, has_death, has_gone_on, history_of, length_limit,
+        describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of, length_limit,
         memory_sizes, state_of, verdict_of,
     )  # fmt: skip
-    made.globals |= {function.__name__: function for function in functions}
-    return re.sub(r"\n\s*\n+", "\n", made.get_template(template).render(**values))
+    pages.globals |= {function.__name__: function for function in functions}
+    return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
@@ -89,7 +89,7 @@ def state_of(run: Run) -> tuple[str, str]:
         return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
     if run.marker is not None:
         return ("running", OPEN) if run.is_running else ("ended without a word: safetrain diagnose says why", BAD)
-    if run.postmortem is not None and not has_gone_on(run):
+    if run.postmortem is not None and not was_continued(run):
         if run.postmortem.cause != "stopped":
             return "ended badly", BAD
         return ("stopped, saved" if run.postmortem.resumes_from_step else "stopped"), OPEN
@@ -98,12 +98,12 @@ def state_of(run: Run) -> tuple[str, str]:
 
 def verdict_of(run: Run) -> tuple[str, str]:
     """What was learned, in one sentence with its interval, and the colour of that."""
-    found = run.evaluation
-    if found is not None:
-        gain, half = found.improvement.nats_per_label, found.improvement.plus_minus
+    scores = run.evaluation
+    if scores is not None:
+        gain, half = scores.improvement.nats_per_label, scores.improvement.plus_minus
         tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
-        text = f"{describe_loss(found)}."
-        empty = empty_answers(found)
+        text = f"{describe_loss(scores)}."
+        empty = empty_answers(scores)
         return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
@@ -114,16 +114,16 @@ def verdict_of(run: Run) -> tuple[str, str]:
     return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
 
 
-def empty_answers(found: Evaluation | None) -> str:
-    """``7 of its 8 recorded answers are empty``, said of most of the tuned model's answers; otherwise empty."""
-    wanted = [each for each in samples_of(found) if each.expected.strip()]
-    empty = sum(not each.tuned.strip() for each in wanted)
-    return f"{empty} of its {len(wanted)} recorded answers are empty" if 2 * empty > len(wanted) else ""
+def empty_answers(scores: Evaluation | None) -> str:
+    """``7 of its 8 recorded answers are empty``, where most of the tuned model's are; otherwise empty."""
+    samples = [each for each in samples_of(scores) if each.expected.strip()]
+    empty = sum(not each.tuned.strip() for each in samples)
+    return f"{empty} of its {len(samples)} recorded answers are empty" if 2 * empty > len(samples) else ""
 
 
-def samples_of(found: Evaluation | None) -> list[Sample]:
+def samples_of(scores: Evaluation | None) -> list[Sample]:
     """All rows whose answers an evaluation keeps, each once."""
-    samples = (*found.samples, *found.worst, *found.most_changed) if found is not None else ()
+    samples = (*scores.samples, *scores.worst, *scores.most_changed) if scores is not None else ()
     return list({(each.where, each.question): each for each in samples}.values())
 
 
@@ -135,8 +135,8 @@ def exact_text(score: Score) -> str:
     return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
 
 
-def has_gone_on(run: Run) -> bool:
-    """Whether a training process worked after the one that the post-mortem explains."""
+def was_continued(run: Run) -> bool:
+    """Whether another training process began after the one that the post-mortem explains."""
     if run.summary is not None or run.marker is not None:
         return True
     death = run.postmortem
@@ -146,7 +146,7 @@ def has_gone_on(run: Run) -> bool:
 
 def has_death(run: Run) -> bool:
     """Whether the post-mortem is about this run, not about an earlier one in the same folder."""
-    if run.postmortem is None or not has_gone_on(run):
+    if run.postmortem is None or not was_continued(run):
         return run.postmortem is not None
     return bool(run.journal) and run.postmortem.ended_seconds >= run.journal[0].wall_seconds
 
@@ -168,14 +168,14 @@ def history_of(run: Run) -> list[str]:
     return [cut(line) for line in lines[:MOST_LINES]]
 
 
-def answer_lists(found: Evaluation) -> list[tuple[str, list[Sample]]]:
+def answer_lists(scores: Evaluation) -> list[tuple[str, list[Sample]]]:
     """Samples, worst rows and those that changed most, each answer in the first list that it belongs to."""
-    shown = set[tuple[str, str]]()
+    earlier = set[tuple[str, str]]()
     lists = list[tuple[str, list[Sample]]]()
     titles = ("", "Rows with the highest loss of the tuned model", "Rows that changed most")
-    for title, samples in zip(titles, (found.samples, found.worst, found.most_changed), strict=True):
-        new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in shown]
-        shown |= {(each.where, each.question) for each in new}
+    for title, samples in zip(titles, (scores.samples, scores.worst, scores.most_changed), strict=True):
+        new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in earlier]
+        earlier |= {(each.where, each.question) for each in new}
         lists.append((title, new))
     return lists
 
