@@ -86,7 +86,7 @@ def _validated(config: Pipeline) -> DataReport:
             expected="train.method=pretrain",
             got=config.train.method,
         )
-    with still_working("reading and comparing rows", say_on_terminal):
+    with still_working("reading and comparing rows"):
         return validate([source], model, settings, paths.VALIDATED).report
 
 

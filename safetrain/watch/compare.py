@@ -169,7 +169,7 @@ def _absent(run: Run) -> list[tuple[str, str]]:
         why = "its evaluation measured another adapter" if run.has_stale_evaluation else "it has no evaluation"
         parts.append((f"{run.name}: {why}.", "safetrain stage evaluate"))
     if run.summary is None:
-        parts.append((f"{run.name}: no training has finished ({report.state_of(run)[0]}).", "dvc repro"))
+        parts.append((f"{run.name}: no training has finished ({report.status_of(run)[0]}).", "dvc repro"))
     unreadable = [report.cut(f"{run.name}: {file} is unreadable: {why}.") for file, why in run.unreadable]
     return parts + [(text, "dvc repro") for text in unreadable]
 

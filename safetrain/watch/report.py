@@ -19,6 +19,7 @@ from safetrain.core.records.settings import ALL_LINEAR, Recommendation, TrainSet
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted_peak, rungs_of
+from safetrain.watch.monitor import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
@@ -28,6 +29,14 @@ HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
     "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
 )
+STATUSES = {
+    State.NOTHING: ("not trained yet", OPEN),
+    State.STOPPED: ("stopped", OPEN),
+    State.LEFT: ("unfinished", OPEN),
+    State.DIED: ("ended badly", BAD),
+    State.FINISHED: ("finished", GOOD),  # with a summary that cannot be read
+    State.GONE: ("ended without a word: safetrain diagnose says why", BAD),
+}
 Row = tuple[str, ...]
 
 
@@ -58,7 +67,7 @@ def render(template: str, **values: Any) -> str:
     functions = (
         answer_lists, command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
         describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of, length_limit,
-        memory_sizes, state_of, verdict_of,
+        memory_sizes, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
     return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))
@@ -82,18 +91,15 @@ def title_of(run: Run) -> str:
     return " on ".join(names) or "A run of safetrain"
 
 
-def state_of(run: Run) -> tuple[str, str]:
+def status_of(run: Run) -> tuple[str, str]:
     """How far the run is, and the colour of that."""
     if run.summary is not None:
         rungs = len(rungs_of(run)) + len(run.summary.outcome.gpu_rungs)
         return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
-    if run.marker is not None:
-        return ("running", OPEN) if run.is_running else ("ended without a word: safetrain diagnose says why", BAD)
-    if run.postmortem is not None and not was_continued(run):
-        if run.postmortem.cause != "stopped":
-            return "ended badly", BAD
-        return ("stopped, saved" if run.postmortem.resumes_from_step else "stopped"), OPEN
-    return ("unfinished", OPEN) if run.steps else ("not trained yet", OPEN)
+    state = state_of(run)
+    if state is State.STOPPED and run.postmortem is not None and run.postmortem.resumes_from_step:
+        return "stopped, saved", OPEN
+    return ("running", OPEN) if state.is_running else STATUSES[state]
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
