@@ -266,7 +266,7 @@ def _memory_readings(evidence: Evidence) -> tuple[str, ...]:
         readings.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
     if ending.last is not None:
         least = size_text(recent.least_available_bytes)
-        readings.append(f"the machine's free memory fell to {least} in the last seconds")
+        readings.append(f"lowest free memory of the machine in the last seconds: {least}")
     if recent.most_stalled_percent >= MUCH_STALLED:
         readings.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
     if recent.most_pressure_level >= WARNING:

@@ -81,7 +81,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
             "No run has finished yet.",
             where=str(paths.SUMMARY),
             got="; ".join(damage),
-            do="run 'dvc repro', or the command that began the run: it continues",
+            do="repeat the command that began it ('safetrain run' or 'dvc repro'): it continues",
         )
     raise ConfigError(
         "The last training has not been evaluated.",
