@@ -53,7 +53,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelMeasures:
     """One side of one case. ``tokens`` are those of the rows without their last, which nothing is predicted from."""
 
     name: str
@@ -114,14 +114,14 @@ def main() -> None:
 
 def measure_case(case: Case, peak: float) -> list[list[object]]:
     """The lines of one case; a side that fails has its reason in its line."""
-    sides: list[tuple[str, Callable[[Prepared], Measured]]] = [
+    sides: list[tuple[str, Callable[[Prepared], ModelMeasures]]] = [
         (OURS, train_ours),
         ("mlx_lm.lora", train_mlx_lm),
         ("PyTorch and PEFT, float32", lambda prepared: train_torch(prepared, "float32")),
         ("PyTorch and PEFT, bfloat16", lambda prepared: train_torch(prepared, "bfloat16")),
     ]
     lines: list[list[object]] = []
-    ours: Measured | None = None
+    ours: ModelMeasures | None = None
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare(case, Path(folder))
         for name, train in sides:
@@ -146,7 +146,7 @@ def prepare(case: Case, scratch: Path) -> Prepared:
     return Prepared(case, scratch, [len(row["ids"]) - 1 for row in rows], labels)
 
 
-def train_ours(prepared: Prepared) -> Measured:
+def train_ours(prepared: Prepared) -> ModelMeasures:
     """The stages up to the training, in a folder with the configuration of the working tree; one whole epoch."""
     case, folder = prepared.case, prepared.scratch / "ours"
     shutil.copytree(ROOT / "conf", folder / "conf")
@@ -173,7 +173,7 @@ def train_ours(prepared: Prepared) -> Measured:
         raise Failed(
             f"trained {summary['train_rows']} rows of {said:.0f} tokens, not {len(prepared.tokens)} of {tokens}"
         )
-    return Measured(
+    return ModelMeasures(
         OURS,
         tokens,
         sum(prepared.labels),
@@ -186,19 +186,19 @@ def train_ours(prepared: Prepared) -> Measured:
     )
 
 
-def train_mlx_lm(prepared: Prepared) -> Measured:
+def train_mlx_lm(prepared: Prepared) -> ModelMeasures:
     """mlx_lm.lora in this interpreter."""
     return train_peer(prepared, "mlx_lm.lora", sys.executable, "benchmarks.throughput_peer_mlx_lm", "quantized")
 
 
-def train_torch(prepared: Prepared, dtype: str) -> Measured:
+def train_torch(prepared: Prepared, dtype: str) -> ModelMeasures:
     """PyTorch and PEFT, in the interpreter that has them."""
     if torch_versions() is None:
         raise Failed(f"not measured: no torch, transformers and peft here; {INSTALL}")
     return train_peer(prepared, "PyTorch and PEFT", TORCH, "benchmarks.throughput_peer_torch", dtype)
 
 
-def train_peer(prepared: Prepared, name: str, python: str, module: str, dtype: str) -> Measured:
+def train_peer(prepared: Prepared, name: str, python: str, module: str, dtype: str) -> ModelMeasures:
     """Another engine in a process of its own; its first update is not counted."""
     case, scratch = prepared.case, prepared.scratch
     result = scratch / f"{module}-{dtype}.json"
@@ -228,7 +228,7 @@ def train_peer(prepared: Prepared, name: str, python: str, module: str, dtype: s
     counted = found["updates"][1:]
     trained = [row for update in counted for row in update["rows"]]
     tokens = sum(prepared.tokens[row] for row in trained)
-    return Measured(
+    return ModelMeasures(
         name,
         tokens,
         sum(prepared.labels[row] for row in trained),
@@ -267,7 +267,7 @@ def run(command: list[str], folder: Path, seconds: float) -> int:
     return ended[2].ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def attained(prepared: Prepared, measured: Measured) -> float:
+def attained(prepared: Prepared, measured: ModelMeasures) -> float:
     """GFLOP/s of products that a frozen base needs: forward, and backward to the inputs; the head where labels are."""
     config = prepared.config
     hidden, wide = config["hidden_size"], config["intermediate_size"]
@@ -279,7 +279,7 @@ def attained(prepared: Prepared, measured: Measured) -> float:
     return 4 * (linear + head) / measured.seconds / 1e9
 
 
-def cells(measured: Measured, ours: Measured | None, share: str) -> list[object]:
+def cells(measured: ModelMeasures, ours: ModelMeasures | None, share: str) -> list[object]:
     """A line of the table after its case and name."""
     mlx, process = measured.mlx_bytes, measured.process_bytes
     beside = ours if measured is not ours else None

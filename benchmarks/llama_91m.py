@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from models.recipe.build import Recipe, build
-from safetrain.plan.creation.shapes import AskedShape
+from safetrain.plan.creation.shapes import ShapeRequest
 
-SHAPE = AskedShape(hidden=768, layers=12, heads=12, vocabulary=2048, context=512)
+SHAPE = ShapeRequest(hidden=768, layers=12, heads=12, vocabulary=2048, context=512)
 RECIPE = Recipe(SHAPE, windows=4, tokens=128, updates=390, peak_learning_rate=6e-4, warmup_steps=20)
 
 if __name__ == "__main__":

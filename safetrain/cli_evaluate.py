@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from safetrain.core.data.held_out import HeldOut
     from safetrain.core.model.files import ModelFiles
     from safetrain.core.records.metrics import RunShape
-    from safetrain.core.records.scoring import Measured
+    from safetrain.core.records.scoring import ModelMeasures
     from safetrain.engine.comparison import Answering, Material, Subject
 
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens of a row; for answers, where --max-questions does not say
@@ -30,10 +30,7 @@ TEST_ROWS = paths.VALIDATED / "test.jsonl"
 def evaluate(
     model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="model folder to compare with"),
-    ] = None,
+    base: Annotated[Path | None, typer.Option(help="model folder to compare with")] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -73,10 +70,10 @@ def evaluate(
     answering = Answering(max_new_tokens, max_questions, SECONDS)
     subjects = _subjects(folder, adapter, base)
     with ending_at_once("the evaluation has written nothing"):
-        found, lines = _measured(files, subjects, rows, length, answering)
+        results, lines = _measured(files, subjects, rows, length, answering)
     report = {
         "model": str(folder), "adapter": str(adapter or ""), "base": str(subjects[0].folder) if subjects[1:] else "",
-        "data": str(data or TEST_ROWS), "alone": None, "beside_base": None, **found,
+        "data": str(data or TEST_ROWS), "alone": None, "beside_base": None, **results,
     }  # fmt: skip
     if out is not None:
         with full_disk_named("The disk is full; nothing was written.", out.parent, "free some space"):
@@ -106,16 +103,16 @@ def _measured(
     base, tuned = subjects
     both = compare(base, tuned, material, run, answering, progress)
     adapter = fingerprint(tuned.adapter) if tuned.adapter else ""
-    found = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, NUM_SAMPLES, adapter)
-    return {"beside_base": dataclasses.asdict(found)}, describe_evaluation(found, MORE)
+    evaluation = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, NUM_SAMPLES, adapter)
+    return {"beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
 
 
-def _alone(material: "Material", found: "Measured", decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _alone(material: "Material", model: "ModelMeasures", decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Figures of one model, and its first answers."""
     from safetrain.core.records.scoring import mean_loss, score
 
     rows, general, samples = material.held_out, material.general.rows, list[dict[str, str]]()
-    for number, ids in sorted(found.answers.items()):
+    for number, ids in sorted(model.answers.items()):
         question = rows.questions[number]
         expected, answer = decode(question.answer).strip(), decode(ids).strip()
         samples.append({
@@ -123,8 +120,8 @@ def _alone(material: "Material", found: "Measured", decode: Callable[[Sequence[i
         })  # fmt: skip
     answers, expected_answers = ([each[key] for each in samples] for key in ("answer", "expected"))
     return {
-        "score": dataclasses.asdict(score(mean_loss(found.losses, rows.rows.label_counts), answers, expected_answers)),
-        "general_loss": mean_loss(found.general, general.label_counts) if len(general) else None,
+        "score": dataclasses.asdict(score(mean_loss(model.losses, rows.rows.label_counts), answers, expected_answers)),
+        "general_loss": mean_loss(model.general, general.label_counts) if len(general) else None,
         "rows": len(rows.rows),
         "cut_rows": rows.rows.cut_rows,
         "questions": rows.questions_available,
@@ -136,12 +133,12 @@ def _alone(material: "Material", found: "Measured", decode: Callable[[Sequence[i
 def _describe_alone(alone: dict[str, Any]) -> list[str]:
     from safetrain.core.records.evaluation import describe_answered, shortened
 
-    found = alone["score"]
-    lines = [f"Test loss {found['loss']:.3f} nats per token, perplexity {found['perplexity']:.2f}."]
+    scores = alone["score"]
+    lines = [f"Test loss {scores['loss']:.3f} nats per token, perplexity {scores['perplexity']:.2f}."]
     if alone["answered"]:
-        exact, low, high = (100 * found[f"exact_match{end}"] for end in ("", "_low", "_high"))
+        exact, low, high = (100 * scores[f"exact_match{end}"] for end in ("", "_low", "_high"))
         lines.append(f"Exact match {exact:.1f} % (95 %: {low:.1f} to {high:.1f}).")
-        lines.append(f"Token F1 {found['token_f1']:.3f}, chrF {found['chrf']:.3f}.")
+        lines.append(f"Token F1 {scores['token_f1']:.3f}, chrF {scores['chrf']:.3f}.")
     if alone["general_loss"] is not None:
         lines.append(f"Loss on general text {alone['general_loss']:.3f} nats per token.")
     if remark := describe_answered(alone["answered"], alone["questions"], MORE):
@@ -181,8 +178,8 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
 
     if data is None and not TEST_ROWS.is_file():
         raise ConfigError("No test rows found.", where=str(TEST_ROWS.absolute()), do="name a data file with --data")
-    made = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
-    if made is not None and made.tokenizer == tokenizer_hash(model):
+    provenance = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
+    if provenance is not None and provenance.tokenizer == tokenizer_hash(model):
         return load_held_out(model, max_examples, length)
     section: Any = None
     if Path("params.yaml").is_file():

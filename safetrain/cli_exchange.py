@@ -61,10 +61,10 @@ def export_peft(
     job = PeftExportJob(base, adapter, out, rows, *limits, name, compute_dtype=run.compute_dtype)
     with still_working(f"{out} is made and measured"):
         report = export_peft(job, lambda text: print(printable(text), flush=True))
-    found = report.exported
+    like = report.exported
     print(
-        f"{out} is written and read again: {found.divergence:.1e} nats per label from the tuned model, "
-        f"the same answer on {round(found.same_answers * report.rows)} of {report.rows} rows, loss {found.loss:.4f}; "
+        f"{out} is written and read again: {like.divergence:.1e} nats per label from the tuned model, "
+        f"the same answer on {round(like.same_answers * report.rows)} of {report.rows} rows, loss {like.loss:.4f}; "
         f"{out / REPORT} has the figures"
     )
     if bits is not None:
@@ -87,10 +87,7 @@ def export_gguf(
     ] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
-    fused: Annotated[
-        Path | None,
-        typer.Option(help="a fused model's folder, instead of base and adapter"),
-    ] = None,
+    fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
 ) -> None:
     """Write base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
 
@@ -150,10 +147,7 @@ def _tokens_of(folder: Path) -> Path:
 def import_peft(
     source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
     out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="base model folder; default: model.path of params.yaml"),
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
 ) -> None:
     """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and other programs with mlx-lm.
 
@@ -167,16 +161,16 @@ def import_peft(
     from safetrain.watch.progress import still_working
 
     with still_working(f"{source} is read and tried on {base}"):
-        found = import_peft(PeftImportJob(source, base, out))
-    lora, name = found.imported.lora, found.shape.base_name
-    for note in found.imported.notes:
+        done = import_peft(PeftImportJob(source, base, out))
+    lora, name = done.imported.lora, done.shape.base_name
+    for note in done.imported.notes:
         print(note)
     if name:
         print(printable(f"The adapter says that it was trained on {name}; it is put on {base}."))
-    kind = "DoRA" if found.shape.dora else "rsLoRA" if found.shape.by_root else "LoRA"
+    kind = "DoRA" if done.shape.dora else "rsLoRA" if done.shape.by_root else "LoRA"
     print(
         f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
-        f"{counted(lora.num_layers, 'block')}; it moves logits by up to {found.moved:.2g}, of up to {found.largest:.2g}"
+        f"{counted(lora.num_layers, 'block')}; it moves logits by up to {done.moved:.2g}, of up to {done.largest:.2g}"
     )
     print(f'Use it: safetrain ask "..." --adapter {out}')
 

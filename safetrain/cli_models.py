@@ -94,11 +94,11 @@ def fuse(
     )
     with still_working(f"{out} is made and measured"):
         report = fuse_adapter(job, lambda text: print(printable(text), flush=True))
-    taken = next(tried for tried in report.tried if tried.name == report.chosen)
-    kept = f"keeps {100 * taken.kept:.1f} % of what was learnt"
-    print(f"{out} is written: {taken.name}, {size_text(taken.size_bytes)}, {kept}; {out / REPORT} has the figures")
-    if taken.likeness.same_answers < OFTEN_THE_SAME:
-        others = report.rows - round(taken.likeness.same_answers * report.rows)
+    chosen = next(each for each in report.tried if each.name == report.chosen)
+    share = f"keeps {100 * chosen.kept:.1f} % of what was learnt"
+    print(f"{out} is written: {chosen.name}, {size_text(chosen.size_bytes)}, {share}; {out / REPORT} has the figures")
+    if chosen.likeness.same_answers < OFTEN_THE_SAME:
+        others = report.rows - round(chosen.likeness.same_answers * report.rows)
         print(
             f"{others} of {report.rows} answers are not word for word the tuned model's, though no more right ones are "
             "lost than chance explains; for more of them: --may-lose 0.5, or --bits 6"

@@ -15,10 +15,7 @@ from safetrain.core.tracebacks import with_traceback
 
 
 def info(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="model folder or config.json; default: model.path"),
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
     """Print a model's sizes, and the least memory to train it."""
     from safetrain.core.model.files import read_model_plan
@@ -58,19 +55,19 @@ def validate(
     from safetrain.watch.progress import still_working
 
     try:
-        given = params() if Path("params.yaml").is_file() else None
-        documents = given is not None and given.train.method == PRETRAIN
-        settings = settings_of(given.data if given else None, columns or (), documents=documents)
-        named = files or [Path(params().data.path)]
+        config = params() if Path("params.yaml").is_file() else None
+        documents = config is not None and config.train.method == PRETRAIN
+        settings = settings_of(config.data if config else None, columns or (), documents=documents)
+        paths = files or [Path(params().data.path)]
         if fix is not None:
             command.refuse_idle({"--show-mask": show_mask, "--json": as_json}, "With")
             with still_working("reading and repairing rows"):
-                chosen = model or (model_of_params() if drop else Path())
-                sys.exit(command.fix(named, fix, chosen, settings, ",".join(drop or ()), drop_bad=drop_bad))
+                tokenizer_model = model or (model_of_params() if drop else Path())
+                sys.exit(command.fix(paths, fix, tokenizer_model, settings, ",".join(drop or ()), drop_bad=drop_bad))
         command.refuse_idle({"--drop": drop, "--drop-bad": drop_bad}, "Without")
         with still_working("reading and comparing rows"):
             sys.exit(command.report(
-                console(plain=True), named, model or model_of_params(), settings, show_mask,
+                console(plain=True), paths, model or model_of_params(), settings, show_mask,
                 as_json=as_json,
             ))  # fmt: skip
     except SafetrainError as error:
@@ -107,10 +104,7 @@ def _written(path: Path) -> int:
 
 
 def estimate(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="model folder or config.json; default: model.path"),
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
     macos_26: Annotated[
         bool, typer.Option("--macos-26", help="plan for macOS 26, which lets a process use more")
@@ -152,14 +146,14 @@ def estimate(
     names: list[str | None] = [machine]
     if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
         names, memory_gb = [*profile_names()], None
-    places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps)) for each in names]
+    places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps), "safetrain.engine.probe") for each in names]
     if pretrain is not None:
         per, keep = _decided(tokens_per_parameter)
         sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)
-    found, place = read_model_plan(model or model_of_params()), places[0]
+    files, place = read_model_plan(model or model_of_params()), places[0]
     run = asked_run(
-        found, place.machine, method, rank, num_layers=num_layers, checkpointing=recompute, accumulates=accumulate,
-        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, found), rows=batch_size,
+        files, place.machine, method, rank, num_layers=num_layers, checkpointing=recompute, accumulates=accumulate,
+        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, files), rows=batch_size,
         tokens=tokens,
     )  # fmt: skip
     fits = print_estimate(console(), run, place.name)
@@ -258,7 +252,7 @@ def create(
     from safetrain.data.forms import named_columns
     from safetrain.data.texts import training_texts
     from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
-    from safetrain.plan.creation.shapes import AskedShape, parameters_named
+    from safetrain.plan.creation.shapes import ShapeRequest, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
     if bool(text) == (tokenizer is not None):
@@ -270,7 +264,7 @@ def create(
     parameters = parameters_named(preset)
     if parameters is None and preset != "own":
         raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
-    asked = AskedShape(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
+    asked = ShapeRequest(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
     source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
     with still_working(f"{folder} is made"):

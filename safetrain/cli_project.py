@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, broken_yaml
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def params() -> Any:
     try:
         return OmegaConf.load("params.yaml")
     except YAMLError as error:
-        raise ConfigError(f"The configuration cannot be read: {error}", where="params.yaml") from None
+        raise broken_yaml(error) from None
 
 
 def model_of_params() -> Path:

@@ -36,6 +36,7 @@ def run(
         do = "go to the project's root, or make one: safetrain init"
         raise ConfigError("No dvc.yaml found.", where=str(Path.cwd()), do=do)
     require_current()
+    params()  # what cannot be read is said once
     os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
     for name in STAGES:
         print(f"\n== {name}", flush=True)
@@ -95,6 +96,7 @@ def exp(
 
 def _start_dvc(command: str, words: list[str] | None) -> None:
     """The DVC that came with safetrain; its stages find this safetrain first."""
+    params()  # what cannot be read is said in our words
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
 

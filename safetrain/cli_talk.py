@@ -46,7 +46,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     from safetrain.core.data.chatting import Prompts
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.adapter_files import base_of, read_taught, require_base, require_weights
+    from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base, require_weights
 
     if not base:
         require_weights(adapter)
@@ -55,7 +55,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     if not base:
         require_base(adapter, folder, files.fingerprint)
     tokenizer = ChatTokenizer(folder)
-    prompts = Prompts(tokenizer, read_taught(folder if base else adapter))
+    prompts = Prompts(tokenizer, read_prompt_format(folder if base else adapter))
     if system and not prompts.writes_system(system):
         raise ConfigError("This model's chat template writes no system prompt.", where=str(folder), do="without it")
     chosen = prompts.system if system is None else system
@@ -165,7 +165,7 @@ def serve(
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.serving import ServeJob, serve_model
-    from safetrain.engine.upstream.serving import Served
+    from safetrain.engine.upstream.serving import ServedModel
 
     def ids_of(messages: "Messages", tools: Sequence[Any] | None, settings: Mapping[str, Any]) -> list[int]:
         prompts, most = asked.prompts, asked.context
@@ -175,7 +175,7 @@ def serve(
         return ids
 
     name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
-    served = Served(name, asked.folder, asked.prompts.stop_ids, ids_of, max_new_tokens)
+    served = ServedModel(name, asked.folder, asked.prompts.stop_ids, ids_of, max_new_tokens)
     if asked.system:
         print(f"system prompt where a chat has none: {printable(asked.system)}", flush=True)
     job = ServeJob(served, asked.folder, asked.adapter, host, port)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
+from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError, broken_yaml
 from safetrain.core.formatting import override, printable
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import Terminated, handling, terminate
@@ -78,7 +78,9 @@ def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
     try:
         compose(configs.append)()
         pipelines = [to_pipeline(config) for config in configs]
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except YAMLError as error:
+        raise broken_yaml(error) from None
+    except (HydraException, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise config_error(error) from None
     for pipeline in pipelines:
         function(pipeline)
@@ -96,7 +98,7 @@ def to_pipeline(config: DictConfig) -> Pipeline:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turn what Hydra, OmegaConf or YAML says into the key's full name and what is allowed there."""
+    """Turn what Hydra or OmegaConf says into the key's full name and what is allowed there."""
     text = "\n".join(str(part) for part in (error, error.__cause__) if part)
     key_match = re.search(r"full_key: (\S+)", text)
     if key_match is None:

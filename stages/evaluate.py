@@ -7,7 +7,12 @@ from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluation import describe_evaluation, describe_sample, require_other_loss
+from safetrain.core.records.evaluation import (
+    describe_evaluation,
+    describe_sample,
+    evaluation_seconds,
+    require_other_loss,
+)
 from safetrain.core.records.metrics import read_run_shape
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import evaluation_of
@@ -18,8 +23,8 @@ from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 
-SHARE_OF_TRAINING, LEAST_SECONDS = 0.06, 30.0  # that all may take; short trainings have half a minute
-ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2  # of these; two models read twice or three times as fast as one trains
+# Shares of the time; two models read twice or three times as fast as one trains
+ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2
 
 
 @stage
@@ -27,7 +32,7 @@ def main(config: Pipeline) -> None:
     """Losses of both models on as many rows, and answers to as many questions, as there is time for."""
     settings, base = config.evaluate, Path(config.model.path)
     run = read_run_shape(paths.SUMMARY)
-    seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
+    seconds = evaluation_seconds(run.elapsed_seconds)
     tokens = seconds * run.tokens_per_second  # that training reads in that time
     held_out = load_held_out(
         base,

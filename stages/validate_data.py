@@ -17,7 +17,7 @@ from safetrain.data.texts import training_texts
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
-from safetrain.plan.creation.shapes import AskedShape, parameters_named
+from safetrain.plan.creation.shapes import ShapeRequest, parameters_named
 from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -67,8 +67,8 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
         )
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
     source = TokenizerOfText(texts, config.data.path)
-    wish = AskedShape(parameters_named(preset))
-    shape = create_model(folder, wish, source, config.train.seed, say=say_on_terminal).shape
+    request = ShapeRequest(parameters_named(preset))
+    shape = create_model(folder, request, source, config.train.seed, say=say_on_terminal).shape
     print(
         f"{folder} is new: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
         f"{shape.vocabulary:,} tokens (model.create={preset})"

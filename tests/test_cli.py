@@ -287,6 +287,23 @@ def test_a_typo_under_gate_is_no_verdict(tmp_path: Path, monkeypatch: pytest.Mon
     assert told in done.stderr
 
 
+@pytest.mark.parametrize("command", ["info", "repro", "exp"])
+def test_a_broken_params_yaml_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "params.yaml").write_text("train:\n  seed: 42\n  lora: [\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"params.yaml is not valid YAML.\n  where:    params.yaml:4\n"):
+        invoke(command)
+
+
+def test_a_new_project_estimates_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before preflight has written machine.json."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["estimate", str(EMBEDDED)], catch_exceptions=False)
+    assert (done.exit_code, "on this machine (" in done.output, "it fits" in done.output) == (0, True, True)
+
+
 def test_a_file_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapters.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="An adapter is a folder"):

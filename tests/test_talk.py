@@ -29,7 +29,7 @@ from safetrain.cli import app
 from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, ModelError
-from safetrain.core.records.adapter_files import Taught, read_taught, write_taught
+from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.engine.conversation import open_tuned
@@ -58,7 +58,7 @@ def run(*words: str, lines: str | None = None) -> SimpleNamespace:
 def expected(adapter: Path | None, *turns: str, system: str = "", most: int = 256) -> list[str]:
     """Each prompt read anew, the whole chat before it."""
     model = open_tuned(EMBEDDED, adapter)
-    prompts = Prompts(TOKENIZER, read_taught(adapter) if adapter else None)
+    prompts = Prompts(TOKENIZER, read_prompt_format(adapter) if adapter else None)
     messages, said = list[Any](), list[str]()
     for turn in turns:
         messages.append({"role": "user", "content": turn})
@@ -99,17 +99,17 @@ def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(
 
 
 def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
-    taught = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)  # moved further, it heeds no system prompt
-    write_taught(taught, Taught((0, 7), "", "", "Answer in Portuguese."))
-    said = run("chat", "--adapter", str(taught), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
-    with_it = expected(taught, QUESTION, system="Answer in Portuguese.")
+    prompt_format = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)  # moved further, it heeds no system prompt
+    write_prompt_format(prompt_format, PromptFormat((0, 7), "", "", "Answer in Portuguese."))
+    said = run("chat", "--adapter", str(prompt_format), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
+    with_it = expected(prompt_format, QUESTION, system="Answer in Portuguese.")
     assert said.out.splitlines()[:1] == with_it
-    assert with_it != expected(taught, QUESTION)
+    assert with_it != expected(prompt_format, QUESTION)
     assert "[system prompt of all training rows: Answer in Portuguese.]" in said.err
     assert r"[system prompt: \x1b[31mBe brief.]" in said.err
-    assert run("ask", QUESTION, "--adapter", str(taught)).out.splitlines() == with_it
-    none = run("chat", "--system", "", "--adapter", str(taught), lines=QUESTION)
-    assert (none.out.splitlines(), none.err) == (expected(taught, QUESTION), "")
+    assert run("ask", QUESTION, "--adapter", str(prompt_format)).out.splitlines() == with_it
+    none = run("chat", "--system", "", "--adapter", str(prompt_format), lines=QUESTION)
+    assert (none.out.splitlines(), none.err) == (expected(prompt_format, QUESTION), "")
 
 
 def test_in_a_pipe_a_full_context_is_an_error_that_names_the_question(adapter: Path) -> None:

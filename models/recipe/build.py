@@ -23,13 +23,13 @@ from safetrain.core.storage.files import write_text
 from safetrain.data.texts import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.plan.creation.create import TokenizerOfText, create_model
-from safetrain.plan.creation.shapes import AskedShape
+from safetrain.plan.creation.shapes import ShapeRequest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7
 PROJECT = ("params.yaml", "dvc.yaml", "conf")
 FILES = {"fused4": ("config.json", "model.safetensors"), "untrained": ("tokenizer.json", "tokenizer_config.json")}
-SHAPE = AskedShape(hidden=192, layers=6, heads=6, vocabulary=2048, context=512)
+SHAPE = ShapeRequest(hidden=192, layers=6, heads=6, vocabulary=2048, context=512)
 ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document
 PIPELINE = (
     "train.method=pretrain", "train.optimizer=muon", "train.weight_decay=0.01", "train.schedule=linear",
@@ -41,7 +41,7 @@ PIPELINE = (
 class Recipe:
     """A model and how it is trained: updates of ``windows`` x ``tokens`` tokens."""
 
-    shape: AskedShape = SHAPE
+    shape: ShapeRequest = SHAPE
     windows: int = 8
     tokens: int = 256
     passes: int = 2  # over the text; one has 678,000 tokens
@@ -95,7 +95,7 @@ def _plain_quantization(path: Path) -> None:
     write_text(path, json.dumps(config, indent=2) + "\n")
 
 
-def prepare(project: Path, rounds: dict[str, int], shape: AskedShape = SHAPE) -> None:
+def prepare(project: Path, rounds: dict[str, int], shape: ShapeRequest = SHAPE) -> None:
     """The documents of each split, one in each row, and the untrained model; raises SafetrainError."""
     source, known = random.Random(SEED), subjects()
     for split, count in rounds.items():

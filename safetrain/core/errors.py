@@ -1,5 +1,7 @@
 """The errors people see, and the exit code of each. A message says what, where, expected, got, and what to do."""
 
+from pathlib import Path
+
 
 class SafetrainError(Exception):
     """Base of every error that is reported without a traceback. ``exit_code`` is what the process ends with."""
@@ -19,6 +21,14 @@ class ConfigError(SafetrainError):
     """A key, type or value in params.yaml, an overlay or an override that cannot be used."""
 
     exit_code = 2
+
+
+def broken_yaml(error: Exception) -> ConfigError:
+    """The error for a configuration file that is not YAML, with the line where ``error``, of PyYAML, noticed it."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    name = Path(mark.name).name if mark is not None else "params.yaml"
+    what, do = f"{name} is not valid YAML.", "look at this line and the one above it: a bracket, quote or indentation"
+    return ConfigError(what, where=f"{name}:{mark.line + 1}" if mark is not None else name, got=problem, do=do)
 
 
 class DataError(SafetrainError):

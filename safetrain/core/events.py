@@ -222,7 +222,7 @@ def _shorten(path: Path) -> None:
         return
     with path.open("rb") as file:
         file.seek(-KEPT_BYTES, os.SEEK_END)
-        kept = file.read().partition(b"\n")[2]
+        rest = file.read().partition(b"\n")[2]
     shorter = path.with_name(f".{path.name}.partial")
-    shorter.write_bytes(kept)
+    shorter.write_bytes(rest)
     shorter.replace(path)

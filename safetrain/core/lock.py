@@ -23,8 +23,8 @@ def lock_path(device: str, platform: str = sys.platform) -> Path:
 
     Other variables play no part: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
     """
-    chosen = os.environ.get("SAFETRAIN_LOCK_DIR")
-    folder = Path(chosen) if chosen else _runtime_folder(platform)
+    setting = os.environ.get("SAFETRAIN_LOCK_DIR")
+    folder = Path(setting) if setting else _runtime_folder(platform)
     return folder / f"safetrain-{os.getuid()}-{device}.lock"
 
 
@@ -121,9 +121,9 @@ def _opened(path: Path) -> int:
 
 def _require_own(descriptor: int, path: Path) -> None:
     """Raise MachineError unless it is a plain file of this user, by this one name."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
-        raise _not_ours(path, f"owner {found.st_uid}, {found.st_nlink} names")
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
+        raise _not_ours(path, f"owner {status.st_uid}, {status.st_nlink} names")
 
 
 def _not_ours(path: Path, got: str) -> MachineError:

@@ -257,14 +257,14 @@ class FlightReader:
         before = self.records[-1].number if self.records else 0
         new = list[FlightRecord]()
         while True:
-            seen = new[-1].number if new else before
-            slot = seen % SLOTS
+            last_number = new[-1].number if new else before
+            slot = last_number % SLOTS
             size = min(SLOTS_A_READ, SLOTS - slot) * LAYOUT.size
             part = os.pread(descriptor, size, HEADER_BYTES + slot * LAYOUT.size)
             count = len(part) // LAYOUT.size
-            found = [_record_in(part, number * LAYOUT.size, slot + number) for number in range(count)]
-            fresh = [record for record in found if record is not None and record.number > seen]
-            if fresh and fresh[0].number > seen + 1:
+            slots = [_record_in(part, number * LAYOUT.size, slot + number) for number in range(count)]
+            fresh = [record for record in slots if record is not None and record.number > last_number]
+            if fresh and fresh[0].number > last_number + 1:
                 return self._read_whole(descriptor, before)
             new += fresh
             if len(fresh) < SLOTS_A_READ and slot + len(fresh) < SLOTS:
@@ -273,8 +273,8 @@ class FlightReader:
 
     def _read_whole(self, descriptor: int, before: int) -> list[FlightRecord]:
         content = os.pread(descriptor, RING_BYTES, 0)
-        found = [_record_in(content, HEADER_BYTES + slot * LAYOUT.size, slot) for slot in range(SLOTS)]
-        records = sorted((record for record in found if record is not None), key=lambda record: record.number)
+        slots = [_record_in(content, HEADER_BYTES + slot * LAYOUT.size, slot) for slot in range(SLOTS)]
+        records = sorted((record for record in slots if record is not None), key=lambda record: record.number)
         self.records.clear()
         self.records.extend(records)
         return [record for record in records if record.number > before]

@@ -110,9 +110,9 @@ class FolderFiles:
         folder = self.output / paths.ADAPTERS.name
         try:
             facts = (folder / "adapters.safetensors").stat()
-            seen = facts.st_mtime_ns, facts.st_size
-            if self._adapter is None or self._adapter[0] != seen:
-                self._adapter = seen, fingerprint(folder)
+            version = facts.st_mtime_ns, facts.st_size
+            if self._adapter is None or self._adapter[0] != version:
+                self._adapter = version, fingerprint(folder)
             return self._adapter[1]
         except (OSError, ModelError):
             return ""

@@ -34,11 +34,11 @@ def keep_text(text: str, folder: Path | None = None) -> str:
 
 def in_one_line(error: SafetrainError) -> str:
     """What has happened, and where its traceback is."""
-    kept = keep_traceback(error)
-    return f"{error.what} (traceback: {kept})" if kept else error.what
+    file = keep_traceback(error)
+    return f"{error.what} (traceback: {file})" if file else error.what
 
 
 def with_traceback(error: SafetrainError, folder: Path | None = None) -> str:
     """The error's message, and where its traceback is."""
-    kept = keep_traceback(error, folder)
-    return f"{error}\n  traceback: {kept}" if kept else str(error)
+    file = keep_traceback(error, folder)
+    return f"{error}\n  traceback: {file}" if file else str(error)

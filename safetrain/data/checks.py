@@ -70,54 +70,54 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
     The tokenizer's own markers belong in bare text, and what ends an answer is STOP-IN-TEXT.
     """
     words = row.text or SEPARATOR.join([message.content for message in row.messages])
-    known = controls.tokens if row.format == "text" else None
-    found = [
+    own_markers = controls.tokens if row.format == "text" else None
+    findings = [
         ("FOREIGN-MARKERS", marker)
         for marker in dict.fromkeys(foreign_markers(words))
-        if marker not in controls.stops and (known is None or not known.fullmatch(marker))
+        if marker not in controls.stops and (own_markers is None or not own_markers.fullmatch(marker))
     ]
-    found += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
+    findings += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
     others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
-    said = SEPARATOR.join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
-    found += [("SECRETS", detail) for detail in secrets(said)]
+    texts = SEPARATOR.join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
+    findings += [("SECRETS", detail) for detail in secrets(texts)]
     if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
-        found.append(("EMPTY-MESSAGE", ""))
+        findings.append(("EMPTY-MESSAGE", ""))
     if row.messages and row.messages[-1].role == "user":
-        found.append(("ENDS-WITH-USER", ""))
+        findings.append(("ENDS-WITH-USER", ""))
     if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
-        found.append(("REFUSALS", ""))
-    return found
+        findings.append(("REFUSALS", ""))
+    return findings
 
 
 def foreign_markers(text: str) -> list[str]:
     """Markers of other models' chats, written out in a text; not those in quotation marks or code."""
-    found = list[str]()
+    markers = list[str]()
     if "<" in text or "INST]" in text:
-        found += [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
-        if "<s>" in text and "[INST]" not in found:
-            found = [marker for marker in found if marker != "</s>"]  # HTML's crossed out words
+        markers += [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
+        if "<s>" in text and "[INST]" not in markers:
+            markers = [marker for marker in markers if marker != "</s>"]  # HTML's crossed out words
     if "###" in text:
-        found += HEADING.findall(text)
-    asking = ASKING.search(text) if not found and ("Human: " in text or "User: " in text) else None
+        markers += HEADING.findall(text)
+    asking = ASKING.search(text) if not markers and ("Human: " in text or "User: " in text) else None
     if asking is not None and ANSWERING.search(text, asking.end()) is not None:
-        found.append("Human: … Assistant:")
-    return found
+        markers.append("Human: … Assistant:")
+    return markers
 
 
 def placeholder(text: str) -> str:
     """The first gap that was left to fill in."""
-    found = None
+    gap = None
     if "{{" in text and not any(part in text for part in CODE) and not TEMPLATING.search(text):
-        found = BRACES.search(text)
-    if found is None and ("[" in text or "<no" in text):
-        found = BRACKETS.search(text)
-    return found[0] if found is not None else ""
+        gap = BRACES.search(text)
+    if gap is None and ("[" in text or "<no" in text):
+        gap = BRACKETS.search(text)
+    return gap[0] if gap is not None else ""
 
 
 def calculator_mark(text: str) -> str:
     """The first mark that GSM8K's answers have for a calculator."""
-    found = CALCULATOR.search(text) if "<<" in text else None
-    return found[0] if found is not None else ""
+    mark = CALCULATOR.search(text) if "<<" in text else None
+    return mark[0] if mark is not None else ""
 
 
 def mojibake(text: str) -> str:
@@ -141,17 +141,17 @@ def invisible_character(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return ""
     is_laid_out = LAID_OUT.search(text) is not None
-    found = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
-    return next((f"U+{ord(letter):04X}" for letter in found), "")
+    letters = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
+    return next((f"U+{ord(letter):04X}" for letter in letters), "")
 
 
 def without_invisible(text: str) -> str:
     """The text without what ``invisible_character`` finds; vertical tabs and form feeds become the end of a line."""
     is_laid_out = LAID_OUT.search(text) is not None
 
-    def instead(found: re.Match[str]) -> str:
-        is_needed = is_laid_out and LAYING_OUT.fullmatch(found[0])
-        return found[0] if is_needed else "\n" if found[0] in "\v\f" else ""
+    def instead(match: re.Match[str]) -> str:
+        is_needed = is_laid_out and LAYING_OUT.fullmatch(match[0])
+        return match[0] if is_needed else "\n" if match[0] in "\v\f" else ""
 
     while invisible_character(text):  # one that is gone may have hidden another
         text = INVISIBLE.sub(instead, ESCAPES.sub("", text))

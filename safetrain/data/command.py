@@ -42,14 +42,14 @@ def report(
     as_json: bool,
 ) -> int:
     """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
-    shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
-    found = validate(paths, model, settings, shown_rows=shown, most_places=most_places)
+    shown_rows, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
+    validation = validate(paths, model, settings, shown_rows=shown_rows, most_places=most_places)
     if as_json:
-        print(_as_json(found))
+        print(_as_json(validation))
     else:
         file = shlex.quote(str(paths[0])) if len(paths) == 1 and not paths[0].is_dir() else "FILE"
-        _print(console, found, model, file, show_mask=show_mask is not None)
-    return 1 if found.has_errors else 0
+        _print(console, validation, model, file, show_mask=show_mask is not None)
+    return 1 if validation.has_errors else 0
 
 
 def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, drop: str, *, drop_bad: bool) -> int:
@@ -61,24 +61,24 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         got = ", ".join(map(str, paths))
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
     dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
-    done = repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad)
-    print(printable(done.summary()))
+    copy = repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad)
+    print(printable(copy.summary()))
     return 0
 
 
 def refuse_idle(options: Mapping[str, object], when: str) -> None:
     """Raise ConfigError where some of these options are given: they would be passed over ``when`` they are."""
-    given = [name for name, value in options.items() if value not in (None, False, "")]
-    if given:
-        raise ConfigError(f"{when} --fix, {', '.join(given)} does nothing.", do="leave it out")
+    idle = [name for name, value in options.items() if value not in (None, False, "")]
+    if idle:
+        raise ConfigError(f"{when} --fix, {', '.join(idle)} does nothing.", do="leave it out")
 
 
 def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) -> dict[Place, str]:
     """The rows of the findings to drop; raises ConfigError for a name that no finding has."""
     names = [name.strip().upper() for name in drop.split(",") if name.strip()]
     require_kinds("--drop", names)
-    found = validate([path], model, settings, most_places=EVERY_PLACE).found
-    rows = ((finding.id, spot) for finding, spots in found for spot in spots if finding.id in names)
+    findings = validate([path], model, settings, most_places=EVERY_PLACE).found
+    rows = ((finding.id, spot) for finding, spots in findings for spot in spots if finding.id in names)
     return {spot.place: identifier for identifier, spot in rows}
 
 
@@ -105,8 +105,8 @@ def _print(console: Console, validation: Validation, model: Path, file: str, *, 
     for row in validation.rows if show_mask else ():
         console.print(_masked(row))
     if validation.findings:
-        said = summary(validation.findings, "--json lists all")
-        console.print(printable(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, said)))
+        text = summary(validation.findings, "--json lists all")
+        console.print(printable(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, text)))
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
     if validation.documents and trained:

@@ -73,14 +73,14 @@ class RowFacts:
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Add those rows of a file that can be trained."""
-        kept = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
-        texts = [asked_text(row) or _answer_text(row) for _, row in kept]
+        trainable = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
+        texts = [asked_text(row) or _answer_text(row) for _, row in trainable]
         words = words_of(texts)
         self._shingles.add(words)
         numbers = [
             (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
              _context(row), *_answer(row))
-            for (place, row), text, own in zip(kept, texts, digests(words).tolist(), strict=True)
+            for (place, row), text, own in zip(trainable, texts, digests(words).tolist(), strict=True)
         ]  # fmt: skip
         self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
 
@@ -135,19 +135,19 @@ def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, part
 def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
     """Rows of a later split with a question of an earlier one, and with nearly one."""
     in_context = facts.keys("asked", in_context=True)
-    asked = in_context if likeness.by_context else facts.keys("asked")
+    questions = in_context if likeness.by_context else facts.keys("asked")
     for later, earlier in LATER_SPLITS:
-        rows, known = (np.flatnonzero(parts == part) for part in (later, earlier))
+        rows, earlier_rows = (np.flatnonzero(parts == part) for part in (later, earlier))
         detail = f"the question of a row of {SPLITS[earlier]}"
         checks = [
-            ("SPLITS-OVERLAP", f"{SPLITS[later]} with {detail}", asked),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with {detail}", questions),
             ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly {detail}", likeness.clusters),
         ]
         if (later, earlier) == (TEST, TRAIN):
             checks.insert(0, ("QUESTION-IN-TEST", "", in_context))
-        for identifier, said, keys in checks:
-            alike = np.isin(keys[rows], keys[known])
-            facts.tell(findings, identifier, rows[alike], _partners(keys, rows[alike], known), said)
+        for identifier, about, keys in checks:
+            alike = np.isin(keys[rows], keys[earlier_rows])
+            facts.tell(findings, identifier, rows[alike], _partners(keys, rows[alike], earlier_rows), about)
             rows = rows[~alike]
 
 
@@ -167,26 +167,26 @@ def _answers(findings: Findings, facts: RowFacts) -> None:
         facts.tell(findings, "ANSWER-DOMINATES", same, same, detail)
 
 
-def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """For each of ``rows`` the first of the ``known`` rows with the same key; each has one."""
-    values, firsts = np.unique(keys[known], return_index=True)
-    found: np.ndarray = known[firsts[np.searchsorted(values, keys[rows])]]
-    return found
+def _partners(keys: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """For each of ``rows`` the first of the ``others`` rows with the same key; each has one."""
+    values, firsts = np.unique(keys[others], return_index=True)
+    partners: np.ndarray = others[firsts[np.searchsorted(values, keys[rows])]]
+    return partners
 
 
 def first_alike(keys: np.ndarray) -> np.ndarray:
     """(rows,) the first row with the same key as each."""
     _, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
-    found: np.ndarray = firsts[places]
-    return found
+    first_rows: np.ndarray = firsts[places]
+    return first_rows
 
 
 def digests(words: Words) -> np.ndarray:
     """(texts,) one number for all words of each text, in order; 0 where there are none."""
-    found = np.zeros(len(words.counts), dtype=np.uint64)
+    values = np.zeros(len(words.counts), dtype=np.uint64)
     some = words.counts > 0
-    found[some] = hashed(words.hashes, words.bounds[:-1][some], TEXT_BASE) | np.uint64(1)
-    return found
+    values[some] = hashed(words.hashes, words.bounds[:-1][some], TEXT_BASE) | np.uint64(1)
+    return values
 
 
 def plain_digest(text: str) -> int:
@@ -201,8 +201,8 @@ def strict_digest(text: str) -> int:
 
 def asked_text(row: Row) -> str:
     """What the user asks in a row, all of a bare text; empty where no one does: such a row counts by its answer."""
-    asked = "\n".join([message.content for message in row.messages if message.role == "user"])
-    return row.text or ("" if asked.isspace() else asked)
+    question = "\n".join([message.content for message in row.messages if message.role == "user"])
+    return row.text or ("" if question.isspace() else question)
 
 
 def _answer_text(row: Row) -> str:
@@ -287,13 +287,13 @@ class _CandidateSearch:
         runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
         _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the list of each run
         ends = np.repeat(firsts + sizes, sizes)
-        left, at, distance = MOST_CANDIDATES, np.arange(len(codes)), 0
+        budget, at, distance = MOST_CANDIDATES, np.arange(len(codes)), 0
         while len(at):
             distance += 1
             at = at[at + distance < ends[at]]
             for some in np.array_split(at, len(at) // BLOCK + 1):
-                left -= self._compare(texts[some], texts[some + distance])
-            if left <= 0:
+                budget -= self._compare(texts[some], texts[some + distance])
+            if budget <= 0:
                 return self._labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
             if distance.bit_count() == 1:  # a large family is soon one cluster: its lists need no more comparison
                 own = self._labels[texts]
@@ -310,9 +310,9 @@ class _CandidateSearch:
         for batch in _batches(self._sizes):
             sizes = self._sizes[batch]
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
-            wanted = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
+            prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
             order = np.lexsort((frequency[values & mask], of_text))  # stable: of equally rare ones the smaller number
-            order = order[_inside(sizes) < wanted[of_text]]
+            order = order[_inside(sizes) < prefix_sizes[of_text]]
             yield (values[order].astype(np.uint64) << HALF) | (of_text[order] + batch.start).astype(np.uint64)
 
     def _runs(self, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -324,9 +324,9 @@ class _CandidateSearch:
     def _compare(self, first: np.ndarray, second: np.ndarray) -> int:
         """Compare pairs of two clusters, and give near copies one label; returns how many were compared."""
         sizes = self._sizes[first], self._sizes[second]
-        wanted = self._labels[first] != self._labels[second]
-        wanted &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
-        codes = np.unique((first[wanted].astype(np.uint64) << HALF) | second[wanted].astype(np.uint64))
+        open_pairs = self._labels[first] != self._labels[second]
+        open_pairs &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
+        codes = np.unique((first[open_pairs].astype(np.uint64) << HALF) | second[open_pairs].astype(np.uint64))
         first, second = (codes >> HALF).astype(np.int64), (codes & LOW).astype(np.int64)
         for batch in _batches(self._sizes[first] + self._sizes[second]):
             near = self._are_near(first[batch], second[batch])

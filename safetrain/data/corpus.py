@@ -98,7 +98,7 @@ def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping
     if missing:
         lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
         free = np.flatnonzero((parts == 0) & (lengths > 0))
-        parts[free] = _dealt(lengths[free], missing)
+        parts[free] = _deal(lengths[free], missing)
     runs: dict[str, list[Run]] = {name: [] for name in SPLITS}
     for file, own in enumerate(np.split(parts, np.cumsum(counts)[:-1])):
         borders = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
@@ -107,22 +107,22 @@ def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping
     return runs
 
 
-def _dealt(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
+def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
     """(documents,) the split of each, by blocks of neighbours in an order that is random and always the same."""
     if len(lengths) <= len(shares):
         expected = f"at least {len(shares) + 1}"
         raise DataError("Too few documents to split.", expected=expected, got=str(len(lengths)))
     total = int(lengths.sum())
-    wanted = {name: min(share * total, MOST_TOKENS) for name, share in shares.items()}
-    blocks = min(len(lengths), int(RUNS * total / min(wanted.values())) + 1)
+    targets = {name: min(share * total, MOST_TOKENS) for name, share in shares.items()}
+    blocks = min(len(lengths), int(RUNS * total / min(targets.values())) + 1)
     edges = np.linspace(0, len(lengths), blocks + 1).astype(np.int64)
     sizes, of_block = np.add.reduceat(lengths, edges[:-1]), np.zeros(blocks, dtype=np.uint8)
-    left = np.random.default_rng(0).permutation(blocks)
-    for name, tokens in wanted.items():
-        left = left[np.argsort(sizes[left] > tokens, kind="stable")]  # too large a one is the last resort
-        fitting = int(np.searchsorted(np.cumsum(sizes[left]), tokens, side="right"))
-        count = max(1, min(fitting, len(left) - len(wanted)))
-        of_block[left[:count]], left = SPLITS.index(name), left[count:]
+    order = np.random.default_rng(0).permutation(blocks)
+    for name, tokens in targets.items():
+        order = order[np.argsort(sizes[order] > tokens, kind="stable")]  # too large a one is the last resort
+        fitting = int(np.searchsorted(np.cumsum(sizes[order]), tokens, side="right"))
+        count = max(1, min(fitting, len(order) - len(targets)))
+        of_block[order[:count]], order = SPLITS.index(name), order[count:]
     return np.repeat(of_block, np.diff(edges))
 
 
@@ -137,8 +137,8 @@ class CorpusReader:
         self._names = [name for name, paths in by_split.items() for _ in paths]
         self._files = [read_tokenized(path) for path in self.paths]
         self._tokenizer, self._vocabulary, self._bytes = tokenizer, vocabulary, OpenFiles()
-        known = byte_lengths(tokenizer)[:vocabulary]
-        self._text_bytes = np.pad(known, (0, vocabulary - len(known)))
+        sizes = byte_lengths(tokenizer)[:vocabulary]
+        self._text_bytes = np.pad(sizes, (0, vocabulary - len(sizes)))
         self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
         self.rows, self.tokens, self.labels, self.label_bytes = 0, 0, 0, 0  # rows: documents that are not empty
         self._open = 0  # documents that no stop token ends
@@ -153,15 +153,15 @@ class CorpusReader:
         samples = list(self._samples())
         same = sum(_is_same(sample, self._tokenizer) for sample in samples)
         if same < LEAST_SAME * len(samples):
-            said = f"of {len(samples)} sampled documents, {same} give their own ids when they are tokenized again"
-            findings.add("TOKENIZER-DIFFERS", said)
+            detail = f"of {len(samples)} sampled documents, {same} give their own ids when they are tokenized again"
+            findings.add("TOKENIZER-DIFFERS", detail)
 
     def write_splits(
-        self, folder: Path, shares: Mapping[str, float], made: Provenance, findings: Findings
+        self, folder: Path, shares: Mapping[str, float], provenance: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
         """Read all tokens and write where the documents of each split are; in words how the splits came to be."""
         runs = split_runs([each.bounds[1:] for each in self._files], self._names, shares)
-        splits = {name: self._write(folder, name, found, made) for name, found in runs.items()}
+        splits = {name: self._write(folder, name, parts, provenance) for name, parts in runs.items()}
         if self._open:
             share = f"{self._open} of {self.rows} ({100 * self._open / self.rows:.3g} %)"
             findings.add("DOCUMENTS-OPEN", share, self._open)
@@ -171,7 +171,7 @@ class CorpusReader:
         listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
         return splits, f"{listed} split off train: runs of neighbours out of many places, always the same"
 
-    def _write(self, folder: Path, name: str, runs: Sequence[Run], made: Provenance) -> SplitReport:
+    def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
         figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
         labels, label_bytes = 0, 0  # the first token of a document too
         with DocumentWriter(store_path(folder, name)) as store:
@@ -188,7 +188,7 @@ class CorpusReader:
             if not labels:
                 raise DataError(f"The documents of {name} have no labels.", where=str(self.paths[0]))
             files = tuple(each.file for each in self._files)
-            metadata = metadata_of(made, state.hexdigest(), [file.path for file in files], label_bytes / labels)
+            metadata = metadata_of(provenance, state.hexdigest(), [file.path for file in files], label_bytes / labels)
             store.finish(Corpus(files, tuple(stretches)), metadata)
         report = figures.report(label_bytes)
         self.rows, self.tokens = self.rows + report.rows, self.tokens + report.tokens
@@ -240,16 +240,16 @@ class CorpusReader:
         having = [each for each in self._files if len(each.bounds) > 1]
         for each in having[:: -(-len(having) // SAMPLED) or 1]:
             long = np.flatnonzero(np.diff(each.bounds) > LEAST_TOKENS)
-            wanted = min(max(1, SAMPLED // len(having)), len(long))
-            for number in long[np.linspace(0, len(long) - 1, wanted).astype(np.int64)].tolist():
+            count = min(max(1, SAMPLED // len(having)), len(long))
+            for number in long[np.linspace(0, len(long) - 1, count).astype(np.int64)].tolist():
                 begin, end = int(each.bounds[number]), int(each.bounds[number + 1]) - 1
                 yield self._tokens(each.file, begin, min(end, begin + SAMPLE_TOKENS))[0].tolist()
 
 
 def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:
     """Whether the text of these ids has them; a token at its beginning may be missing, or one more there."""
-    again, kept = tokenizer.encode_chat(tokenizer.spell(ids)), ids[:-TAIL]
-    return any(again[at : at + len(kept)] == kept for at in (0, 1)) or again[: len(kept) - 1] == kept[1:]
+    again, start = tokenizer.encode_chat(tokenizer.spell(ids)), ids[:-TAIL]
+    return any(again[at : at + len(start)] == start for at in (0, 1)) or again[: len(start) - 1] == start[1:]
 
 
 def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
@@ -261,13 +261,13 @@ def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
     definition = tokenizer.definition
     is_bytes = '"ByteLevel"' in json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
     added = {token["id"]: token.get("special", True) for token in definition.get("added_tokens") or ()}
-    found = np.zeros(tokenizer.size, dtype=np.int64)
+    lengths = np.zeros(tokenizer.size, dtype=np.int64)
     for number in range(tokenizer.size):
         piece = tokenizer.token_of(number)
         if number in added:
-            found[number] = 0 if added[number] else len(piece.encode("utf-8"))
+            lengths[number] = 0 if added[number] else len(piece.encode("utf-8"))
         elif is_bytes or BYTE.fullmatch(piece):
-            found[number] = len(piece) if is_bytes else 1
+            lengths[number] = len(piece) if is_bytes else 1
         else:
-            found[number] = len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode("utf-8"))
-    return found
+            lengths[number] = len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode("utf-8"))
+    return lengths

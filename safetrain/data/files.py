@@ -119,13 +119,13 @@ def _start(path: Path) -> tuple[bytes, str]:
     if not packing and head.startswith(tuple(COLUMNAR)):
         return head, ""
     head = _head(path, packing) if packing else head
-    found = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL)]
+    causes = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL)]
     if packing and head.startswith((*PACKINGS, *COLUMNAR)):
-        found = [(f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside")]
+        causes = [(f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside")]
     elif not head.startswith(WIDE) and len(CONTROLS.findall(head)) > max(8, len(head) // 20):
-        found.append(("a binary file, or text without a byte order mark", AS_TEXT))
-    if found:
-        what, do = found[0]
+        causes.append(("a binary file, or text without a byte order mark", AS_TEXT))
+    if causes:
+        what, do = causes[0]
         expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
         raise DataError(f"The data file is {what}, not rows of text.", where=str(path), expected=expected, do=do)
     return head, packing
@@ -149,8 +149,8 @@ def _container(start: str, path: Path) -> tuple[str, str]:
         return "table", separator
     if re.search(r"^\s*\{", start, re.MULTILINE):
         return "JSON lines", ""  # the reader names the lines that are not JSON
-    said = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
-    raise DataError(f"The data file has no rows that can be read: {said}.", where=where, got=got, do=AS_OBJECTS)
+    why = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
+    raise DataError(f"The data file has no rows that can be read: {why}.", where=where, got=got, do=AS_OBJECTS)
 
 
 def _separator(first: str, path: Path) -> str:
@@ -159,9 +159,9 @@ def _separator(first: str, path: Path) -> str:
     scores = {}
     for separator in SEPARATORS:
         names = [name.strip(' "') for name in first.split(separator)]
-        known = sum(name.casefold() in KNOWN_KEYS for name in names)
-        if known or is_named or (len(names) > 1 and all(map(NAME.fullmatch, names))):
-            scores[separator] = (known, len(names))
+        usual_names = sum(name.casefold() in KNOWN_KEYS for name in names)
+        if usual_names or is_named or (len(names) > 1 and all(map(NAME.fullmatch, names))):
+            scores[separator] = (usual_names, len(names))
     return max(scores, key=lambda separator: scores[separator], default="")
 
 
@@ -228,18 +228,18 @@ def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
 
 def _lines(chunks: Iterable[str], path: Path) -> Iterator[tuple[int, str]]:
     """Each line with its number and its end; raises DataError for one that is too long to be kept."""
-    left, number = "", 1
+    rest, number = "", 1
     for chunk in chunks:
-        *whole, left = (left + chunk).split("\n")
-        for line in whole:
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
             yield number, f"{line}\n"
             number += 1
-        if len(left) > MOST_ROW_BYTES:
+        if len(rest) > MOST_ROW_BYTES:
             raise DataError(
                 f"The data cannot be read on: {TOO_LONG}.", where=f"{path}:{number}", do=f"split it, or {ONE_LINE_EACH}"
             )
-    if left:
-        yield number, left
+    if rest:
+        yield number, rest
 
 
 # Tables
@@ -278,8 +278,8 @@ def _header(cells: list[str], where: str) -> list[str]:
 
 def _table_row(names: list[str], cells: list[str]) -> object:
     if len(cells) != len(names):
-        said = f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}"
-        return RowError(said, do="put cells that hold a separator into quotes")
+        message = f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}"
+        return RowError(message, do="put cells that hold a separator into quotes")
     row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # CSV has no null
     for name in JSON_CELLS:
         cell = row.get(name)
@@ -308,9 +308,9 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
                     number += 1
                     yield Place(0, number), _plain(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        reason = str(error).strip().splitlines() or [type(error).__name__]
         where, do = Place(0, number + 1).of(str(path)), "copy or make it again"
-        raise DataError(f"The table cannot be read: {shown(said[0])}", where=where, do=do) from None
+        raise DataError(f"The table cannot be read: {shown(reason[0])}", where=where, do=do) from None
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:

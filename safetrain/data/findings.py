@@ -191,7 +191,7 @@ class Findings:
     ) -> None:
         """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
-        if key not in self._tallies and sum(known == identifier for known, _ in self._tallies) >= MOST_DETAILS:
+        if key not in self._tallies and sum(other == identifier for other, _ in self._tallies) >= MOST_DETAILS:
             key, detail, remedy = (identifier, OTHERS), OTHERS, ""
         tally = self._tallies.setdefault(key, _Tally())
         if len(tally.details) < MOST_DETAILS:
@@ -209,9 +209,9 @@ class Findings:
 
     def with_places(self) -> list[tuple[Finding, list[Spot]]]:
         """The same with the places of each."""
-        found = [(self._severities.of(key[0]), key, tally) for key, tally in self._tallies.items()]
-        found.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
-        return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in found]
+        tallies = [(self._severities.of(key[0]), key, tally) for key, tally in self._tallies.items()]
+        tallies.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
+        return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in tallies]
 
     def add_unreadable(self, spot: Spot, error: RowError) -> None:
         """Found a row that cannot be read."""
@@ -244,20 +244,20 @@ def summary(findings: Sequence[Finding], all_in: str) -> str:
     """What a terminal shows: errors and warnings, worst first, then a line that counts notes; ``all_in`` has all."""
     grave = [finding for finding in findings if finding.severity != NOTE]
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
-    shown = [described(finding) for finding in grave[:SCREEN_FINDINGS]]
+    texts = [described(finding) for finding in grave[:SCREEN_FINDINGS]]
     if len(grave) > SCREEN_FINDINGS:
-        shown.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')}: see {all_in}")
+        texts.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')}: see {all_in}")
     notes = sorted({finding.id for finding in findings if finding.severity == NOTE})
     if notes:
-        shown.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")
-    return "\n".join(shown)
+        texts.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")
+    return "\n".join(texts)
 
 
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
     where = [one_line(f"  where:    {_places(finding)}")] if finding.where else []
-    said = one_line(f"{finding.severity}: {finding.message} [{finding.id}]")
-    return "\n".join([said, *where, f"  do:       {printable(finding.remedy)}"])
+    headline = one_line(f"{finding.severity}: {finding.message} [{finding.id}]")
+    return "\n".join([headline, *where, f"  do:       {printable(finding.remedy)}"])
 
 
 def one_line(text: str) -> str:
@@ -268,5 +268,5 @@ def one_line(text: str) -> str:
 
 def _places(finding: Finding) -> str:
     """Where it was found, the first three; empty where no place is known."""
-    shown = finding.where[:3]
-    return "; ".join(shown) + ("; …" if 0 < len(shown) < finding.count else "")
+    places = finding.where[:3]
+    return "; ".join(places) + ("; …" if 0 < len(places) < finding.count else "")

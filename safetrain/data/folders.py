@@ -91,14 +91,14 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
     Raises DataError where some files are named train and others are of no split, or a part cannot be read.
     """
     files = _files_in(source, (TOKENS,))
-    found = {split: tuple(file.path for file in files if file.split == split) for split in ("", *SPLITS)}
-    if found[""] and found["train"]:
+    splits = {split: tuple(file.path for file in files if file.split == split) for split in ("", *SPLITS)}
+    if splits[""] and splits["train"]:
         what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
-        raise DataError(what, where=str(found[""][0]), do=do)
-    found["train"] += found.pop("")
-    if files and not found["train"]:
+        raise DataError(what, where=str(splits[""][0]), do=do)
+    splits["train"] += splits.pop("")
+    if files and not splits["train"]:
         raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
-    return {split: paths for split, paths in found.items() if paths}
+    return {split: paths for split, paths in splits.items() if paths}
 
 
 def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
@@ -181,9 +181,9 @@ def _file(path: Path, source: Path) -> _File:
     return _File(path, split, path.parent, (series, series != name))
 
 
-def _folder_of_rows(source: Path, found: Sequence[_File]) -> Path:
+def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
     """The one folder that holds a data set: ``source``, or one below it, as ``data`` in a clone from the hub."""
-    folders = sorted({file.folder for file in found if file.split == "train"})
+    folders = sorted({file.folder for file in files if file.split == "train"})
     if source in folders or len(folders) == 1:
         return source if source in folders else folders[0]
     if folders:
@@ -191,8 +191,8 @@ def _folder_of_rows(source: Path, found: Sequence[_File]) -> Path:
         do = f"name one: {override('data.path', folders[0])}"
         raise DataError("The data folder has several data sets.", where=str(source), got=got, do=do)
     do = "name the training rows train.jsonl, or name the file itself"
-    if len(found) == 1:
-        do += f": {override('data.path', found[0].path)}"
+    if len(files) == 1:
+        do += f": {override('data.path', files[0].path)}"
     names = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
     raise DataError(
         "The data folder has no file named train.",
@@ -210,9 +210,10 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
         names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
         what, do = f"The data folder has {split} more than once.", f"keep one; or put all into a folder {split}"
         raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
-    found = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
-    numbers, totals = sorted(int(match[1]) for match in found), sorted({int(match[2]) for match in found})
-    if found and (totals != [len(found)] or numbers not in (list(range(len(found))), list(range(1, len(found) + 1)))):
+    shards = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
+    numbers, totals = sorted(int(match[1]) for match in shards), sorted({int(match[2]) for match in shards})
+    count = len(shards)
+    if shards and (totals != [count] or numbers not in (list(range(count)), list(range(1, count + 1)))):
         raise DataError(
             f"Shards of {split} are missing, or of two data sets.",
             where=str(files[0].path.parent),

@@ -42,8 +42,8 @@ def named_columns(words: Iterable[str]) -> Columns | None:
     columns: dict[str, str] = {}
     for part, _, key in (word.partition("=") for word in words):
         if not part or not key or part in columns:
-            said = f"--columns {shown(f'{part}={key}')} does not name one key for one part of a row."
-            raise ConfigError(said, expected="PART=KEY, as prompt=frage")
+            message = f"--columns {shown(f'{part}={key}')} does not name one key for one part of a row."
+            raise ConfigError(message, expected="PART=KEY, as prompt=frage")
         columns[part] = key
     return checked_columns(columns or None)
 
@@ -52,12 +52,12 @@ def checked_columns(columns: object) -> Columns | None:
     """data.columns without what is null; raises ConfigError where no row can come of it."""
     if columns is None:
         return None
-    named = columns if isinstance(columns, Mapping) else {}
-    found = {str(part): str(key) for part, key in named.items() if key is not None}
-    if not any(parts <= set(found) <= parts | beside for parts, beside in FORMS):
+    given = columns if isinstance(columns, Mapping) else {}
+    checked = {str(part): str(key) for part, key in given.items() if key is not None}
+    if not any(parts <= set(checked) <= parts | beside for parts, beside in FORMS):
         do = "write it as {prompt: frage, completion: antwort}, or null"
         raise ConfigError("data.columns makes no row.", expected=MAKES_ROW, got=shown(str(columns)), do=do)
-    return found
+    return checked
 
 
 def as_setting(columns: Columns) -> str:
@@ -88,23 +88,23 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
         raise RowError(f"a row must be a JSON object, this is {kind(value)}", do=AS_OBJECTS)
     if columns is None and len(value) == 1 and "messages" in value:
         return row_of(value, {})
-    chosen = columns or _usual_columns(value)
-    row = row_of(_parts(value, chosen), chosen)
-    used = set(chosen.values())
+    keys = columns or _usual_columns(value)
+    row = row_of(_parts(value, keys), keys)
+    used = set(keys.values())
     ignored = [key for key, item in value.items() if key not in used and item not in (None, "", [], {})]
     texts = {key: value[key] for key in GROUPS if key in ignored and isinstance(value[key], str)}
     group = next((key for key, text in texts.items() if len(text) <= MOST_GROUP and text.isprintable()), None)
-    named = tuple(sorted(shown(key) for key in ignored if key != group))
-    taken = ", ".join(f"{shown(key)} -> {part}" for part, key in chosen.items() if key != part or part == "input")
-    return replace(row, ignored_keys=named, taken=taken, group=value[group].strip() if group else "")
+    ignored_names = tuple(sorted(shown(key) for key in ignored if key != group))
+    renamed = ", ".join(f"{shown(key)} -> {part}" for part, key in keys.items() if key != part or part == "input")
+    return replace(row, ignored_keys=ignored_names, taken=renamed, group=value[group].strip() if group else "")
 
 
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """What stands under the keys of ``columns``, numbers as texts; raises RowError where a key is missing."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        said = f"no key {key_names(missing)}, which data.columns names; there are: {key_names(value)}"
-        raise RowError(said, do="name keys that the rows have: --columns, or data.columns in params.yaml")
+        message = f"no key {key_names(missing)}, which data.columns names; there are: {key_names(value)}"
+        raise RowError(message, do="name keys that the rows have: --columns, or data.columns in params.yaml")
     items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 
@@ -126,18 +126,18 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         lists = ["messages"]
     if lists:
         functions = "functions" if value.get("functions") else None  # OpenAI's tools, before
-        chosen: dict[str, str | None] = {"messages": lists[0], "tools": functions}
+        parts: dict[str, str | None] = {"messages": lists[0], "tools": functions}
     elif question and answer:
         history = "history" if value.get("history") else None
         context = _first(value, contexts, str | None)
-        chosen = {"prompt": question, "input": context, "completion": answer, "history": history}
+        parts = {"prompt": question, "input": context, "completion": answer, "history": history}
     elif isinstance(value.get("text"), str):
         return {"text": "text"}
     else:
         raise _unknown(value)
     system = "system" if value.get("system") else "system_prompt"  # OpenOrca's
-    chosen |= {part: key for part, key in (("system", system), ("tools", "tools")) if value.get(key)}
-    columns = {part: key for part, key in chosen.items() if key}
+    parts |= {part: key for part, key in (("system", system), ("tools", "tools")) if value.get(key)}
+    columns = {part: key for part, key in parts.items() if key}
     _refuse_two_ways(value, columns)
     return columns
 
@@ -146,10 +146,10 @@ def _first(value: dict[str, Any], names: Iterable[str], kinds: Any) -> str | Non
     """The first of the keys that holds something; where none does, the first that is there."""
     there = [name for name in names if name in value and isinstance(value[name], kinds)]
     there = [name for name in there if not isinstance(value[name], bool)]
-    return next((name for name in there if _said(value[name])), there[0] if there else None)
+    return next((name for name in there if _plain(value[name])), there[0] if there else None)
 
 
-def _said(item: object) -> str:
+def _plain(item: object) -> str:
     """A text or number without the space around it; empty for anything else."""
     return str(item).strip() if isinstance(item, str | int | float) and not isinstance(item, bool) else ""
 
@@ -161,25 +161,25 @@ def _turn_lists(value: dict[str, Any]) -> list[str]:
 def _contents(item: object) -> list[str]:
     """The texts of a list of turns, or the text itself."""
     turns = item if isinstance(item, list) else [{"content": item}]
-    return [_said(turn.get("content", turn.get("value"))) for turn in turns if isinstance(turn, dict)]
+    return [_plain(turn.get("content", turn.get("value"))) for turn in turns if isinstance(turn, dict)]
 
 
 def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     """Raise RowError where questions, answers or turns under other keys are not part of what ``columns`` read."""
-    read, turns = {*columns.values(), "history"}, columns.get("messages")
+    used, turns = {*columns.values(), "history"}, columns.get("messages")
     texts = [text for key in columns.values() for text in _contents(value[key])]
-    others = [key for key in (*ASKING, *ANSWERS, "text") if key in value and key not in read and _said(value[key])]
-    new = [key for key in others if not any(_said(value[key]) in text for text in texts)]
+    others = [key for key in (*ASKING, *ANSWERS, "text") if key in value and key not in used and _plain(value[key])]
+    new = [key for key in others if not any(_plain(value[key]) in text for text in texts)]
     if any(texts):  # what repeats them all is the row again, as Alpaca's text
-        new = [key for key in new if key in ANSWERS or not all(text in _said(value[key]) for text in texts)]
-    lists = [key for key in _turn_lists(value) if key not in read and not set(_contents(value[key])) <= set(texts)]
+        new = [key for key in new if key in ANSWERS or not all(text in _plain(value[key]) for text in texts)]
+    lists = [key for key in _turn_lists(value) if key not in used and not set(_contents(value[key])) <= set(texts)]
     ways = [{"messages": key} for key in lists]
-    asked, answers = ([key for key in others if key in names] for names in (ASKING, ANSWERS))
+    questions, answers = ([key for key in others if key in names] for names in (ASKING, ANSWERS))
     if turns is None:
         ways += [{**columns, part: key} for part, keys in PAIR.items() for key in keys if key in new]
         ways += [{"text": "text"}] if "text" in new else []
-    elif answers and any(keys and set(keys) <= set(new) for keys in (asked, answers)):
-        ways.append({"prompt": asked[0] if asked else turns, "completion": answers[0]})
+    elif answers and any(keys and set(keys) <= set(new) for keys in (questions, answers)):
+        ways.append({"prompt": questions[0] if questions else turns, "completion": answers[0]})
     if ways:
         settings = " or ".join(map(as_setting, (columns, *ways)))
         raise RowError(f"the row can be read in two ways; choose one: {settings}", do=_look_at(columns, *ways))
@@ -187,34 +187,34 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
 
 def _preference(value: dict[str, Any]) -> RowError:
     """The error for a chosen answer beside a rejected one, with the setting that trains on the chosen ones."""
-    asked = next((key for key in (*QUESTIONS, "conversations") if value.get(key)), None)
-    is_chat = isinstance(value["chosen"], list) and (asked is None or len(value["chosen"]) > 1)
-    pair = {"prompt": asked, "completion": "chosen"} if asked else {"text": "chosen"}
+    question = next((key for key in (*QUESTIONS, "conversations") if value.get(key)), None)
+    is_chat = isinstance(value["chosen"], list) and (question is None or len(value["chosen"]) > 1)
+    pair = {"prompt": question, "completion": "chosen"} if question else {"text": "chosen"}
     columns = {"messages": "chosen"} if is_chat else pair
-    said = "chosen: preference data is not supported; to train on the chosen answers only: "
-    return RowError(said + as_setting(columns), do=_look_at(columns))
+    message = "chosen: preference data is not supported; to train on the chosen answers only: "
+    return RowError(message + as_setting(columns), do=_look_at(columns))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms, with a setting of data.columns to look at."""
     for key, item in value.items():
         if key not in KNOWN_KEYS and isinstance(item, list) and item and _is_row(item[0]):
-            said = f"the rows of the file stand under the key '{shown(key)}' of one object"
-            return RowError(said, do="give that list alone, or JSON lines: one row in each")
-    asked, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
-    for key in (asked[0], answers[0]) if asked and answers else ("text",):
+            message = f"the rows of the file stand under the key '{shown(key)}' of one object"
+            return RowError(message, do="give that list alone, or JSON lines: one row in each")
+    questions, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
+    for key in (questions[0], answers[0]) if questions and answers else ("text",):
         if not isinstance(value.get(key, ""), str):
             return RowError(f"{key} must be a text, this is {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
         return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
-    if asked and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, *GROUPS, "id", "system", "tools"}:
-        return RowError(f"{asked[0]} has no answer beside it: expected {', '.join(ANSWERS[:4])}")
-    texts = [key for key in value if _said(value[key]) and key.isprintable() and key not in ("system", "tools")]
-    best = sorted(texts, key=lambda key: (key not in asked + answers, -len(_said(value[key]))))[:2]
+    if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, *GROUPS, "id", "system", "tools"}:
+        return RowError(f"{questions[0]} has no answer beside it: expected {', '.join(ANSWERS[:4])}")
+    texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
+    best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")
     guess = dict(zip(parts, sorted(best, key=texts.index), strict=False))
-    said = f"unknown keys ({key_names(value)}); expected one of: {FORMATS}"
-    return RowError(said, do=_look_at(guess) if guess else AS_OBJECTS)
+    message = f"unknown keys ({key_names(value)}); expected one of: {FORMATS}"
+    return RowError(message, do=_look_at(guess) if guess else AS_OBJECTS)
 
 
 def _is_row(value: object) -> bool:

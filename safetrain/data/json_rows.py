@@ -182,11 +182,11 @@ def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
             try:
                 value, end = decoder.value_at(text, start)
             except (ValueError, RecursionError) as error:
-                said = _fatal(error, text, start, is_last=chunk is None)
-                if said:
+                fault_text = _fatal(error, text, start, is_last=chunk is None)
+                if fault_text:
                     fault = getattr(error, "pos", start)
                     place = Place(first + text.count("\n", start, fault), row + 1)
-                    raise _array_fault(path, place, said, text[fault:]) from None
+                    raise _array_fault(path, place, fault_text, text[fault:]) from None
                 break
             if end == len(text) and chunk is not None:  # a number may go on
                 break
@@ -205,7 +205,7 @@ def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last
     return said_of(error)
 
 
-def _array_fault(path: Path, place: Place, said: str, rest: str) -> DataError:
+def _array_fault(path: Path, place: Place, message: str, rest: str) -> DataError:
     do = "correct it there; if the file is cut off, copy or download it again"
     got, where = shown(rest.lstrip().split("\n")[0]), place.of(str(path))
-    return DataError(f"The JSON array cannot be read on: {said}.", where=where, got=got, do=do)
+    return DataError(f"The JSON array cannot be read on: {message}.", where=where, got=got, do=do)

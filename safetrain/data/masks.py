@@ -75,8 +75,8 @@ def chat_of(messages: Sequence[Message]) -> Chat:
 def mark(chat: Chat, source: str) -> MarkedChat:
     """The chat with placeholders, for the template ``source``."""
     marker = _Marker(_control_strings(source))
-    marked = [marker.message(index, message) for index, message in enumerate(chat)]
-    return MarkedChat(marked, tuple(marker.placeholders), json.dumps(marked, ensure_ascii=False))
+    messages = [marker.message(index, message) for index, message in enumerate(chat)]
+    return MarkedChat(messages, tuple(marker.placeholders), json.dumps(messages, ensure_ascii=False))
 
 
 class _Marker:
@@ -86,22 +86,22 @@ class _Marker:
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
         """One message with its words replaced."""
-        marked = dict(message)
+        copy = dict(message)
         thinking = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
         if thinking:
-            marked.update(dict.fromkeys(thinking, self._placeholder(index, "thinking", message[thinking[0]])))
-        marked["content"] = self._content(index, message["content"])
+            copy.update(dict.fromkeys(thinking, self._placeholder(index, "thinking", message[thinking[0]])))
+        copy["content"] = self._content(index, message["content"])
         if message.get("tool_calls"):
-            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
-        return marked
+            copy["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return copy
 
     def _content(self, index: int, content: str) -> str:
         if self._control is None or self._control.search(content) is None:
             return self._placeholder(index, "content", content)
-        found = list(self._control.finditer(content))
-        thinking_end = max((one.start() for one in found if END_OF_THINKING.fullmatch(one.group())), default=-1)
+        controls = list(self._control.finditer(content))
+        thinking_end = max((one.start() for one in controls if END_OF_THINKING.fullmatch(one.group())), default=-1)
         pieces, start = [], 0
-        for match in found:
+        for match in controls:
             kind = "thinking" if match.start() <= thinking_end else "content"
             pieces += [self._placeholder(index, kind, content[start : match.start()]), match.group()]
             start = match.end()
@@ -135,9 +135,9 @@ class _Marker:
 def _control_strings(source: str) -> "re.Pattern[str] | None":
     """Finds every text that a template can react to inside a message: what it spells or looks for."""
     looked_for = {one or two for one, two in LOOKED_FOR.findall(source)}
-    found = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
-    longest_first = sorted(found, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first))) if found else None
+    strings = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
+    longest_first = sorted(strings, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first))) if strings else None
 
 
 def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:
@@ -151,9 +151,9 @@ def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) ->
         return None
     for literal, number in zip(literals[1:], skeleton.places, strict=True):
         real = placeholders[number].text
-        for written in (real,) if text.startswith(real, position) else spellings(real):
-            end = position + len(written)
-            if text.startswith(written, position) and text.startswith(literal, end):
+        for spelling in (real,) if text.startswith(real, position) else spellings(real):
+            end = position + len(spelling)
+            if text.startswith(spelling, position) and text.startswith(literal, end):
                 spans.append((position, end))
                 position = end + len(literal)
                 break
@@ -209,17 +209,17 @@ class TurnFinder:
     def turns(self) -> tuple[Turn, ...]:
         """Every assistant turn that has a placeholder in the skeleton, in the order of the text."""
         owners = [self._placeholders[number].message for number in self._skeleton.places]
-        found, seen = [], set[int]()
+        turns, earlier = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
             places = list(group)
             numbers = [self._skeleton.places[place] for place in places]
-            if self._messages[message]["role"] == "assistant" and not seen.issuperset(numbers):
+            if self._messages[message]["role"] == "assistant" and not earlier.issuperset(numbers):
                 if len(set(numbers)) < len(numbers):  # a tool's header may repeat the name of its call
                     alone = self._prefix(message + 1)
                     places = places[: sum(number in numbers for number in alone.places) if alone else None]
-                found.append(self._turn(message, places[0], places[-1]))
-            seen.update(numbers)
-        return tuple(found)
+                turns.append(self._turn(message, places[0], places[-1]))
+            earlier.update(numbers)
+        return tuple(turns)
 
     def _turn(self, message: int, first: int, last: int) -> Turn:
         before, after = self._skeleton.literals[first], self._skeleton.literals[last + 1]
@@ -242,17 +242,17 @@ class TurnFinder:
 
     def _compared_with_prompt(self, message: int, first: int, before: str) -> tuple[int, str, str]:
         """The same by comparison with a prompt for this answer; by the usual header where that is another chat."""
-        prompt, shared, opened = self._prefix(message, prompt=True), 0, ""
+        prompt, shared, prompt_end = self._prefix(message, prompt=True), 0, ""
         if prompt is not None and prompt.places[-1:] == self._skeleton.places[:first][-1:]:
-            opened = prompt.literals[-1]
-            shared = common_prefix(before, opened)
+            prompt_end = prompt.literals[-1]
+            shared = common_prefix(before, prompt_end)
         if not before[:shared].strip():
             return _header_end(before, self._plain.header, thinking=True) or len(before), "", ""
-        start = shared + _header_end(before[shared:], opened[shared:], thinking=False)  # a prompt may add a reminder
+        start = shared + _header_end(before[shared:], prompt_end[shared:], thinking=False)  # it may end with a reminder
         own = self._plain.own_header  # a prompt may have none after a tool's result, where the whole chat has one
         if own and own in before[start:]:
             start = before.rindex(own) + len(own)
-        return start, opened[shared:], before[shared:start]
+        return start, prompt_end[shared:], before[shared:start]
 
     def _end_of_call(self, message: int, last: int) -> tuple[int, str]:
         """The end of a call: a token that ends plain answers, else where the text begins to depend on what follows.
@@ -270,16 +270,16 @@ class TurnFinder:
             if alone is None or number not in alone.places:
                 return 0, ""
             shared = common_prefix(after, alone.literals[len(alone.places) - alone.places[::-1].index(number)])
-        written = after[:shared]
-        header = (place for place, token in plain.controls.found_in(written) if token in plain.openers)
-        written = written[: next(header, shared)].rstrip()
-        closing = next((token for _, token in plain.controls.found_in(written)[::-1] if written.endswith(token)), "")
-        return len(written), closing
+        tail = after[:shared]
+        header = (place for place, token in plain.controls.found_in(tail) if token in plain.openers)
+        tail = tail[: next(header, shared)].rstrip()
+        closing = next((token for _, token in plain.controls.found_in(tail)[::-1] if tail.endswith(token)), "")
+        return len(tail), closing
 
     def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
         """The first messages of the chat alone; None where the template refuses that."""
-        written = written_by(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
-        return None if written is None else skeleton_of(written)
+        text = written_by(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
+        return None if text is None else skeleton_of(text)
 
 
 def _header_end(before: str, header: str, *, thinking: bool) -> int:

@@ -21,17 +21,7 @@ from safetrain.core.data.template import (
     plain_answers,
     skeleton_of,
 )
-from safetrain.data.masks import (
-    Chat,
-    MarkedChat,
-    Placeholder,
-    Turn,
-    TurnFinder,
-    align,
-    chat_of,
-    mark,
-    written_by,
-)
+from safetrain.data.masks import Chat, MarkedChat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
 from safetrain.data.rows import Message, Row
 
 KEPT = 4096  # layouts that are remembered
@@ -150,18 +140,18 @@ class Layouts:
     def _search(self, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None) -> PlacedChat:
         """The chat in the form that loses least; raises the refusal where the template takes none."""
         refusal: TemplateError | None = None
-        found: list[PlacedChat] = []
+        places: list[PlacedChat] = []
         for form in _forms(chat):
             try:
                 placed = self._lay_out(form, chat, marked, tools)
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            found += [placed] if placed else []
+            places += [placed] if placed else []
             if placed and not placed.rank[0] and not any(map(_calls_without_text, chat)):
                 break
-        if found:
-            return min(found, key=lambda placed: placed.rank)
+        if places:
+            return min(places, key=lambda placed: placed.rank)
         raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: no answer can be found")
 
     def _lay_out(
@@ -169,18 +159,18 @@ class Layouts:
     ) -> PlacedChat | None:
         """The chat in a layout of its own; None where the marked chat is not rendered as the chat itself is."""
         text, messages = self._template.write(form.of(chat), tools), form.of(marked.messages)
-        written = written_by(self._template, messages, tools)
-        if written is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
+        text_with_placeholders = written_by(self._template, messages, tools)
+        if text_with_placeholders is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
             return None
-        skeleton = skeleton_of(written)
+        skeleton = skeleton_of(text_with_placeholders)
         places = align(skeleton, marked.placeholders, text)
         if places is None:
             return None
         turns = TurnFinder(self._template, self.plain(tools), messages, tools, marked.placeholders, skeleton).turns()
-        lost = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
+        unwritten = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
         tools_lost = bool(tools) and written_by(self._template, form.of(chat), None) == text
         return PlacedChat(
-            TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.placeholders, text, tuple(places)
+            TemplateLayout(form, skeleton, turns, unwritten, tools_lost), marked.placeholders, text, tuple(places)
         )
 
 
@@ -267,8 +257,8 @@ class Renderer:
         turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
         remarks = [*_losses(row, placed), *_spelled_stops(row, self._controls)]
         if not turns:
-            lost = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
-            raise RenderError(*(lost[0] if lost else ("NO-LABELS", NOTHING_WRITTEN)))
+            losses = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
+            raise RenderError(*(losses[0] if losses else ("NO-LABELS", NOTHING_WRITTEN)))
         empty, text, last = self._labelling.train_empty_thinking, placed.text, turns[-1]
         spans = [_span(placed, turn, turn.start if empty else turn.thinking_end) for turn in turns]
         remarks += self._opening_remarks(turns)
@@ -320,10 +310,10 @@ def _with_prompt_openings(text: str, spans: Sequence[Span], turns: Sequence[Turn
         start, end = span.start + shift, span.end + shift
         closing_tag = THINKING_TAGS.get(turn.prompt_opening.strip(), "")
         closed = "" if closing_tag in text[start:end] else f"{closing_tag}\n\n"
-        opened = text[: start - len(turn.own_opening)] + turn.prompt_opening
-        text = opened + closed + text[start:]
+        head = text[: start - len(turn.own_opening)] + turn.prompt_opening
+        text = head + closed + text[start:]
         longer = len(turn.prompt_opening) - len(turn.own_opening) + len(closed)
-        moved.append(Span(len(opened), end + longer, span.closing))
+        moved.append(Span(len(head), end + longer, span.closing))
         shift += longer
     return text, moved
 
@@ -345,11 +335,11 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
         yield _lost(row, placed.placeholders[number].message, placed.placeholders[number].kind)
     if layout.tools_lost:
         yield "TEXT-LOST", "the tools that are offered"
-    written = {turn.message for turn in layout.turns}
+    turns = {turn.message for turn in layout.turns}
     for index, message in enumerate(row.messages):
         if message.calls_tools and not _has_calls(message, placed, index):
             yield _lost(row, index, "call")
-        if message.role == "assistant" and message.trained and message.content.strip() and index not in written:
+        if message.role == "assistant" and message.trained and message.content.strip() and index not in turns:
             yield _lost(row, index, "content")
 
 
@@ -378,6 +368,6 @@ def _lost(row: Row, index: int, kind: str) -> Remark:
 def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:
     """A token that ends an answer, written as words inside a message: the tokenizer makes it the token."""
     for message in row.messages:
-        found = next((stop for stop in controls.stops if stop in message.content), None)
-        if found is not None:
-            yield "STOP-IN-TEXT", found
+        token = next((stop for stop in controls.stops if stop in message.content), None)
+        if token is not None:
+            yield "STOP-IN-TEXT", token

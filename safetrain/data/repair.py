@@ -42,16 +42,16 @@ def repair(
     Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError where ``into`` or its log is there
     already or is not named .jsonl, DataError.
     """
-    done = Repair(source, into, columns, dropped or {}, drop_bad=drop_bad)
+    copy = Repair(source, into, columns, dropped or {}, drop_bad=drop_bad)
     do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
-    for path in (into, done.log):
+    for path in (into, copy.log):
         if path.exists() or path.is_symlink():
             raise ConfigError("What is to be written exists already.", where=str(path), do=do)
     try:
-        write_atomic(into, done.write, over=False)
+        write_atomic(into, copy.write, over=False)
     except OSError as error:
         raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
-    return done
+    return copy
 
 
 class Repair:
@@ -70,8 +70,8 @@ class Repair:
         self._columns, self._dropped, self._drop_bad = columns, dropped, drop_bad
         self._findings = Findings(Severities())
         self._rows: TextIO = io.StringIO()
-        self._told: TextIO = io.StringIO()
-        self._seen: dict[bytes, str] = {}  # where the first row is that says it
+        self._log_file: TextIO = io.StringIO()
+        self._first_places: dict[bytes, str] = {}  # where the first row is that says it
 
     def summary(self) -> str:
         """What was done, for a terminal."""
@@ -88,7 +88,7 @@ class Repair:
     def _write(self, target: Path, log: Path) -> None:
         with (
             target.open("w", encoding="utf-8", newline="\n") as self._rows,
-            log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._told,
+            log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._log_file,
         ):
             for place, value in rows_of(self.source):
                 self._add(place, value)
@@ -103,7 +103,7 @@ class Repair:
         where = spot.text()
         finding = self._dropped.get(place)
         if finding is not None:
-            self._tell(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
+            self._log(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
             return
         try:
             row = parse_row(before, self._columns)
@@ -112,22 +112,22 @@ class Repair:
             row = row if mended == value else parse_row(mended)
         except RowError as error:
             self._findings.add_unreadable(spot, error)
-            self._tell(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
+            self._log(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
             return
         if value != before:
-            self._tell(where, "form", before, value)
+            self._log(where, "form", before, value)
         digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
-        first = self._seen.setdefault(digest, where)
+        first = self._first_places.setdefault(digest, where)
         if first != where:
-            self._tell(where, "duplicate", mended, None, reason=f"repeats {first}")
+            self._log(where, "duplicate", mended, None, reason=f"repeats {first}")
             return
         self._rows.write(json.dumps(row.as_json(), ensure_ascii=False) + "\n")
         self.written += 1
 
-    def _tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
+    def _log(self, where: str, what: str, before: object, after: object, **more: str) -> None:
         """Write a line of the log."""
         record = {"where": where, "what": what, "before": before, "after": after, **more}
-        self._told.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._log_file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.changes[what] += 1
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
@@ -136,7 +136,7 @@ class Repair:
             for what, mend in (("mojibake", fix_encoding), ("invisible", without_invisible)):
                 before, value = value, mend(value)
                 if value != before:
-                    self._tell(where, what, before, value, key=key)
+                    self._log(where, what, before, value, key=key)
             return value
         if isinstance(value, dict):
             return {name: self._mended(item, where, f"{key}.{name}".lstrip(".")) for name, item in value.items()}

@@ -188,8 +188,8 @@ def _message(value: object, place: str) -> Message:
     turn = _usual_turn(value, place)
     role, content = turn.pop("role", None), turn.pop("content", None)
     if role not in ROLES:
-        said = f"'{shown(role)}'" if isinstance(role, str) else "missing" if role is None else kind(role)
-        raise RowError(f"{place}.role is {said}; expected one of {', '.join(ROLES)}")
+        got = f"'{shown(role)}'" if isinstance(role, str) else "missing" if role is None else kind(role)
+        raise RowError(f"{place}.role is {got}; expected one of {', '.join(ROLES)}")
     weights = [turn.pop(key, None) for key in WEIGHT_KEYS]
     weight = next((weight for weight in weights if weight is not None), 1)
     if weight not in (0, 1):

@@ -69,7 +69,7 @@ def split_off(
     if free.sum() <= len(missing):
         free = there
     of_cluster = np.full(len(parts), TRAIN, dtype=np.uint8)
-    of_cluster[free], changed = _dealt(mixed(smallest[free]), missing)  # mixed: the smallest of many digests is small
+    of_cluster[free], changed = _deal(mixed(smallest[free]), missing)  # mixed: the smallest of many digests is small
     parts[in_train] = of_cluster[clusters[in_train]]
     sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), 'row')})" for name in missing]
     text = f"{' and '.join(sizes)} split off train by content"
@@ -78,23 +78,23 @@ def split_off(
     return parts, text
 
 
-def _dealt(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
+def _deal(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
     """(groups,) the split of each by its place (uint64), and which splits are not as their share says.
 
     Valid takes the lowest places and test the highest, so that neither share moves the other's rows.
     """
     count, place = len(places), places.astype(np.float64) / 2.0**64
-    chosen = {"valid": place < shares.get("valid", 0.0), "test": place >= 1 - shares.get("test", 0.0)}
-    wanted = {name: int(chosen[name].sum()) if name in shares else 0 for name in chosen}
-    taken = {name: max(number, int(name in shares)) for name, number in wanted.items()}
-    while sum(taken.values()) >= count:  # train would be empty
-        taken[max(taken, key=lambda name: taken[name])] -= 1
+    by_share = {"valid": place < shares.get("valid", 0.0), "test": place >= 1 - shares.get("test", 0.0)}
+    expected = {name: int(by_share[name].sum()) if name in shares else 0 for name in by_share}
+    counts = {name: max(number, int(name in shares)) for name, number in expected.items()}
+    while sum(counts.values()) >= count:  # train would be empty
+        counts[max(counts, key=lambda name: counts[name])] -= 1
     of_group, ordered = np.full(count, TRAIN, dtype=np.uint8), np.sort(places)  # no two are equal
-    of_group[places < ordered[taken["valid"]]] = VALID
-    if taken["test"]:
-        of_group[places >= ordered[-taken["test"]]] = TEST
-    changed = [name for name, number in wanted.items() if taken[name] > number]
-    return of_group, changed + ["train"] * any(taken[name] < number for name, number in wanted.items())
+    of_group[places < ordered[counts["valid"]]] = VALID
+    if counts["test"]:
+        of_group[places >= ordered[-counts["test"]]] = TEST
+    changed = [name for name, number in expected.items() if counts[name] > number]
+    return of_group, changed + ["train"] * any(counts[name] < number for name, number in expected.items())
 
 
 class SplitFigures:
@@ -134,8 +134,8 @@ class SplitFigures:
         histogram = LengthHistogram(
             tuple(self._edges[first : end + 1].tolist()), *map(tuple, counts[:, first:end].tolist())
         )
-        found = LengthQuantiles(*map(int, (*quantiles, lengths[-1])))
-        return SplitReport(rows, tokens, self._trained, found, histogram, label_bytes)
+        quantile_lengths = LengthQuantiles(*map(int, (*quantiles, lengths[-1])))
+        return SplitReport(rows, tokens, self._trained, quantile_lengths, histogram, label_bytes)
 
     def _count(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
         self._lengths.update(lengths.tolist())
@@ -163,9 +163,9 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
     """The rows of a file that can be trained; the others have been counted as errors."""
     return [
         StoredRow(
-            _encode(read.row.as_json()) + "\n", read.tokens, file, max(read.spot.place), read.label_bytes, read.prompt
+            _encode(each.row.as_json()) + "\n", each.tokens, file, max(each.spot.place), each.label_bytes, each.prompt
         )
-        for read in reads if read.row is not None and read.tokens is not None
+        for each in reads if each.row is not None and each.tokens is not None
     ]  # fmt: skip
 
 
@@ -182,11 +182,11 @@ def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
     counts = [text[-1] for text in texts]
     ids = np.frombuffer(spool.read(4 * sum(counts)), dtype="<u4")
     trained = np.frombuffer(spool.read(sum(counts)), dtype=np.bool_)
-    found = list[StoredRow]()
+    rows = list[StoredRow]()
     for (line, file, number, label_bytes, prompt, count), end in zip(texts, np.cumsum(counts), strict=True):
         tokens = TokenRow(ids[end - count : end], trained[end - count : end])
-        found.append(StoredRow(line, tokens, file, number, label_bytes, Prompt(*prompt) if prompt else None))
-    return found
+        rows.append(StoredRow(line, tokens, file, number, label_bytes, Prompt(*prompt) if prompt else None))
+    return rows
 
 
 class SplitWriter(contextlib.ExitStack):
@@ -218,9 +218,9 @@ class SplitWriter(contextlib.ExitStack):
         self._figures.add(columns)
         self._label_bytes += sum(row.label_bytes for row in rows)
 
-    def finish(self, made: Provenance, files: Sequence[Path]) -> SplitReport:
+    def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:
         """Complete the store; gives the figures of the split."""
-        self._store.finish(made, [str(path) for path in files], self._label_bytes)
+        self._store.finish(provenance, [str(path) for path in files], self._label_bytes)
         return self._figures.report(self._label_bytes)
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
@@ -237,7 +237,7 @@ class SplitWriter(contextlib.ExitStack):
 
 
 def write_splits(
-    spool: IO[bytes], folder: Path, parts: np.ndarray, made: Provenance, files: Sequence[Path], tokenizer: ChatTokenizer
+    spool: IO[bytes], folder: Path, parts: np.ndarray, files: Sequence[Path], made: Provenance, tokenizer: ChatTokenizer
 ) -> dict[str, SplitReport]:
     """Write each row of a scratch file into its split; ``parts`` (rows,) are indices into SPLITS."""
     with contextlib.ExitStack() as stack:

@@ -125,29 +125,29 @@ class RowReader:
             elif path in self._empty:
                 self._findings.add_unreadable_file(NoRowsError(path))
 
-    def provenance(self, made: Provenance) -> Provenance:
-        """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
+    def provenance(self, provenance: Provenance) -> Provenance:
+        """Complete it once all rows are read: what ends and opens their answers, and their common system prompt.
 
         Answers end with the model's own stop tokens, and with those that close trained answers and are not in them;
         where all rows are bare text, with the tokens with which the template would close an answer.
         """
-        taught = {self._tokenizer.id_of(token) for token in self._closings - self._inside}
-        stops = tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
+        learned_stops = {self._tokenizer.id_of(token) for token in self._closings - self._inside}
+        stops = tuple(sorted(self._tokenizer.model_stop_ids | learned_stops if learned_stops else self._stops))
         asked, opening = self._openings.most_common(1)[0][0] if self._openings else ("", "")
         system = next(iter(self._systems)) if len(self._systems) == 1 else ""
-        return replace(made, stop_ids=stops, opening=opening, asked=asked, system=system)
+        return replace(provenance, stop_ids=stops, opening=opening, asked=asked, system=system)
 
     def _rendered_blocks(self, path: Path) -> Iterator[list[ReadRow]]:
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
-        block, left, is_empty = list[ReadRow](), BLOCK_CHARACTERS, True
+        block, room, is_empty = list[ReadRow](), BLOCK_CHARACTERS, True
         try:
             for place, value in texts_of(path) if is_plain else rows_of(path):
-                is_empty, read = False, self._rendered(Spot(str(path), place), value)
-                block.append(read)
-                left -= len(read.rendered.text) if read.rendered is not None else 0
-                if len(block) == BLOCK_ROWS or left <= 0:
+                is_empty, row = False, self._rendered(Spot(str(path), place), value)
+                block.append(row)
+                room -= len(row.rendered.text) if row.rendered is not None else 0
+                if len(block) == BLOCK_ROWS or room <= 0:
                     yield block
-                    block, left = [], BLOCK_CHARACTERS
+                    block, room = [], BLOCK_CHARACTERS
         except NoRowsError:
             pass
         except DataError as error:  # it cannot be read at all, or no further
@@ -184,12 +184,12 @@ class RowReader:
                 self._inside.add(token)
         if rendered.is_chat:
             self._openings[rendered.asked, rendered.opening] += 1
-        found = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
-        found += [("KEYS-IGNORED", key) for key in row.ignored_keys]
-        found += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
-        for identifier, detail in dict.fromkeys(found):
+        findings = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
+        findings += [("KEYS-IGNORED", key) for key in row.ignored_keys]
+        findings += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
+        for identifier, detail in dict.fromkeys(findings):
             self._findings.add(identifier, detail, where=[spot])
-        return tuple(dict.fromkeys(identifier for identifier, _ in found))
+        return tuple(dict.fromkeys(identifier for identifier, _ in findings))
 
     def _tokenize(self, rows: Sequence[RenderedRow]) -> Tokenized:
         """Ids and labels of rendered rows, in one batch."""
@@ -202,19 +202,19 @@ class RowReader:
 
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
         """Give the rows of a block their tokens, if they can be trained, and count them."""
-        found = iter(tokenized.result())
-        for read in block:
-            if read.row is not None and read.rendered is not None:
-                self._take_tokens(read, read.row, read.rendered, *next(found))
+        results = iter(tokenized.result())
+        for row in block:
+            if row.row is not None and row.rendered is not None:
+                self._take_tokens(row, row.row, row.rendered, *next(results))
         self.rows += len(block)
         return number, block
 
     def _take_tokens(self, read: ReadRow, row: Row, rendered: RenderedRow, tokens: TokenRow, runs: Runs) -> None:
-        found = self._told(tokens, runs)
-        if found is not None:
-            self._findings.add(*found, where=[read.spot])
-            read.findings += (found[0],)
-            if found[0] != "BEYOND-CONTEXT":
+        obstacle = self._obstacle(tokens, runs)
+        if obstacle is not None:
+            self._findings.add(*obstacle, where=[read.spot])
+            read.findings += (obstacle[0],)
+            if obstacle[0] != "BEYOND-CONTEXT":
                 return
         read.tokens, read.label_bytes = tokens, sum(len(text.encode("utf-8")) for text in _answers(rendered))
         self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
@@ -223,13 +223,13 @@ class RowReader:
             text = rendered.text[: rendered.spans[-1].start]
             read.prompt = Prompt(runs[-1][0], text, _asked_text(row), row.group)
 
-    def _told(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
+    def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """Why a row cannot be trained, or not all of it: the id of the finding and its detail."""
         if not any(last > 0 for _, last in runs):  # nothing stands before a row's first token
             return "NO-LABELS", "nothing in it is an answer"
-        known, last = self._vocabulary, int(tokens.ids.max())
-        if known is not None and last >= known:
-            return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {known})"
+        size, last = self._vocabulary, int(tokens.ids.max())
+        if size is not None and last >= size:
+            return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {size})"
         if self.context is not None and runs[0][0] >= self.context:
             return "NO-LABELS", f"the answer begins beyond the model's context ({self.context} tokens)"
         is_cut = self.context is not None and len(tokens) > self.context

@@ -37,7 +37,7 @@ from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
-Said = tuple[str, str, str]  # the format of the data, how its splits came to be, what opens an answer
+Origin = tuple[str, str, str]  # the format of the data, how its splits came to be, what opens an answer
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def read_held_out(
         for _, block in reader.blocks():
             writer.add(stored_rows(block, 0))
         findings.refuse_errors()
-        made = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
-        writer.finish(reader.provenance(made), [path])
+        provenance = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
+        writer.finish(reader.provenance(provenance), [path])
         store = open_store(store_path(folder, "test"))  # mapped: its file may go
     return held_out_in(store, max_examples, max_seq_length)
 
@@ -140,26 +140,26 @@ class _Gate:
             files = named_files(paths, documents=settings.documents)
             is_plain = any(suffix_of(path) in PLAIN for path in files.paths)
             settings = dataclasses.replace(settings, documents=settings.documents or is_plain)
-        made = self._provenance(_digest(files.paths) if self.into is not None else "")
-        tokenizer = ChatTokenizer(self.model, date.fromisoformat(made.made_on))
-        reader, shown = RowReader(files, tokenizer, settings, self.findings), list[ReadRow]()
+        provenance = self._provenance(_digest(files.paths) if self.into is not None else "")
+        tokenizer = ChatTokenizer(self.model, date.fromisoformat(provenance.made_on))
+        reader, sample = RowReader(files, tokenizer, settings, self.findings), list[ReadRow]()
         facts = RowFacts(list(map(str, files.paths)))
         with written(self.into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
             for number, block in reader.blocks():
                 facts.add(block, number)
-                shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
+                sample += block[: len(block) if shown_rows < 0 else shown_rows - len(sample)]
                 if self.into is not None:
                     add_rows(spool, stored_rows(block, number))
             self._refuse_errors()
             parts, how = self._compared(files, facts)
             self._refuse_errors()
-            made, report = reader.provenance(made), None
+            provenance, report = reader.provenance(provenance), None
             if self.into is not None:
-                splits = write_splits(spool, folder, parts, made, files.paths, tokenizer)
-                said = "+".join(sorted(reader.formats)), how, self._opening(made)
-                report = self._report(paths[0], splits, made, tokenizer, said)
-        more = {"rows": shown, "context": reader.context, "documents": settings.documents}
-        return self._found(reader, report, **more)
+                splits = write_splits(spool, folder, parts, files.paths, provenance, tokenizer)
+                origin = "+".join(sorted(reader.formats)), how, self._opening(provenance)
+                report = self._report(paths[0], splits, provenance, tokenizer, origin)
+        more = {"rows": sample, "context": reader.context, "documents": settings.documents}
+        return self._validation(reader, report, **more)
 
     def tokens(self, source: Path) -> Validation:
         """Check and divide a corpus of files of tokens."""
@@ -167,15 +167,15 @@ class _Gate:
         corpus = CorpusReader(source, tokenizer)
         corpus.compare_tokenizers(self.findings)
         self._refuse_errors()
-        made = self._provenance(corpus.digest())
-        made = dataclasses.replace(made, stop_ids=tuple(sorted(tokenizer.stop_ids)))
+        provenance = self._provenance(corpus.digest())
+        provenance = dataclasses.replace(provenance, stop_ids=tuple(sorted(tokenizer.stop_ids)))
         with written(self.into) as folder:
-            splits, how = corpus.write_splits(folder, self.settings.shares, made, self.findings)
+            splits, how = corpus.write_splits(folder, self.settings.shares, provenance, self.findings)
             self._refuse_errors()
-        said = FORMAT, how, "as a text that continues"
-        return self._found(corpus, self._report(source, splits, made, tokenizer, said), documents=True)
+        origin = FORMAT, how, "as a text that continues"
+        return self._validation(corpus, self._report(source, splits, provenance, tokenizer, origin), documents=True)
 
-    def _found(self, reader: RowReader | CorpusReader, report: DataReport | None, **more: Any) -> Validation:
+    def _validation(self, reader: RowReader | CorpusReader, report: DataReport | None, **more: Any) -> Validation:
         counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
         return Validation(self.findings.with_places(), *counts, report, **more)
 
@@ -184,18 +184,18 @@ class _Gate:
         parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
         if not len(facts):
             return parts, ""
-        likeness, said, how = facts.likeness(self.settings.similarity), "", ""
+        likeness, note, how = facts.likeness(self.settings.similarity), "", ""
         if self.into is not None:
             clusters = likeness.clusters
             if likeness.by_context:
-                said = "; the questions are too few: rows with one question and one system text stay together"
+                note = "; the questions are too few: rows with one question and one system text stay together"
             if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least the same stay together
-                said = "; all rows are near copies of each other, and such stand on both sides"
+                note = "; all rows are near copies of each other, and such stand on both sides"
                 clusters = likeness.groups
             numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
             parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
         compare(self.findings, facts, likeness, parts)
-        return parts, how if set(files.names) == set(SPLITS) else how + said
+        return parts, how if set(files.names) == set(SPLITS) else how + note
 
     def _refuse_errors(self) -> None:
         if self.into is not None:
@@ -207,24 +207,25 @@ class _Gate:
         The date is that of the validation before, where nothing else has changed since.
         """
         settings = json.dumps(dataclasses.asdict(self.settings.labelling), sort_keys=True)
-        made = Provenance(tokenizer_hash(self.model), settings, source, today().isoformat(), (), "")
+        provenance = Provenance(tokenizer_hash(self.model), settings, source, today().isoformat(), (), "")
         before = read_made(store_path(self.into, "train")) if self.into is not None else None
-        if before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, source):
-            return dataclasses.replace(made, made_on=before.made_on)
-        return made
+        if before and (before.tokenizer, before.settings, before.source) == (provenance.tokenizer, settings, source):
+            return dataclasses.replace(provenance, made_on=before.made_on)
+        return provenance
 
-    def _opening(self, made: Provenance) -> str:
-        if made.asked:
-            return f"prompts leave out the generation prompt's {made.asked!r}, as in training (data.opening=trained)"
-        if made.opening:
-            return f"prompts end with {made.opening!r}, which is not trained (data.train_empty_thinking=false)"
+    def _opening(self, provenance: Provenance) -> str:
+        if provenance.asked:
+            left_out = f"prompts leave out the generation prompt's {provenance.asked!r}"
+            return f"{left_out}, as in training (data.opening=trained)"
+        if provenance.opening:
+            return f"prompts end with {provenance.opening!r}, which is not trained (data.train_empty_thinking=false)"
         extra = " (data.opening=prompt)" if self.settings.labelling.opening == "prompt" else ""
         return f"the generation prompt matches the training format{extra}"
 
     def _report(
-        self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, said: Said
+        self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, data: Origin
     ) -> DataReport:
-        findings, (form, how, opening) = self.findings.listed(), said
+        findings, (form, how, opening) = self.findings.listed(), data
         warnings = tuple(finding.message for finding in findings if finding.severity == WARNING)
         stops = tuple(map(tokenizer.token_of, made.stop_ids))
         return DataReport(

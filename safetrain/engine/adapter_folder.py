@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.errors import ModelError, SafetrainError
-from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, Taught, write_taught
+from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, PromptFormat, write_prompt_format
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
@@ -81,7 +81,7 @@ def save_adapter(
     lora: LoraSettings,
     base: Path,
     folder: Path,
-    taught: Taught | None = None,
+    form: PromptFormat | None = None,
     weights: Path | None = None,
     base_fingerprint: str = "",
 ) -> None:
@@ -112,6 +112,6 @@ def save_adapter(
         else:
             shutil.copyfile(weights, temporary / ADAPTER_FILE)
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if taught is not None:
-            write_taught(temporary, taught)
+        if form is not None:
+            write_prompt_format(temporary, form)
         replace_directory(temporary, folder)

@@ -95,14 +95,14 @@ def by_rows(linear: Any, function: Callable[[mx.array, slice], mx.array]) -> mx.
     Each waits for the one before, so that no float32 copy of a whole weight is ever there.
     """
     outputs, inputs = shape_of(linear)
-    step, made = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
+    step, parts = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
     for start in range(0, outputs, step):
         rows = slice(start, min(start + step, outputs))
         weight = dequantized(linear, rows)
-        if made:
-            weight = mx.depends([weight], [made[-1]])[0]
-        made.append(function(weight.astype(mx.float32), rows))
-    return mx.concatenate(made) if len(made) > 1 else made[0]
+        if parts:
+            weight = mx.depends([weight], [parts[-1]])[0]
+        parts.append(function(weight.astype(mx.float32), rows))
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def measure_rows(module: Any, evaluate: Callable[[mx.array], None] = mx.eval) -> None:

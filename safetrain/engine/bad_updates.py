@@ -48,7 +48,7 @@ class BadUpdate:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedUpdate:
     """An update that is not applied."""
 
     step: int  # its number, from 1
@@ -84,7 +84,7 @@ def path_of(output: Path, step: int) -> Path:
     return output / BAD_UPDATES / f"step_{step}.json"
 
 
-def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLayout) -> Path:
+def write_down(output: Path, refused: RefusedUpdate, model: BaseModel, layout: BatchLayout) -> Path:
     """Measure each row of the update by itself and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
     loss, update, data = ShardLoss(model, training=False), refused.update, refused.update.data
@@ -111,7 +111,7 @@ def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLa
     return path
 
 
-def bad_update_error(refused: Refused, path: Path) -> BadUpdateError:
+def bad_update_error(refused: RefusedUpdate, path: Path) -> BadUpdateError:
     """What to say when training ends there: the same command stops there again."""
     rows = ", ".join(str(row + 1) for row in sorted(set(refused.update.rows))[:32])
     numbers = refused.result.summed_loss, refused.result.grad_norm

@@ -125,13 +125,13 @@ def update_at(
 
     With several ranks, only this rank's micro-batches, perhaps none; labels and tokens count all ranks.
     """
-    found = rows_at(data, cursor, seed, rows_per_update)
-    rows, widths = found.rows, found.data.inputs(found.rows)
+    update = rows_at(data, cursor, seed, rows_per_update)
+    rows, widths = update.rows, update.data.inputs(update.rows)
     if share == WHOLE:
-        return update_of_rows(found.data, list(fill(found.data, rows, layout)), layout)
+        return update_of_rows(update.data, list(fill(update.data, rows, layout)), layout)
     mine = np.array(rows, dtype=np.int64)[share.of(widths)]
-    own = update_of_rows(found.data, list(fill(found.data, mine, layout)), layout)
-    labels = int(found.data.label_counts[rows].sum(dtype=np.int64))
+    own = update_of_rows(update.data, list(fill(update.data, mine, layout)), layout)
+    labels = int(update.data.label_counts[rows].sum(dtype=np.int64))
     return dataclasses.replace(own, trained_tokens=labels, input_tokens=int(widths.sum(dtype=np.int64)))
 
 
@@ -152,18 +152,18 @@ def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
 
 def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
     """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
-    chosen = np.asarray(rows, dtype=np.int64)
-    widths = data.inputs(chosen)
+    order = np.asarray(rows, dtype=np.int64)
+    widths = data.inputs(order)
     ends = np.cumsum(widths, dtype=np.int64)
     start = 0
-    while start < len(chosen):
+    while start < len(order):
         before = int(ends[start]) - int(widths[start])
         if layout.rectangles:
             stop = start + _rows_together(widths[start:], layout)
         else:
             stop = int(np.searchsorted(ends, before + layout.most_tokens, side="right"))
         stop = max(start + 1, stop)
-        yield chosen[start:stop].tolist()
+        yield order[start:stop].tolist()
         start = stop
 
 

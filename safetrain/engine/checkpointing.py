@@ -22,20 +22,20 @@ def checkpoint(block: Any) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return kind.__call__(self, *args, **kwargs)
-        given, results = (args, kwargs), []
+        call_arguments, results = (args, kwargs), []
         names = [name for name, _ in tree_flatten(self.trainable_parameters())]
         values = [value for _, value in tree_flatten(self.trainable_parameters())]
 
         def compute(*arrays: mx.array) -> list[mx.array]:
             self.update(tree_unflatten(list(zip(names, arrays, strict=False))))
-            positional, named = _with_floats(given, arrays[len(names) :])
-            results.append(kind.__call__(self, *positional, **named))
+            positional, keywords = _with_floats(call_arguments, arrays[len(names) :])
+            results.append(kind.__call__(self, *positional, **keywords))
             return _floats_in(results[-1])
 
         # every number goes in and comes out openly: what a closure holds gets no gradient
-        found = recomputed(compute, len(values))(*values, *_floats_in(given))
+        outputs = recomputed(compute, len(values))(*values, *_floats_in(call_arguments))
         self.update(tree_unflatten(list(zip(names, values, strict=True))))
-        return _with_floats(results[0], found)
+        return _with_floats(results[0], outputs)
 
     give(block, {"__call__": call, "recomputes": True})
 

@@ -20,7 +20,7 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.evaluation import require_number
 from safetrain.core.records.metrics import RunShape
-from safetrain.core.records.scoring import Measured
+from safetrain.core.records.scoring import ModelMeasures
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
@@ -61,33 +61,33 @@ class Subject:
 
 def compare(
     base: Subject, tuned: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat
-) -> tuple[Measured, Measured]:
+) -> tuple[ModelMeasures, ModelMeasures]:
     """Two models, one after the other, asked the same questions. ``run``: in how much memory.
 
     A base that was left quantized in training is dequantized where there is room: its numbers are the same. Raises
     TrainingError where a loss is not a number.
     """
-    asked = _open(base, material, run, answering, beat)
-    first = asked.measured(in_random_order(len(material.held_out.questions))[: answering.max_questions], halves=2)
+    model = _open(base, material, run, answering, beat)
+    first = model.measured(in_random_order(len(material.held_out.questions))[: answering.max_questions], halves=2)
     if tuned.folder == base.folder and base.adapter is None and tuned.adapter is not None:
-        apply_adapter(asked.model, tuned.adapter)
-        asked = dataclasses.replace(asked, name=tuned.name)
+        apply_adapter(model.model, tuned.adapter)
+        model = dataclasses.replace(model, name=tuned.name)
     else:
-        del asked
+        del model
         gc.collect()
-        asked = _open(tuned, material, run, answering, beat)
-    second = asked.measured(list(first.answers), halves=2)
+        model = _open(tuned, material, run, answering, beat)
+    second = model.measured(list(first.answers), halves=2)
     both = {number: first.answers[number] for number in second.answers}
     return dataclasses.replace(first, answers=both), second
 
 
-def measure(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> Measured:
+def measure(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> ModelMeasures:
     """The evaluation of one model."""
     order = in_random_order(len(material.held_out.questions))[: answering.max_questions]
     return _open(subject, material, run, answering, beat).measured(order)
 
 
-def _open(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> "_Asked":
+def _open(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> "_MeasuredModel":
     files = read_model_files(subject.folder)
     dequantize = files.quantization_bits is not None and not run.dequantize_base and dequantize_to_answer(files)
     limit = run.mlx_limit_bytes + (FLOAT32 * files.parameters if dequantize else 0)
@@ -95,11 +95,11 @@ def _open(subject: Subject, material: Material, run: RunShape, answering: Answer
     model = open_base(subject.folder, dequantize=run.dequantize_base or dequantize, compute_dtype=run.compute_dtype)
     if subject.adapter is not None:
         apply_adapter(model, subject.adapter)
-    return _Asked(subject.name, model, files, limit, material, run.most_tokens, answering, beat)
+    return _MeasuredModel(subject.name, model, files, limit, material, run.most_tokens, answering, beat)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _MeasuredModel:
     """A model that is measured in the memory that its training took."""
 
     name: str
@@ -111,24 +111,24 @@ class _Asked:
     answering: Answering
     beat: Beat
 
-    def measured(self, order: Sequence[int], halves: int = 1) -> Measured:
+    def measured(self, order: Sequence[int], halves: int = 1) -> ModelMeasures:
         """Losses on all rows, answers in ``order``; one of ``halves`` models shares the time for these."""
         losses = self._losses(self.material.held_out.rows, "test rows", "test rows read")
         general = self._losses(self.material.general.rows, "general text", "general texts read")
         first = max(FIRST_QUESTIONS, int(QUICK_WORK / (self.files.parameters * self.answering.max_new_tokens)))
         seconds = self.answering.seconds / halves if self.answering.max_questions is None else math.inf
-        return Measured(losses, in_time(self._answers, order, first, seconds), general)
+        return ModelMeasures(losses, in_time(self._answers, order, first, seconds), general)
 
-    def _losses(self, rows: TokenRows, called: str, work: str) -> np.ndarray:
-        begun = 0
+    def _losses(self, rows: TokenRows, text_name: str, work: str) -> np.ndarray:
+        rows_begun = 0
 
         def beat(batch: MicroBatch, _number: int) -> None:
-            nonlocal begun
-            self.beat(self.name, work, len(rows), begun)
-            begun += len(batch.rows)
+            nonlocal rows_begun
+            self.beat(self.name, work, len(rows), rows_begun)
+            rows_begun += len(batch.rows)
 
         losses = row_losses(self.model, rows, self.most_tokens, beat) if len(rows) else np.zeros(0)
-        require_number(float(losses.sum()), self.name, called)
+        require_number(float(losses.sum()), self.name, text_name)
         return losses
 
     def _answers(self, part: Sequence[int], done: int) -> Answers:
@@ -161,11 +161,11 @@ def in_time(
     Questions are answered in growing parts. A larger part takes at most proportionally longer than the last
     one, and starts only if that much time is left.
     """
-    found: Answers = {}
+    answers: Answers = {}
     end, size = clock() + seconds, first
-    while size and len(found) < len(order):
-        part, began = order[len(found) : len(found) + size], clock()
-        found |= ask(part, len(found))
+    while size and len(answers) < len(order):
+        part, began = order[len(answers) : len(answers) + size], clock()
+        answers |= ask(part, len(answers))
         parts_left = (end - clock()) / max(1e-9, clock() - began)
         size = int(min(2.0, parts_left) * len(part)) if parts_left >= 1 else 0
-    return found
+    return answers

@@ -14,7 +14,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import require_base
 from safetrain.engine.adapter_folder import apply_adapter, require_effect
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
-from safetrain.engine.upstream.generation import KeptPrompt, chooser
+from safetrain.engine.upstream.generation import PromptCache, chooser
 from safetrain.engine.upstream.loading import errors_told
 
 STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
@@ -37,7 +37,7 @@ class Conversation:
         """``context``: tokens that the model takes, None where it does not say."""
         model.module.eval()
         self._ends, self._context = stop_ids | model.eos_ids, context
-        self._kept, self._most = KeptPrompt(model.module), sampling.max_new_tokens
+        self._kept, self._most = PromptCache(model.module), sampling.max_new_tokens
         self._choose = chooser(sampling.temperature, sampling.top_p, sampling.seed)
         self.ended, self.kept_tokens = STOP, 0  # tokens of the last prompt that had been read before
 
@@ -54,8 +54,8 @@ class Conversation:
                 return
             token = self._next(mx.array([prompt[-1]]))
         self._kept.ids.append(prompt[-1])
-        for left in reversed(range(most)):
-            following = self._next(token) if left else None  # computed while this one is shown
+        for remaining in reversed(range(most)):
+            following = self._next(token) if remaining else None  # computed while this one is shown
             number = int(np.array(token)[0])
             if following is not None:
                 self._kept.ids.append(number)

@@ -44,19 +44,19 @@ class DiskWait:
         Raises DiskFullError when the wait is over, InterruptedRun when a signal ends it; the files of earlier writes
         are whole.
         """
-        began, told = time.monotonic(), False
+        began, is_waiting = time.monotonic(), False
         while True:
             free = shutil.disk_usage(self.folder).free
             if free >= needed_bytes + SPARE_BYTES:
                 try:
                     action()
-                    return self.say("there is room again") if told else None
+                    return self.say("there is room again") if is_waiting else None
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
-            if not told:
+            if not is_waiting:
                 self.say(self._notice(needed_bytes, step))
-            told = True
+            is_waiting = True
             self._wait(needed_bytes, step, began)
 
     def _wait(self, needed_bytes: int, step: int, began: float) -> None:
@@ -68,9 +68,7 @@ class DiskWait:
                     raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
                 if time.monotonic() - began > WAIT_MINUTES * 60:
                     raise DiskFullError(
-                        f"The disk stayed full for {WAIT_MINUTES:g} minutes.",
-                        where=str(place),
-                        do=FREE_AND_CONTINUE,
+                        f"The disk stayed full for {WAIT_MINUTES:g} minutes.", where=str(place), do=FREE_AND_CONTINUE
                     )
                 time.sleep(LOOK_SECONDS)
                 if shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES:

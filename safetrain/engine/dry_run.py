@@ -77,25 +77,25 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     from safetrain.engine.backend import device
     from safetrain.engine.saving import record, save
 
-    run, made = _open(job, scratch), list[MeasuredUpdate]()
+    run, updates = _open(job, scratch), list[MeasuredUpdate]()
     largest_updates = _largest_updates(run)
     for largest, _ in largest_updates:
-        made.append(_make(run, largest))
-        if made[0].seconds > DRY_RUN_SLOW_SECONDS:
+        updates.append(_make(run, largest))
+        if updates[0].seconds > DRY_RUN_SLOW_SECONDS:
             break
     record(run, RATE, validate=True)
     save(run)
     rows, per_update = job.train, job.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
-    if made[-1].seconds / made[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
+    if updates[-1].seconds / updates[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
         timed = _time_updates(run)
     else:
-        timed = [_make(run, largest)] if device().compiles else made[1:] or made  # first, it compiles
+        timed = [_make(run, largest)] if device().compiles else updates[1:] or updates  # first, it compiles
     seconds_per_token = statistics.median(each.seconds / each.tokens for each in timed)  # whatever else ran meanwhile
-    peak = max(each.peak_bytes for each in [*made, *timed])
+    peak = max(each.peak_bytes for each in [*updates, *timed])
     own_order, own_seconds = None, time.monotonic() - start
-    if len(made) == len(largest_updates):
-        own = [each for each, (_, is_own) in zip(made, largest_updates, strict=True) if is_own]
+    if len(updates) == len(largest_updates):
+        own = [each for each, (_, is_own) in zip(updates, largest_updates, strict=True) if is_own]
         own_peak = max(each.peak_bytes for each in [*own, *timed])
         own_order = OwnOrder(own_largest_update(job, device().name), own_peak)
     update_seconds = seconds_per_token * mean_tokens
@@ -110,14 +110,14 @@ def _open(job: Job, scratch: Path) -> "TrainingRun":
     output.mkdir()
     settings = dataclasses.replace(job.settings, max_loss_jump=None)
     survival = dataclasses.replace(job.asked.survival, restart=True, trace=False)
-    tried = dataclasses.replace(
+    trial = dataclasses.replace(
         job,
         asked=dataclasses.replace(job.asked, settings=settings, survival=survival),
         rows=dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size])),
         output=output,
         adapters=scratch / "adapters",
     )
-    return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
+    return open_run(trial, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
 def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
@@ -141,16 +141,16 @@ def _time_updates(run: "TrainingRun") -> list[MeasuredUpdate]:
     from safetrain.engine.backend import device
     from safetrain.engine.training import update_of
 
-    made = list[MeasuredUpdate]()
+    updates = list[MeasuredUpdate]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))
         if device().compiles:
             _make(run, update)
-        made.append(_make(run, update))
-        if sum(each.seconds for each in made) > DRY_RUN_TIMED_SECONDS:
+        updates.append(_make(run, update))
+        if sum(each.seconds for each in updates) > DRY_RUN_TIMED_SECONDS:
             break
-    return made
+    return updates
 
 
 def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
@@ -172,18 +172,18 @@ def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
         *largest_windows(data, *length, (settings.seed,)),
     ]
     windows = [*((window, True) for window in own), *((window, False) for window in largest_windows(data, *length))]
-    chosen, found = list[tuple[TokenRows, list[int]]](), list[tuple["Update", bool]]()
+    groups_taken, updates = list[tuple[TokenRows, list[int]]](), list[tuple["Update", bool]]()
     for window, is_own in windows:
         rows_of, labels = window.data, window.data.label_counts
         groups = list(fill(rows_of, window.rows, layout))
         tokens = {tuple(rows): update_of_rows(rows_of, [rows], layout).computed_tokens for rows in groups}
         most_tokens = max(groups, key=lambda rows: tokens[tuple(rows)])
         most_labels = max(groups, key=lambda rows: int(labels[rows].sum()))
-        for rows in (each for each in (most_tokens, most_labels) if (rows_of, each) not in chosen):
-            chosen.append((rows_of, rows))
+        for rows in (each for each in (most_tokens, most_labels) if (rows_of, each) not in groups_taken):
+            groups_taken.append((rows_of, rows))
             before = [[window.rows[-1]]] if len(groups) > 1 else []
-            found.append((update_of_rows(rows_of, [*before, rows], layout), is_own))
-    return sorted(found, key=lambda each: -each[0].computed_tokens)
+            updates.append((update_of_rows(rows_of, [*before, rows], layout), is_own))
+    return sorted(updates, key=lambda each: -each[0].computed_tokens)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class LabelReadings:
     """A model at every label, (labels,) each, in the order of rows and places."""
 
     keys: np.ndarray  # int64: row and place
@@ -40,7 +40,7 @@ class Reference:
     Of the model itself only the head stays in memory, so that another one has room beside it.
     """
 
-    seen: Seen
+    seen: LabelReadings
     states: np.ndarray
     head: Callable[[], Head]
 
@@ -56,8 +56,8 @@ def measured_rows(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tok
 
 def refer_to(model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = lambda: None) -> Reference:
     """What others are compared with."""
-    seen, states = _look(model, rows, most_tokens, None, beat)
-    return Reference(seen, states, head_of(model))
+    readings, states = _look(model, rows, most_tokens, None, beat)
+    return Reference(readings, states, head_of(model))
 
 
 def look(
@@ -68,7 +68,7 @@ def look(
     beat: Beat = lambda: None,
     *,
     same_head: bool = False,
-) -> Seen:
+) -> LabelReadings:
     """The same rows through another model, at most ``most_tokens`` tokens at a time.
 
     ``same_head``: the reference shares this model's head.
@@ -76,15 +76,15 @@ def look(
     return _look(model, rows, most_tokens, reference, beat, same_head=same_head)[0]
 
 
-def likeness(found: Seen, tuned: Seen) -> Likeness:
-    """Compare ``found`` with the tuned model."""
-    same = found.greedy == tuned.greedy
-    rows = found.keys >> PLACE_BITS
+def likeness(other: LabelReadings, tuned: LabelReadings) -> Likeness:
+    """Compare ``other`` with the tuned model."""
+    same = other.greedy == tuned.greedy
+    rows = other.keys >> PLACE_BITS
     starts = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, which has a label at least
-    right, tuned_right = (np.logical_and.reduceat(seen.right, starts) for seen in (found, tuned))
+    right, tuned_right = (np.logical_and.reduceat(seen.right, starts) for seen in (other, tuned))
     return Likeness(
-        loss=float(found.losses.mean()),
-        divergence=max(0.0, float(found.divergences.mean())),
+        loss=float(other.losses.mean()),
+        divergence=max(0.0, float(other.divergences.mean())),
         same_tokens=float(same.mean()),
         same_answers=float(np.logical_and.reduceat(same, starts).mean()),
         right_answers=int(right.sum()),
@@ -101,21 +101,21 @@ def _look(
     beat: Beat,
     *,
     same_head: bool = False,
-) -> tuple[Seen, np.ndarray]:
+) -> tuple[LabelReadings, np.ndarray]:
     model.module.eval()
     heads = [head_of(model)()]
     if reference is not None:
         heads.append(heads[0] if same_head else reference.head())  # a head may be dequantized: once is enough
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
-    found: list[tuple[np.ndarray, ...]] = []
+    chunks: list[tuple[np.ndarray, ...]] = []
     for batch in in_order(rows, layout):
         beat()
         for shard in batch.shards:
-            found += _of_shard(model, shard, heads, reference)
-    keys, losses, greedy, right, divergences, states = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            chunks += _of_shard(model, shard, heads, reference)
+    keys, losses, greedy, right, divergences, states = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
     order = np.argsort(keys)
-    seen = Seen(keys[order], losses[order], greedy[order], right[order], divergences[order])
-    return seen, states[order] if reference is None else states
+    readings = LabelReadings(keys[order], losses[order], greedy[order], right[order], divergences[order])
+    return readings, states[order] if reference is None else states
 
 
 def _of_shard(
@@ -124,24 +124,24 @@ def _of_shard(
     """Keys, losses, choices, whether right, divergences and states of a shard's labels, a chunk at a time."""
     split, labels = model.adaptation.split, int(np.array(shard.weights).sum())
     positions, targets = shard.positions[:labels], shard.targets[:labels]
-    given = through(model, split.trunk if split is not None else model.module, shard)[positions]
+    states = through(model, split.trunk if split is not None else model.module, shard)[positions]
     keys = np.asarray(shard.tokens)[np.array(positions)]
-    size = chunk_tokens(split.vocabulary if split is not None else given.shape[-1])
+    size = chunk_tokens(split.vocabulary if split is not None else states.shape[-1])
     size = size if reference is None else max(1, size // 2)  # two models' logits
     for start in range(0, labels, size):
         some = slice(start, start + size)
-        own, wanted = log_softmax(heads[0](given[some])), targets[some]
-        greedy, divergence = mx.argmax(own, axis=-1), mx.zeros(wanted.shape)
+        own, labels_here = log_softmax(heads[0](states[some])), targets[some]
+        greedy, divergence = mx.argmax(own, axis=-1), mx.zeros(labels_here.shape)
         mx.eval(own, greedy)  # before there are more of its size
         if reference is not None:
             places = np.searchsorted(reference.seen.keys, keys[some])
-            theirs = log_softmax(heads[1](mx.array(reference.states[places]).astype(given.dtype)))
+            theirs = log_softmax(heads[1](mx.array(reference.states[places]).astype(states.dtype)))
             divergence = (mx.exp(theirs) * (theirs - own)).sum(axis=-1)
-        losses = -mx.take_along_axis(own, wanted[:, None].astype(mx.int32), axis=-1).squeeze(-1)
-        kept = given[some].astype(mx.float32) if reference is None else mx.zeros((0, 1))
-        made = (losses, greedy, greedy == wanted, divergence, kept)
-        mx.eval(made)
-        yield (keys[some], *(np.array(values) for values in made))
+        losses = -mx.take_along_axis(own, labels_here[:, None].astype(mx.int32), axis=-1).squeeze(-1)
+        hidden = states[some].astype(mx.float32) if reference is None else mx.zeros((0, 1))
+        values_here = (losses, greedy, greedy == labels_here, divergence, hidden)
+        mx.eval(values_here)
+        yield (keys[some], *(np.array(values) for values in values_here))
 
 
 def log_softmax(logits: mx.array) -> mx.array:

@@ -48,18 +48,18 @@ def row_losses(
     Leaves the model in evaluation mode. ``beat`` is called with each micro-batch before it is computed.
     """
     model.module.eval()
-    loss, found = ShardLoss(model, training=False), np.zeros(len(data))
+    loss, sums = ShardLoss(model, training=False), np.zeros(len(data))
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)
         if device().side_by_side:
             with loss.one_head():
-                made = side_by_side(lambda _, shard: loss.by_label(shard), batch.shards)
+                label_losses = side_by_side(lambda _, shard: loss.by_label(shard), batch.shards)
         else:
-            made = [loss.by_label(shard) for shard in batch.shards]
-        for shard, losses in zip(batch.shards, made, strict=True):
-            np.add.at(found, shard.label_rows, np.array(losses.astype(mx.float32)))
-    return found
+            label_losses = [loss.by_label(shard) for shard in batch.shards]
+        for shard, losses in zip(batch.shards, label_losses, strict=True):
+            np.add.at(sums, shard.label_rows, np.array(losses.astype(mx.float32)))
+    return sums
 
 
 def answer(
@@ -80,17 +80,17 @@ def answer(
     ends = stop_ids | model.eos_ids
     padded = len(prompts) > 1 and model.continues_padded
     answers: list[list[int]] = [[] for _ in prompts]
-    made = 0
+    answered = 0
     for group in _groups([len(prompt) for prompt in prompts], max_new_tokens, max_tokens, padded=padded):
-        before = made
+        before = answered
         together = Continuations(model.module, [prompts[index] for index in group], padded=padded)
         last = mx.array([prompts[index][-1] for index in group])
-        for found in _greedy(together, last, ends, max_new_tokens):
-            for row, token in found.items():
+        for tokens in _greedy(together, last, ends, max_new_tokens):
+            for row, token in tokens.items():
                 answers[group[row]].append(token)
-            longest = max((len(answers[group[row]]) for row in found), default=0)
-            beat(before + len(group) - len(found) * (1 - longest / max_new_tokens))
-        made += len(group)
+            longest = max((len(answers[group[row]]) for row in tokens), default=0)
+            beat(before + len(group) - len(tokens) * (1 - longest / max_new_tokens))
+        answered += len(group)
     return answers
 
 
@@ -114,9 +114,9 @@ def _greedy(
     open_rows = set(places)
     for _ in range(max_new_tokens):
         tokens = mx.argmax(together.next_logits(tokens), axis=-1)  # (rows,)
-        found = dict(zip(places, np.array(tokens).tolist(), strict=True))
-        open_rows -= {row for row, token in found.items() if token in ends}
-        yield {row: token for row, token in found.items() if row in open_rows}
+        new = dict(zip(places, np.array(tokens).tolist(), strict=True))
+        open_rows -= {row for row, token in new.items() if token in ends}
+        yield {row: token for row, token in new.items() if row in open_rows}
         if not open_rows:
             return
         if together.rows_may_leave and len(open_rows) < len(places):

@@ -24,7 +24,7 @@ AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of
 
 
 @dataclass(frozen=True)
-class Stored:
+class LayerStorage:
     """How a layer's weight is stored, as mlx-lm's config.json says it."""
 
     bits: int
@@ -36,7 +36,7 @@ class Stored:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
-Plan = Mapping[str, Stored | None]  # by a layer's path; None: float. A layer that is not named stays as it is
+Plan = Mapping[str, LayerStorage | None]  # by a layer's path; None: float. A layer that is not named stays as it is
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def as_it_is(weight: mx.array, _rows: slice) -> mx.array:
     return weight
 
 
-def stored_as(layer: Any) -> Stored | None:
+def stored_as(layer: Any) -> LayerStorage | None:
     """How a layer is stored; None for float."""
     if "scales" not in layer:
         return None
-    return Stored(layer.bits, layer.group_size, getattr(layer, "mode", AFFINE))
+    return LayerStorage(layer.bits, layer.group_size, getattr(layer, "mode", AFFINE))
 
 
 def inputs_of(layer: Any) -> int:
@@ -120,7 +120,7 @@ def bits_plan(module: Any, folds: Folds, bits: int) -> Plan:
         sizes = sorted(GROUP_SIZES, key=lambda size: before is None or size != before.group_size)  # its own first
         fitting = [size for size in sizes if width % size == 0]
         if fitting and (before is None or before.bits != bits):
-            plan[path] = Stored(bits, fitting[0])
+            plan[path] = LayerStorage(bits, fitting[0])
     return plan
 
 
@@ -132,16 +132,16 @@ def float_plan(module: Any, folds: Folds) -> Plan:
 
 def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
     """Every array of the model with the adapter folded in and layers stored as ``plan`` says: none is computed yet."""
-    found: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-    layers, float_type = dict(module.named_modules()), _float_type(found)
+    arrays: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    layers, float_type = dict(module.named_modules()), _float_type(arrays)
     for name, value in folds.values.items():
-        found[name] = value.astype(found[name].dtype)
+        arrays[name] = value.astype(arrays[name].dtype)
     for path, stored in plan.items():
         for kind in ("weight", "scales", "biases"):
-            found.pop(f"{path}.{kind}", None)
+            arrays.pop(f"{path}.{kind}", None)
         new = _stored_arrays(layers[path], folds.layers.get(path, as_it_is), stored, float_type)
-        found |= {f"{path}.{kind}": value for kind, value in new.items()}
-    return found
+        arrays |= {f"{path}.{kind}": value for kind, value in new.items()}
+    return arrays
 
 
 def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[str, Any]:
@@ -149,14 +149,14 @@ def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[
     layers = dict(module.named_modules())
     stored = {path: stored_as(layer) for path, layer in layers.items() if "weight" in layer} | dict(plan)
     kinds, before = Counter(each for each in stored.values() if each is not None), config.get("quantization")
-    made = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     if not kinds:
-        return made if before else dict(config)
+        return plain if before else dict(config)
     before = before or kinds.most_common(1)[0][0].entry()
-    usual = Stored(before["bits"], before["group_size"], before.get("mode", AFFINE))
+    usual = LayerStorage(before["bits"], before["group_size"], before.get("mode", AFFINE))
     entries = {key: value for key, value in before.items() if key not in plan}
     entries |= {path: each.entry() for path, each in plan.items() if each not in (None, usual)}
-    return {**made, "quantization": entries}
+    return {**plain, "quantization": entries}
 
 
 def _rows_of(layer: Any) -> tuple[int, int]:
@@ -177,13 +177,13 @@ def _float_type(arrays: Mapping[str, mx.array]) -> Any:
     return sizes.most_common(1)[0][0]
 
 
-def _stored_arrays(layer: Any, fold: Fold, stored: Stored | None, float_type: Any) -> dict[str, mx.array]:
+def _stored_arrays(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: Any) -> dict[str, mx.array]:
     parts = zip(*_in_slices(layer, fold, stored, float_type), strict=True)
-    whole = [mx.concatenate(list(part)) if len(part) > 1 else part[0] for part in parts]
-    return dict(zip(("weight", "scales", "biases"), whole, strict=False))
+    arrays = [mx.concatenate(list(part)) if len(part) > 1 else part[0] for part in parts]
+    return dict(zip(("weight", "scales", "biases"), arrays, strict=False))
 
 
-def _in_slices(layer: Any, fold: Fold, stored: Stored | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
+def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
     """A few rows, or experts, at a time; each waits for the one before."""
     count, each = _rows_of(layer)
     step, before = max(1, SLICE_BYTES // (FLOAT32 * each)), None
@@ -193,9 +193,9 @@ def _in_slices(layer: Any, fold: Fold, stored: Stored | None, float_type: Any) -
         if before is not None:
             weight = mx.depends([weight], [before])[0]
         weight = fold(weight.astype(mx.float32), rows)
-        made: list[mx.array] = [weight.astype(float_type)]
+        arrays: list[mx.array] = [weight.astype(float_type)]
         if stored is not None:
-            made = list(mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode))
-            made[1:] = [scale.astype(float_type) if stored.mode == AFFINE else scale for scale in made[1:]]
-        before = made[0]
-        yield tuple(made)
+            arrays = list(mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode))
+            arrays[1:] = [scale.astype(float_type) if stored.mode == AFFINE else scale for scale in arrays[1:]]
+        before = arrays[0]
+        yield tuple(arrays)

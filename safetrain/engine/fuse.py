@@ -15,8 +15,14 @@ from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base, write_taught
-from safetrain.core.records.fusing import REPORT, FuseReport, Tried, describe, kept_share, refusal
+from safetrain.core.records.adapter_files import (
+    adapter_scale,
+    fingerprint,
+    read_prompt_format,
+    require_base,
+    write_prompt_format,
+)
+from safetrain.core.records.fusing import REPORT, Candidate, FuseReport, describe, kept_share, refusal
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
@@ -61,7 +67,7 @@ class _Fusing:
 
     def __init__(self, job: FuseJob, files: ModelFiles, folder: Path, say: Callable[[str], None]) -> None:
         self._job, self._files, self._folder, self._say = job, files, folder, say
-        self._tried: list[Tried] = []
+        self._tried: list[Candidate] = []
 
     def first_that_holds(self) -> FuseReport:
         """Measure base and tuned model, then each candidate once."""
@@ -72,12 +78,12 @@ class _Fusing:
         self._base = self._tuned.measure_base(self._files, self._say)
         size = self._files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
         self._say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(rows)))
-        chosen = next((name for name, plan in self._candidates() if self._holds(name, plan)), None)
-        if chosen is None:
+        name_chosen = next((name for name, plan in self._candidates() if self._holds(name, plan)), None)
+        if name_chosen is None:
             raise self._nothing_holds()
         report = FuseReport(
             str(job.base), self._files.fingerprint, fingerprint(job.adapter), len(rows), int(rows.label_counts.sum()),
-            job.may_lose, self._base, self._tuned.own, tuple(self._tried), chosen,
+            job.may_lose, self._base, self._tuned.own, tuple(self._tried), name_chosen,
         )  # fmt: skip
         write_record(self._folder / REPORT, report)
         replace_directory(self._folder, job.out)
@@ -96,15 +102,15 @@ class _Fusing:
             yield "float", float_plan(module, folds)
 
     def _nothing_holds(self) -> ModelError:
-        best = max(self._tried, key=lambda tried: tried.kept)
-        asked = self._job.bits is not None or self._job.as_float
+        best = max(self._tried, key=lambda each: each.kept)
+        is_set = self._job.bits is not None or self._job.as_float
         return ModelError(
-            f"{'This fused model does not keep' if asked else 'No fused model keeps'} what was learnt: "
+            f"{'This fused model does not keep' if is_set else 'No fused model keeps'} what was learnt: "
             f"{best.name}: {best.refusal}.",
             where=str(self._job.adapter),
             expected=f"at least {100 * (1 - self._job.may_lose):g} % kept",
             got=f"{100 * best.kept:.1f} %",
-            do="leave out --bits and --float: more bits are then tried" if asked
+            do="leave out --bits and --float: more bits are then tried" if is_set
             else "use base and adapter apart, or allow more with --may-lose",
         )  # fmt: skip
 
@@ -124,17 +130,17 @@ class _Fusing:
         ids = self._tuned.rows[0].ids[:OPENED_TOKENS].tolist()
         ours = model.module(mx.array([ids]))[0].astype(mx.float32)
         mx.eval(ours)
-        found = self._tuned.likeness_of(model)
+        likeness = self._tuned.likeness_of(model)
         del model
         gc.collect()
         self._require_same(ours, logits_for_a_consumer(self._folder, ids))
-        kept = kept_share(self._base, self._tuned.own, found)
-        tried = Tried(name, size, kept, found, refusal(kept, found, self._job.may_lose))
-        self._tried.append(tried)
-        self._say(describe(name, size, kept, found, len(self._tuned.rows), tried.refusal or "holds"))
-        if tried.refusal:
+        share = kept_share(self._base, self._tuned.own, likeness)
+        candidate = Candidate(name, size, share, likeness, refusal(share, likeness, self._job.may_lose))
+        self._tried.append(candidate)
+        self._say(describe(name, size, share, likeness, len(self._tuned.rows), candidate.refusal or "holds"))
+        if candidate.refusal:
             shutil.rmtree(self._folder)
-        return not tried.refusal
+        return not candidate.refusal
 
     def _write(self, plan: Plan) -> int:
         """The candidate's folder; bytes of its weights."""
@@ -145,10 +151,10 @@ class _Fusing:
         require_room(self._job.out.parent, size, "There is too little room for the fused model.", do)
         self._folder.mkdir()
         write_config(module, quantization_in(config, module, plan), self._folder)
-        taught = read_taught(self._job.adapter)
-        copy_beside(self._job.base, self._folder, taught.stop_ids if taught else ())
-        if taught is not None:
-            write_taught(self._folder, taught)  # for safetrain chat and serve
+        form = read_prompt_format(self._job.adapter)
+        copy_beside(self._job.base, self._folder, form.stop_ids if form else ())
+        if form is not None:
+            write_prompt_format(self._folder, form)  # for safetrain chat and serve
         del module, folds  # what is written is then gone from memory
         save_shards(self._folder, arrays)
         return size

@@ -18,7 +18,7 @@ from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.storage import paths
 
-LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**13, 16  # where max_steps ends the run: a validation takes 2 % of its time
+LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**12, 16  # where max_steps ends the run: a validation takes 2 % of its time
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
     job = Job(dataclasses.replace(asked, settings=settings), rows, identity, files)
     if settings.max_steps is None:
         return job
-    chosen = rows.valid.sample(max(LEAST_VALID_TOKENS, job.tokens // TRAINED_TO_VALID))
-    return dataclasses.replace(job, rows=dataclasses.replace(rows, valid=rows.valid.take(chosen)))
+    sample = rows.valid.sample(max(LEAST_VALID_TOKENS, job.tokens // TRAINED_TO_VALID))
+    return dataclasses.replace(job, rows=dataclasses.replace(rows, valid=rows.valid.take(sample)))
 
 
 def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
@@ -106,10 +106,10 @@ def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
 def memory_of(job: Job, backend_name: str) -> RunMemory:
     """What the run will take; raises MachineError when it exceeds the budget."""
     asked, largest = job.asked, own_largest_update(job, backend_name)
-    found = memory_of_run(job.files, job.settings, largest, backend_name, asked.memory_budget, asked.planned)
+    memory = memory_of_run(job.files, job.settings, largest, backend_name, asked.memory_budget, asked.planned)
     if not asked.rungs and not asked.survival.oversize:  # the ladder has its own end
-        require_fit(found, job.settings, largest, asked.memory_budget)
-    return found
+        require_fit(memory, job.settings, largest, asked.memory_budget)
+    return memory
 
 
 def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:

@@ -64,8 +64,8 @@ def attention_graph(width: int, head_size: int, dtype: mx.Dtype, kernel: str) ->
     """
     attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=1.0, mask="causal")
     part, graph = mx.zeros((1, 1, width, head_size), dtype), io.StringIO()
-    made = mx.vjp(attend, [part] * 3, [part])[1] if kernel == GRADIENT_KERNEL else [attend(part, part, part)]
-    mx.export_to_dot(graph, *made)
+    outputs = mx.vjp(attend, [part] * 3, [part])[1] if kernel == GRADIENT_KERNEL else [attend(part, part, part)]
+    mx.export_to_dot(graph, *outputs)
     return graph.getvalue()
 
 
@@ -82,15 +82,15 @@ def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = W
     sizes, counts = np.unique(padded_to(rounded, max(coarse, WIDTH_STEP)), return_counts=True)
     sums, before = np.concatenate([[0], np.cumsum(counts)]), np.concatenate([[0], np.cumsum(counts * sizes)])
     best = np.full(len(sizes) + 1, np.inf)
-    chosen: list[tuple[int, ...]] = [()] * (len(sizes) + 1)
+    widths: list[tuple[int, ...]] = [()] * (len(sizes) + 1)
     best[0] = 0.0
     for _ in range(min(most, len(sizes))):
-        new, picked = best.copy(), list(chosen)
+        new, picked = best.copy(), list(widths)
         for stop in range(1, len(sizes) + 1):
             size = sizes[stop - 1]
             cost = best[:stop] + size * (sums[stop] - sums[:stop]) - (before[stop] - before[:stop])
             start = int(cost.argmin())
             if cost[start] < new[stop]:
-                new[stop], picked[stop] = cost[start], (*chosen[start], int(size))
-        best, chosen = new, picked
-    return chosen[-1]
+                new[stop], picked[stop] = cost[start], (*widths[start], int(size))
+        best, widths = new, picked
+    return widths[-1]

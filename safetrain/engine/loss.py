@@ -51,11 +51,11 @@ class ShardLoss:
             return self.by_label(shard).sum()
         if self._matrix is not None and self._split is not None:
             size = chunk_tokens(self._split.vocabulary, device().shards)
-            whole = chunked_loss_of_matrix(self._matrix.head_of, size, fused=device().fuses_loss)
-            return whole(self._matrix.now(), self._chosen(shard), shard.targets, shard.weights)
+            loss_of = chunked_loss_of_matrix(self._matrix.head_of, size, fused=device().fuses_loss)
+            return loss_of(self._matrix.now(), self._chosen(shard), shard.targets, shard.weights)
         if self._split is None:  # the identity stands in for the head
-            given = (_unseen, self._chosen(shard), shard.targets, shard.weights)
-            return summed_loss_of_chunk(*given, fused=device().fuses_loss)
+            arguments = (_unseen, self._chosen(shard), shard.targets, shard.weights)
+            return summed_loss_of_chunk(*arguments, fused=device().fuses_loss)
         make = chunked_loss(*self._head(self._split), fused=device().fuses_loss)
         return make(self._chosen(shard), shard.targets, shard.weights)
 
@@ -131,9 +131,9 @@ def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx
         gradient = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
         return gradient, mx.zeros_like(primals[1]), mx.zeros_like(primals[2])
 
-    whole: Any = mx.custom_function(forward)
-    whole.vjp(backward)
-    return lambda hidden, targets, weights: whole(hidden, targets, weights)[0]
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return lambda hidden, targets, weights: function(hidden, targets, weights)[0]
 
 
 def chunked_loss_of_matrix(
@@ -165,9 +165,9 @@ def chunked_loss_of_matrix(
         of_hidden = (cotangents[0] * outputs[2]).astype(primals[1].dtype)
         return of_matrix, of_hidden, mx.zeros_like(primals[2]), mx.zeros_like(primals[3])
 
-    whole: Any = mx.custom_function(forward)
-    whole.vjp(backward)
-    return lambda matrix, hidden, targets, weights: whole(matrix, hidden, targets, weights)[0]
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return lambda matrix, hidden, targets, weights: function(matrix, hidden, targets, weights)[0]
 
 
 def measured_losses(
@@ -176,11 +176,11 @@ def measured_losses(
     """The losses themselves, (tokens,), without what a gradient needs, in chunks that wait for one another too."""
 
     def measure(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        made = [mx.zeros(0)]
+        losses = [mx.zeros(0)]
         for start in range(0, hidden.shape[0], chunk):
             some = slice(start, start + chunk)
-            here = mx.depends([hidden[some]], [made[-1]])[0]
-            made.append(_losses_of_chunk(head, here, targets[some], weights[some], fused=fused))
-        return mx.concatenate(made)
+            here = mx.depends([hidden[some]], [losses[-1]])[0]
+            losses.append(_losses_of_chunk(head, here, targets[some], weights[some], fused=fused))
+        return mx.concatenate(losses)
 
     return measure

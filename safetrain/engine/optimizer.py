@@ -74,9 +74,9 @@ class BlockOptimizer:
     ) -> None:
         """Leaves no reference to the old values, so that mlx may write the new ones in their place."""
         parameters = [part_at(module, name) for name in names]
-        kept = [dict(part_at(self.state, name)) for name in names]
-        new, kept = self._of_block(list(gradients), parameters, kept, *numbers)
-        for name, values in zip(names, kept, strict=True):
+        states = [dict(part_at(self.state, name)) for name in names]
+        new, states = self._of_block(list(gradients), parameters, states, *numbers)
+        for name, values in zip(names, states, strict=True):
             part_at(self.state, name).update(values)
         module.update(tree_unflatten(list(zip(names, new, strict=True))))
 
@@ -84,16 +84,16 @@ class BlockOptimizer:
         self,
         gradients: list[mx.array],
         parameters: list[mx.array],
-        kept: list[dict[str, mx.array]],
+        states: list[dict[str, mx.array]],
         step: mx.array,
         rate: mx.array,
         scale: mx.array,
     ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
         """New parameters and what is kept of each."""
         self.state["step"], self.state["learning_rate"] = step, rate
-        each = zip(gradients, parameters, kept, strict=True)
+        each = zip(gradients, parameters, states, strict=True)
         new = [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each]
-        return new, kept
+        return new, states
 
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
@@ -140,8 +140,8 @@ class _DecayingMatrices(optim.Adam):
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         """One parameter's new value."""
-        kept = 1 - self.learning_rate * self._decay if parameter.ndim > 1 else 1.0
-        return super().apply_single(gradient, parameter * kept, state)
+        shrinkage = 1 - self.learning_rate * self._decay if parameter.ndim > 1 else 1.0
+        return super().apply_single(gradient, parameter * shrinkage, state)
 
 
 class _MuonInBlocks(_DecayingMatrices):
@@ -156,9 +156,9 @@ class _MuonInBlocks(_DecayingMatrices):
         super().init(parameters)
         for name, parameter in tree_flatten(parameters):
             if block_of(name) and parameter.ndim == 2:
-                kept = part_at(self.state, name)
-                kept.clear()
-                self._muon.init_single(parameter, kept)
+                state = part_at(self.state, name)
+                state.clear()
+                self._muon.init_single(parameter, state)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         """One parameter's new value."""
@@ -195,8 +195,8 @@ def _share_of_peak(schedule: str, progress: float) -> float:
 
 def block_of(name: str) -> str:
     """The beginning of a parameter's name, up to its block's number; empty outside of blocks."""
-    found = BLOCK.match(name)
-    return found[0] if found else ""
+    match = BLOCK.match(name)
+    return match[0] if match else ""
 
 
 def part_at(tree: Tree, name: str) -> Any:

@@ -85,9 +85,9 @@ def load(folder: Path) -> dict[str, object]:
     try:
         model = open_base(folder, dequantize=False)
         with few_blocks(model.module) as fewer:
-            found = try_tokens(model, began)
-        if not fewer or found.get("trains") is not False:
-            return found
+            result = try_tokens(model, began)
+        if not fewer or result.get("trains") is not False:
+            return result
         del model  # two would not fit
         return try_tokens(open_base(folder, dequantize=False), began)
     except SafetrainError as error:
@@ -109,13 +109,13 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
         if NO_MEMORY.search(str(error)):
             return {"loads": None}
         fault = f"one token does not go through the model: {error}"
-    found = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
+    result = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
     if fault:
-        return {**found, "trains": False, "train_error": fault}
+        return {**result, "trains": False, "train_error": fault}
     refusal = training_fault(model)
     if NO_MEMORY.search(refusal):
-        return {**found, "trains": None}
-    return {**found, "trains": not refusal, "train_error": refusal}
+        return {**result, "trains": None}
+    return {**result, "trains": not refusal, "train_error": refusal}
 
 
 def training_fault(model: "BaseModel") -> str:

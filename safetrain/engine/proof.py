@@ -35,7 +35,7 @@ TRAINED_TO_PROVED = 100  # with so many times fewer tokens than were trained, a 
 
 
 @dataclass(frozen=True, eq=False)
-class Tuned:
+class TunedReference:
     """The best model of a training, as it was in memory, on the rows that others are compared with it on."""
 
     rows: TokenRows
@@ -43,7 +43,7 @@ class Tuned:
     reference: Reference
 
 
-def remember_best(run: TrainingRun) -> Tuned:
+def remember_best(run: TrainingRun) -> TunedReference:
     """Look at the best model, which is put back where training has gone on from it; nothing of it stays in mlx.
 
     Raises TrainingError where its file is not the one that was written, InterruptedRun.
@@ -53,44 +53,44 @@ def remember_best(run: TrainingRun) -> Tuned:
     if best is not None and state.best_step != state.step:
         set_adapter_weights(run.model, load_arrays(best))
     rows = measured_rows(job.valid, read_model_files(job.base), run.model, proved_tokens(job))
-    watch = _Watched(run.watcher, state.step)
+    watch = _ProofWatch(run.watcher, state.step)
     with watch.phase(Phase.VERIFY):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beats("as it was trained"))
     if job.settings.method == PRETRAIN:
-        return Tuned(rows, run.layout.most_tokens, dataclasses.replace(reference, head=kept_head(run.model)))
+        return TunedReference(rows, run.layout.most_tokens, dataclasses.replace(reference, head=kept_head(run.model)))
     headless = dataclasses.replace(
         reference, head=no_head
     )  # no other training changes the head: the opened model has it
-    return Tuned(rows, run.layout.most_tokens, headless)
+    return TunedReference(rows, run.layout.most_tokens, headless)
 
 
-def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
+def prove(job: Job, tuned: TunedReference, watcher: Watcher, step: int) -> Proof:
     """Open the base, then put the adapter's folder on it as mlx-lm does, and compare both with the tuned model.
 
     Call it when the training's model is gone. Raises TrainingError where the folder changes nothing, or is another
     model than the tuned one; ModelError where mlx-lm cannot open it; InterruptedRun.
     """
     gc.collect()
-    settings, watch = job.settings, _Watched(watcher, step)
+    settings, watch = job.settings, _ProofWatch(watcher, step)
     with watch.phase(Phase.LOAD_MODEL):
         model = open_base(job.base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
-    found, by_mlx_lm = list[ComparedWith](), holds_adapters(model.module, settings.method)
-    for opened in (False, True):
-        beat = watch.beats("the adapter's folder, opened again" if opened else "its base, opened again")
-        if opened:
+    comparisons, by_mlx_lm = list[ComparedWith](), holds_adapters(model.module, settings.method)
+    for with_adapter in (False, True):
+        beat = watch.beats("the adapter's folder, opened again" if with_adapter else "its base, opened again")
+        if with_adapter:
             with watch.phase(Phase.LOAD_MODEL):
                 if by_mlx_lm:
                     adapt_for_a_consumer(model.module, job.adapters)
                 else:
                     apply_adapter(model, job.adapters)
         with watch.phase(Phase.VERIFY):
-            seen = look(
+            readings = look(
                 model, tuned.rows, tuned.most_tokens, tuned.reference, beat, same_head=settings.method != PRETRAIN
             )
-        like = likeness(seen, tuned.reference.seen)
-        found.append(ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
+        like = likeness(readings, tuned.reference.seen)
+        comparisons.append(ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
     labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())
-    proof = Proof(len(tuned.rows), labels, loss, found[0], found[1], "mlx-lm" if by_mlx_lm else "safetrain")
+    proof = Proof(len(tuned.rows), labels, loss, comparisons[0], comparisons[1], "mlx-lm" if by_mlx_lm else "safetrain")
     backend = backend_of(
         read_model_files(job.base), device().name, settings.dequantize_base, settings.method,
         compute_dtype=settings.compute_dtype,
@@ -110,7 +110,7 @@ def passes_over(job: Job) -> float:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _ProofWatch:
     """Tells the supervisor that the proof goes on, and ends it on a signal."""
 
     watcher: Watcher
@@ -122,15 +122,15 @@ class _Watched:
 
     def beats(self, subject: str) -> Callable[[], None]:
         """To be called before each micro-batch of one of the three passes; a long one is reported with its progress."""
-        told, done = time.monotonic(), 0
+        said_seconds, micro_batches = time.monotonic(), 0
 
         def beat() -> None:
-            nonlocal told, done
+            nonlocal said_seconds, micro_batches
             self.watcher.recorder.write(Phase.VERIFY, Edge.BEFORE, Work(self.step))
-            if time.monotonic() - told > SAY_EVERY_SECONDS:
-                told = time.monotonic()
-                self.watcher.say(f"proof: {subject}: micro-batch {done + 1}")
-            done += 1
+            if time.monotonic() - said_seconds > SAY_EVERY_SECONDS:
+                said_seconds = time.monotonic()
+                self.watcher.say(f"proof: {subject}: micro-batch {micro_batches + 1}")
+            micro_batches += 1
             if stop := self.watcher.stop():
                 what = f"Stopped after step {self.step}, the last one, while the adapter was opened again."
                 raise InterruptedRun(stop, what, do="the same command finishes")

@@ -46,5 +46,5 @@ class Dropout(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._keep == 1.0 or not self.training:
             return x
-        kept = mx.random.bernoulli(self._keep, x.shape, key=self._source.key_at(self._place))
-        return mx.where(kept, x * (1.0 / self._keep), 0.0)
+        mask = mx.random.bernoulli(self._keep, x.shape, key=self._source.key_at(self._place))
+        return mx.where(mask, x * (1.0 / self._keep), 0.0)

@@ -81,31 +81,31 @@ class Ranks:
         """What each rank gives; of the same length on all."""
         words = np.frombuffer(content.ljust(-(-len(content) // 4) * 4, b"\0"), dtype=WORDS)
         with self._exchange(step):
-            found = mx.distributed.all_gather(mx.array(words)[None], group=self._group)
-            mx.eval(found)
-        return [row.tobytes()[: len(content)] for row in np.array(found)]
+            rows = mx.distributed.all_gather(mx.array(words)[None], group=self._group)
+            mx.eval(rows)
+        return [row.tobytes()[: len(content)] for row in np.array(rows)]
 
     def total(self, value: float, stop: int, step: int) -> float:
         """The sum over all ranks in float64, added in their order: the same bits on all. Agrees on ``stop``."""
-        given = self.gather(np.array([value, stop], dtype=np.float64).tobytes(), step)
-        found = np.array([np.frombuffer(each, dtype=np.float64) for each in given])  # (ranks, 2)
-        self.stop = int(found[:, 1].max())
-        return float(sum(found[:, 0].tolist()))
+        contents = self.gather(np.array([value, stop], dtype=np.float64).tobytes(), step)
+        pairs = np.array([np.frombuffer(each, dtype=np.float64) for each in contents])  # (ranks, 2)
+        self.stop = int(pairs[:, 1].max())
+        return float(sum(pairs[:, 0].tolist()))
 
-    def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
+    def sum_update(self, own_part: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
         """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
 
         In few messages: for small arrays it is their number that costs time. The message goes with the first one, in
         a row that no other rank writes to, so adding changes nothing in it.
         """
         own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
-        own[self.rank] = dataclasses.astuple(told)
+        own[self.rank] = dataclasses.astuple(own_part)
         arrays, tree = {"": mx.array(own)}, tree_flatten(gradient)
         arrays |= {name: array.astype(mx.float32) for name, array in tree}
-        found = self._summed(arrays, step)
-        said = [Contribution(float(a), int(b), int(c)) for a, b, c in np.array(found.pop("")).tolist()]
-        self.stop = max(each.stop for each in said)
-        return tree_unflatten([(name, found[name]) for name, _ in tree]), said
+        sums = self._summed(arrays, step)
+        contributions = [Contribution(float(a), int(b), int(c)) for a, b, c in np.array(sums.pop("")).tolist()]
+        self.stop = max(each.stop for each in contributions)
+        return tree_unflatten([(name, sums[name]) for name, _ in tree]), contributions
 
     def broadcast(self, content: bytes) -> bytes:
         """What rank 0 gives, on all ranks."""
@@ -118,24 +118,24 @@ class Ranks:
         """Copy rank 0's arrays to all ranks, bit for bit."""
         kinds = [(name, str(array.dtype).rpartition(".")[2], list(array.shape)) for name, array in arrays.items()]
         kinds = json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode()))
-        given = {}
+        numbers = {}
         for name, kind, shape in kinds:  # as bytes: adding zero to a number may change it, as it does -0.0
             array = arrays[name] if self.rank == 0 else mx.zeros(shape, getattr(mx, kind))
-            given[name] = array.reshape(-1).view(mx.uint8)
-        found = self._summed(given, 0)
-        return {name: found[name].view(getattr(mx, kind)).reshape(shape) for name, kind, shape in kinds}
+            numbers[name] = array.reshape(-1).view(mx.uint8)
+        sums = self._summed(numbers, 0)
+        return {name: sums[name].view(getattr(mx, kind)).reshape(shape) for name, kind, shape in kinds}
 
     def require_same(self, facts: Mapping[str, str]) -> None:
         """Raise ConfigError, on all ranks, where one differs from rank 0 in what would make it another training."""
         texts = [socket.gethostname(), *facts.values()]
-        given = self.gather(b"".join(text.encode()[:FACT_BYTES].ljust(FACT_BYTES, b"\0") for text in texts))
-        found = [
+        contents = self.gather(b"".join(text.encode()[:FACT_BYTES].ljust(FACT_BYTES, b"\0") for text in texts))
+        answers = [
             [each[start : start + FACT_BYTES].rstrip(b"\0").decode(errors="replace") for start in _starts(each)]
-            for each in given
+            for each in contents
         ]
-        self.hosts = tuple(each[0] for each in found)
-        for rank, (host, *own) in enumerate(found):
-            pairs = zip(facts, own, found[0][1:], strict=True)
+        self.hosts = tuple(each[0] for each in answers)
+        for rank, (host, *own) in enumerate(answers):
+            pairs = zip(facts, own, answers[0][1:], strict=True)
             differs = [_difference(name, mine, first) for name, mine, first in pairs if mine != first]
             if differs:
                 raise ConfigError(
@@ -147,7 +147,7 @@ class Ranks:
 
     def _summed(self, arrays: Mapping[str, mx.array], step: int) -> dict[str, mx.array]:
         """Each array's sum over all ranks. Arrays of one type, the same names and shapes on all ranks."""
-        found = {}
+        sums = {}
         for names in _messages(arrays):
             flat = mx.concatenate([arrays[name].reshape(-1) for name in names])
             mx.eval(flat)
@@ -156,8 +156,8 @@ class Ranks:
                 mx.eval(total)
             ends = np.cumsum([arrays[name].size for name in names]).tolist()
             for name, start, end in zip(names, [0, *ends], ends, strict=False):
-                found[name] = total[start:end].reshape(arrays[name].shape)
-        return found
+                sums[name] = total[start:end].reshape(arrays[name].shape)
+        return sums
 
     @contextmanager
     def _exchange(self, step: int) -> Iterator[None]:
@@ -189,14 +189,14 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
     Raises EngineError where they cannot be reached: mlx's ring tries to connect for half a minute. It waits for others
     to connect without an end, and no Python runs meanwhile, so this process is ended with exit code 1 after a while.
     """
-    known = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
+    name = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
         if recorder is None:
-            group = mx.distributed.init(strict=True, backend=known)
+            group = mx.distributed.init(strict=True, backend=name)
         else:
             with recorder.phase(Phase.EXCHANGE):
-                group = mx.distributed.init(strict=True, backend=known)
+                group = mx.distributed.init(strict=True, backend=name)
     except (RuntimeError, ValueError) as error:
         raise EngineError(
             f"The ranks cannot reach each other: {error}",
@@ -251,12 +251,12 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
     for name, array in sorted(adapter_weights(model).items()):
         digest.update(name.encode())
         digest.update(np.array(array.reshape(-1).view(mx.uint8)).data)
-    found = ranks.gather(digest.digest()[:DIGEST_BYTES], step)
-    drifted = [rank for rank, other in enumerate(found) if other != found[0]]
+    digests = ranks.gather(digest.digest()[:DIGEST_BYTES], step)
+    drifted = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if drifted:
-        named = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
+        names = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
         raise EngineError(
-            f"After step {step} the weights of {named} are no longer those of rank 0 on {ranks.hosts[0]}.",
+            f"After step {step} the weights of {names} are no longer those of rank 0 on {ranks.hosts[0]}.",
             expected="the same bits on all ranks, because all apply the same gradient",
             do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
         )

@@ -91,7 +91,7 @@ def training() -> Iterator[str]:
     began = time.perf_counter()
     losses = train_tiny(len(LOSSES))
     seconds = time.perf_counter() - began
-    worst = max(abs(found / expected - 1) for found, expected in zip(losses, LOSSES, strict=True))
+    worst = max(abs(loss / expected - 1) for loss, expected in zip(losses, LOSSES, strict=True))
     yield f"{len(losses)} updates, loss {losses[0]:.6f} to {losses[-1]:.6f}: within {worst:.1e} of recorded"
     yield f"{seconds:.2f} s, peak {size_text(mx.get_peak_memory())}"
 

@@ -89,16 +89,16 @@ def _tiled(block: Block, scale: float, window: int | None, way: Way) -> Callable
     forward_pass, backward_pass, tiles = PASSES[way]
 
     def forward(*parts: mx.array) -> Arrays:
-        output, *kept = line_by_line(forward_pass, tiles, scale, window, _all_lines(block, *parts))
-        return (_of_lines(block, output, parts[0]), *kept)
+        output, *rest = line_by_line(forward_pass, tiles, scale, window, _all_lines(block, *parts))
+        return (_of_lines(block, output, parts[0]), *rest)
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         groups = primals[0].shape[1] // primals[1].shape[1]
         along, output = (_lines(block, part, groups) for part in (cotangents[0], outputs[0]))
-        made = line_by_line(
+        gradients = line_by_line(
             backward_pass, tiles, scale, window, (*_all_lines(block, *primals), along, output, *outputs[1:])
         )
-        return tuple(_of_lines(block, part, primal) for part, primal in zip(made, primals, strict=True))
+        return tuple(_of_lines(block, part, primal) for part, primal in zip(gradients, primals, strict=True))
 
     attend: Any = mx.custom_function(forward)
     attend.vjp(backward)
@@ -132,8 +132,8 @@ def _from_list(block: Block, part: mx.array) -> mx.array:
 
 def _to_list(block: Block, part: mx.array) -> mx.array:
     """(rows, width, heads, size) -> (tokens, heads, 1, size)."""
-    whole = part.reshape(block.rows * block.width, part.shape[2], 1, part.shape[3])
-    return whole if block.gather is None else whole[block.gather.back]
+    rows = part.reshape(block.rows * block.width, part.shape[2], 1, part.shape[3])
+    return rows if block.gather is None else rows[block.gather.back]
 
 
 def line_by_line(compute: Pass, tiles: Tiles, scale: float, window: int | None, arrays: Sequence[mx.array]) -> Arrays:
@@ -141,8 +141,8 @@ def line_by_line(compute: Pass, tiles: Tiles, scale: float, window: int | None, 
     count, groups, width, _ = arrays[0].shape
     step, made = tiles.lines(groups, width, arrays[0].itemsize), list[Arrays]()
     for start in range(0, count, step):
-        given = after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
-        made.append(compute(scale, window, *given))
+        lines = after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
+        made.append(compute(scale, window, *lines))
     return made[0] if len(made) == 1 else tuple(mx.concatenate(list(parts)) for parts in zip(*made, strict=True))
 
 

@@ -101,20 +101,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         ranks.total(0.0, watcher.stop(), state.step)  # whether a rank wants to end before it has begun
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     saved = state.step, state.recorded_step
-    return TrainingRun(
-        job,
-        watcher,
-        model,
-        gradients,
-        optimizer,
-        disk,
-        state,
-        layout,
-        tracer,
-        ranks,
-        share,
-        saved,
-    )
+    return TrainingRun(job, watcher, model, gradients, optimizer, disk, state, layout, tracer, ranks, share, saved)
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:
@@ -127,10 +114,10 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait
         discard_run(job.output)
         (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
-    kept = job.asked.survival.keep_checkpoints + KEPT_BESIDE
+    most = job.asked.survival.keep_checkpoints + KEPT_BESIDE
     have = len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
-    disk.require(max(1, kept - have) * size, "the checkpoints of this training")
+    disk.require(max(1, most - have) * size, "the checkpoints of this training")
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
         disk.write(best.stat().st_size, state.step, lambda: save_best(job, model, best))
@@ -159,5 +146,6 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
 def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """The best adapter so far into its folder: the model's own weights, or a copy of the file ``weights``."""
-    settings, fingerprint = job.settings, job.identity.base_model
-    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, job.rows.taught, weights, fingerprint)
+    settings, form = job.settings, job.rows.prompt_format
+    base = job.identity.base_model
+    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, form, weights, base)

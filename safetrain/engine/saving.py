@@ -21,7 +21,7 @@ from safetrain.core.run_folder import WrittenSample
 from safetrain.core.storage.files import sha256_of, write_text
 from safetrain.core.storage.run_files import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE
-from safetrain.engine.bad_updates import Refused, bad_update_error, path_of, write_down
+from safetrain.engine.bad_updates import RefusedUpdate, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import answer, measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.ranks import require_same_weights
@@ -72,7 +72,7 @@ def _take_samples(run: TrainingRun) -> None:
     One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
     """
     job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base / "tokenizer.json"
-    ends = job.rows.taught.stop_ids if job.rows.taught else ()
+    ends = job.rows.prompt_format.stop_ids if job.rows.prompt_format else ()
     if job.settings.method != PRETRAIN or not run.ranks.writes or not ends or not file.is_file():
         return
     from tokenizers import Tokenizer  # only here: an engine that writes no samples starts without it
@@ -82,8 +82,8 @@ def _take_samples(run: TrainingRun) -> None:
 
     tokenizer, prompts, path = Tokenizer.from_file(str(file)), _prompts(job.valid, ends), job.output / SAMPLES
     with recorder.phase(Phase.EVALUATE, Work(step)):
-        made = answer(run.model, prompts, frozenset(ends), SAMPLE_TOKENS, run.layout.most_tokens, beat)
-    pairs = [(tokenizer.decode(prompt[1:]), tokenizer.decode(ids)) for prompt, ids in zip(prompts, made, strict=True)]
+        tails = answer(run.model, prompts, frozenset(ends), SAMPLE_TOKENS, run.layout.most_tokens, beat)
+    pairs = [(tokenizer.decode(prompt[1:]), tokenizer.decode(ids)) for prompt, ids in zip(prompts, tails, strict=True)]
     samples = [*samples_before(path, step), *(WrittenSample(step, prompt, text) for prompt, text in pairs)]
     text = "".join(f"{json.dumps(vars(each), ensure_ascii=False)}\n" for each in samples)
     run.disk.write(len(text.encode()), step, lambda: write_text(path, text))
@@ -94,21 +94,21 @@ def _take_samples(run: TrainingRun) -> None:
 def _prompts(valid: TokenRows, ends: tuple[int, ...]) -> list[list[int]]:
     """The token that documents begin with, then a few documents' first tokens."""
     some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * SAMPLES_TAKEN)).round().astype(int).tolist()
-    opened = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in ends]
-    beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in opened if len(ids) > PROMPT_TOKENS]
-    return [[statistics.mode([int(ids[0]) for ids in opened] or ends[:1])], *beginnings[:SAMPLES_TAKEN]]
+    documents = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in ends]
+    beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in documents if len(ids) > PROMPT_TOKENS]
+    return [[statistics.mode([int(ids[0]) for ids in documents] or ends[:1])], *beginnings[:SAMPLES_TAKEN]]
 
 
 def samples_before(path: Path, step: int) -> list[WrittenSample]:
     """What the file holds of earlier steps, up to a line that is not a sample: a person may have changed it."""
-    found = list[WrittenSample]()
+    samples = list[WrittenSample]()
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.split("\n")[:-1]:  # a text may hold other characters that splitlines() divides at
         try:
-            found.append(WrittenSample(**json.loads(line)))
+            samples.append(WrittenSample(**json.loads(line)))
         except (ValueError, TypeError):
             break
-    return [each for each in found if each.step < step]
+    return [each for each in samples if each.step < step]
 
 
 def save(run: TrainingRun) -> None:
@@ -135,7 +135,7 @@ def _write_checkpoint(run: TrainingRun) -> None:
     save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, keep)
 
 
-def stop_at(run: TrainingRun, refused: Refused) -> BadUpdateError:
+def stop_at(run: TrainingRun, refused: RefusedUpdate) -> BadUpdateError:
     """Write down an update that is not applied and save the state before it; returns the error to end with."""
     if run.ranks.writes:
         write_down(run.job.output, refused, run.model, run.layout)

@@ -78,7 +78,7 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
+    ours, gradient_vector = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
     packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
@@ -89,7 +89,7 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         on_cpu=device().name == "cpu",
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
-        gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
+        gradient_difference=float(np.linalg.norm(gradient_vector - expected) / np.linalg.norm(expected)),
         step_seconds=seconds,
         tokens_per_second=update.input_tokens / seconds,
         peak_memory_bytes=peak,

@@ -20,7 +20,7 @@ from safetrain.engine.backend import room_bytes, set_limits
 from safetrain.engine.conversation import open_tuned
 from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.upstream.generation import padding_refusal
-from safetrain.engine.upstream.serving import Listening, OneModel, Served, serve
+from safetrain.engine.upstream.serving import OneModel, ServedModel, ServerSocket, serve
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # where this machine reaches itself
 TAKEN, REFUSED = (errno.EADDRINUSE,), (errno.EACCES, errno.EPERM)
@@ -31,7 +31,7 @@ CONNECT_SECONDS = 1.0
 class ServeJob:
     """The model to serve, and the address."""
 
-    served: Served
+    served: ServedModel
     base: Path
     adapter: Path | None
     host: str
@@ -80,13 +80,13 @@ def _interrupt(_number: int) -> None:
     raise KeyboardInterrupt
 
 
-def _listening(host: str, port: int) -> Listening:
+def _listening(host: str, port: int) -> ServerSocket:
     where = f"{host}:{port}"
     try:
         # On a Mac two programs can have one port, if one of them has it for all addresses, so that is checked too.
         if port and _answers(ANY_ADDRESS.get(host, host), port):
             raise OSError(errno.EADDRINUSE, "something answers there")
-        return Listening(host, port)
+        return ServerSocket(host, port)
     except OSError as error:
         if error.errno in TAKEN:
             do = f"choose another with --port {port + 1 if port < 65535 else 8080}, or end the other program"

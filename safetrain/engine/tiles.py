@@ -96,5 +96,5 @@ def _band(before: int, window: int | None, queries: int) -> mx.array:
     All tiles are parts of the last one's, so that nothing is kept that grows with the square of a row.
     """
     distance = before + np.arange(queries)[:, None] - np.arange(before + queries)[None, :]
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return mx.array(np.where(seen, 0.0, HIDDEN_SCORE).astype(np.float32))
+    is_visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return mx.array(np.where(is_visible, 0.0, HIDDEN_SCORE).astype(np.float32))

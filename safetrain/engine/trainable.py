@@ -38,11 +38,11 @@ def equip(
 ) -> Gradients:
     """Put a model's trainable part in place; returns what computes its gradients."""
     make_trainable(model, settings.method, settings.lora, settings.seed)
-    whole = settings.method == PRETRAIN
+    is_whole = settings.method == PRETRAIN
     if settings.gradient_checkpointing:
-        for block in model.module.layers[0 if whole else -settings.lora.num_layers :]:
+        for block in model.module.layers[0 if is_whole else -settings.lora.num_layers :]:
             checkpoint(block)
-    dtype = _pass_dtype(settings) if whole else None
+    dtype = _pass_dtype(settings) if is_whole else None
     return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=dtype)
 
 

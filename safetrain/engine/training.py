@@ -13,11 +13,11 @@ from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
-from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
+from safetrain.engine.bad_updates import RefusedUpdate, fault_in, path_of, remember
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
-from safetrain.engine.proof import Tuned, remember_best
+from safetrain.engine.proof import TunedReference, remember_best
 from safetrain.engine.ranks import Contribution, Ranks
 from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
 from safetrain.engine.saving import record, save, stop_at
@@ -36,7 +36,7 @@ class Result:
     metrics: TrainingMetrics
     state: TrainState
     trainable_parameters: int
-    tuned: Tuned  # to be compared with what the adapter's folder gives
+    tuned: TunedReference  # to be compared with what the adapter's folder gives
 
 
 def train(job: Job, watcher: Watcher) -> Result:
@@ -119,7 +119,9 @@ def _interrupted(run: TrainingRun) -> InterruptedRun:
     )
 
 
-def make_update(run: TrainingRun, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
+def make_update(
+    run: TrainingRun, update: Update, rate: float
+) -> tuple[Update | None, UpdateResult, RefusedUpdate | None]:
     """Compute one update and apply it unless its numbers are wrong; build the following one while a GPU computes."""
     state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
     run.model.module.train()
@@ -136,12 +138,12 @@ def make_update(run: TrainingRun, update: Update, rate: float) -> tuple[Update |
         return upcoming, result, None
     fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
     if fault:
-        whole = _update_at(run, state.cursor, WHOLE) if run.ranks.together else update
-        return upcoming, result, Refused(state.step + 1, fault, result, rate, whole, gradient)
+        whole_update = _update_at(run, state.cursor, WHOLE) if run.ranks.together else update
+        return upcoming, result, RefusedUpdate(state.step + 1, fault, result, rate, whole_update, gradient)
     if run.ranks.writes:
         path_of(run.job.output, state.step + 1).unlink(missing_ok=True)  # of a run that stopped here before
-    told = run.tracer.optimizer(state.step + 1) if run.tracer is not None else nullcontext()
-    with recorder.phase(Phase.OPTIMIZER, Work(state.step + 1)), told:
+    tracing = run.tracer.optimizer(state.step + 1) if run.tracer is not None else nullcontext()
+    with recorder.phase(Phase.OPTIMIZER, Work(state.step + 1)), tracing:
         apply_gradient(run.model, run.optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
     return upcoming, result, None
 

@@ -210,16 +210,16 @@ class Gradients:
             self._tracer.begin(
                 dataclasses.replace(work, rows=len(shard.rows), tokens=shard.inputs.size, row_ids=row_ids(shard.rows))
             )
-            made = self._compute(shard, key, share)
-            self._tracer.end(made)
-            return made
+            results = self._compute(shard, key, share)
+            self._tracer.end(results)
+            return results
 
         if not device().side_by_side:
             (shard,) = batch.shards
             return of_shard(0, shard)
         with self._compute.loss.one_head():
-            made = side_by_side(of_shard, batch.shards)
-        losses, gradients = [loss for loss, _ in made], [gradient for _, gradient in made]
+            results = side_by_side(of_shard, batch.shards)
+        losses, gradients = [loss for loss, _ in results], [gradient for _, gradient in results]
         total, summed = mx.stack(losses).sum(), gradients[0]
         for gradient in gradients[1:]:
             summed = tree_map(mx.add, summed, gradient)

@@ -72,9 +72,9 @@ def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopReque
     except SafetrainError as error:
         return _told(pipe, error, record.parent)
     except MemoryError as error:
-        told = EngineError(f"out of memory: {error}")
-        told.__cause__ = error
-        return _told(pipe, told, record.parent)
+        failure = EngineError(f"out of memory: {error}")
+        failure.__cause__ = error
+        return _told(pipe, failure, record.parent)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -96,8 +96,8 @@ def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe
 
     ranks = join(backend_here() if job is None else job.rank_backend, recorder)
     ranks.require_same(versions())  # first of all: another version may not understand the job
-    sent = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
-    shared = from_json(TrainJob, json.loads(sent))
+    text = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
+    shared = from_json(TrainJob, json.loads(text))
     if shared.ranks != ranks.size:
         raise ConfigError("The hostfile has another number of ranks.", expected=str(shared.ranks), got=str(ranks.size))
     if job is None:

@@ -232,8 +232,8 @@ class LaunchedRanks(WatchedProcess):
         mlx.launch looks once a second, so the order in which it reports two ends can be the wrong one.
         """
         failed = self.failed
-        lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
-        others = [(rank, code) for rank, code in self._codes if rank or not lost]
+        is_peer_lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
+        others = [(rank, code) for rank, code in self._codes if rank or not is_peer_lost]
         return min(others, key=lambda each: each[1] in ENDS_ALL, default=(None, 0))
 
 
@@ -243,13 +243,13 @@ def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: P
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
     hosts = read_hostfile(hostfile)
-    known = settings.flight / HOSTS
-    write_text(known, as_launched(hostfile))
+    hostfile_here = settings.flight / HOSTS
+    write_text(hostfile_here, as_launched(hostfile))
     shared = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(settings.environment)
     shared |= cores_of_each(max(hosts.names.count(name) for name in hosts.names))
     process = subprocess.Popen(
         [
-            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(known),
+            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(hostfile_here),
             "--cwd", str(Path.cwd()), "--python", command[0], "--starting-port", str(first_port(hosts.ports)),
             *(word for name, value in shared.items() for word in ("--env", f"{name}={value}")),
             "--", *command[1:], str(settings.flight), str(fifo), PARENT,

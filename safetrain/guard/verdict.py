@@ -115,9 +115,9 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
     match ending.ended_by_us:
         case "hang":
             stacks = rank_folder(Path(FLIGHT), ending.rank or 0) / STACKS
-            written = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
+            stacks_text = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
             waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
-            return Cause("hang", "it hung and was ended", CONFIRMED, (waited, written, *_where(evidence)))
+            return Cause("hang", "it hung and was ended", CONFIRMED, (waited, stacks_text, *_where(evidence)))
         case "limit":
             passed = f"its memory passed {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
             return Cause("memory_limit", "it took more memory than allowed and was ended", CONFIRMED, (passed,), True)
@@ -204,8 +204,8 @@ def _crashed(evidence: Evidence) -> Cause | None:
         return None
     name, passed_on = _name_of(-ending.return_code), ending.signal_passed_on
     if -ending.return_code not in CRASHES:
-        sent = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
-        if not ending.began and ending.return_code == -sent:  # it came before the process could handle it
+        number = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
+        if not ending.began and ending.return_code == -number:  # it came before the process could handle it
             early = f"{_name_of(passed_on)} came before the training had begun"
             return Cause("stopped", "it was stopped before there was anything to save", CONFIRMED, (early,))
         return Cause("killed", f"it was ended by {name}", CONFIRMED, readings)

@@ -16,14 +16,7 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.terms import (
-    Backend,
-    Shape,
-    backend_of,
-    dequantizes_per_use,
-    shards_at_once,
-    shards_of,
-)
+from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once, shards_of
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import PRETRAIN, Train
@@ -116,12 +109,12 @@ class Fit:
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
     """All candidates that differ, in the order of their expected speed."""
-    found = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
+    fits = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
     for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
             fit = _fit(question, size, length, checkpointing=checkpointing, dequantize_base=dequantize)
-            found.setdefault((checkpointing, dequantize, fit.shape), fit)
-    return sorted(found.values(), key=lambda fit: fit.relative_cost)
+            fits.setdefault((checkpointing, dequantize, fit.shape), fit)
+    return sorted(fits.values(), key=lambda fit: fit.relative_cost)
 
 
 def best_fit(question: PlannedTraining) -> Fit:
@@ -129,16 +122,16 @@ def best_fit(question: PlannedTraining) -> Fit:
 
     With train.oversize, the one that needs least instead of the error.
     """
-    tried = list[Fit]()
+    all_fits = list[Fit]()
     for length in question.lengths:
-        found = candidates_at(question, length)
-        for fit in found:
+        fits = candidates_at(question, length)
+        for fit in fits:
             if fit.fits(question.budget):
                 return fit
-        tried += found
+        all_fits += fits
     if question.train.oversize:
-        return min(tried, key=lambda fit: fit.peak_bytes)
-    raise nothing_fits(question, tried)
+        return min(all_fits, key=lambda fit: fit.peak_bytes)
+    raise nothing_fits(question, all_fits)
 
 
 def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
@@ -153,9 +146,9 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     )
 
 
-def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
+def nothing_fits(question: PlannedTraining, fits: list[Fit]) -> MachineError:
     """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
-    least, train = min(tried, key=lambda fit: fit.peak_bytes), question.train
+    least, train = min(fits, key=lambda fit: fit.peak_bytes), question.train
     smallest = Estimate(
         question.model, question.machine, question.lora, train.method, least.checkpointing, least.dequantize_base,
         train.optimizer, compute_dtype_of(train, question.machine, question.model), least.shape.accumulates,
@@ -204,6 +197,6 @@ def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
     train, on_cpu = question.train, question.machine.backend == "cpu"
     dequantized_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
     choices = dequantized_first if train.dequantize_base is None else [train.dequantize_base]
-    given = train.gradient_checkpointing
-    recomputing = [False, True] if given is None else [given]
+    setting = train.gradient_checkpointing
+    recomputing = [False, True] if setting is None else [setting]
     return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]

@@ -81,15 +81,15 @@ def from_error(identifier: str, name: str, error: SafetrainError) -> Check:
     return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)
 
 
-def require_known(identifiers: Sequence[str], known: Sequence[str]) -> None:
+def require_known(identifiers: Sequence[str], names: Sequence[str]) -> None:
     """Raise ConfigError for a name that no check has."""
     for identifier in identifiers:
-        if identifier not in known:
-            near = difflib.get_close_matches(identifier.upper(), known, n=1)
+        if identifier not in names:
+            near = difflib.get_close_matches(identifier.upper(), names, n=1)
             raise ConfigError(
                 f"Unknown check {identifier}.",
                 where="preflight.downgrade",
-                expected="" if near else f"one of {', '.join(known)}",
+                expected="" if near else f"one of {', '.join(names)}",
                 do=f"did you mean {near[0]}?" if near else "",
             )
 

@@ -100,9 +100,9 @@ def ran_out_of_memory(ended: str) -> bool:
 def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes: int | None) -> str:
     """How the child ended, or why it has to."""
     deadline = time.monotonic() + timeout_seconds
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            code = process.wait(left if most_bytes is None else min(left, WATCH_SECONDS))
+            code = process.wait(remaining if most_bytes is None else min(remaining, WATCH_SECONDS))
         except subprocess.TimeoutExpired:
             if most_bytes is not None and footprint_bytes(process.pid) > most_bytes:
                 _end(process)
@@ -127,8 +127,8 @@ def _last_words(stderr: str) -> str:
     A whole traceback is kept in a file, which is named.
     """
     last = next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
-    kept = keep_text(stderr) if TRACEBACK in stderr else ""
-    return f"{last} (traceback: {kept})" if kept else last
+    file = keep_text(stderr) if TRACEBACK in stderr else ""
+    return f"{last} (traceback: {file})" if file else last
 
 
 def run_to_its_end(command: list[str], stdout: int | None = None) -> int:

@@ -117,12 +117,12 @@ def remedies(asked: Estimate) -> list[tuple[str, Estimate]]:
     In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
     cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
     """
-    found = list[tuple[str, Estimate]]()
+    steps = list[tuple[str, Estimate]]()
     for key, less in _steps(asked):
-        found.append((key, less))
+        steps.append((key, less))
         if less.fits:
             break
-    return found
+    return steps
 
 
 def _steps(run: Estimate) -> Iterator[tuple[str, Estimate]]:
@@ -154,17 +154,17 @@ def what_would_fit(run: Estimate) -> list[str]:
     """Single changes that would each make the smallest form of a training fit, with the memory needed then."""
     if fewer := _first(run.but(rows=rows) for rows in range(run.rows - 1, 0, -1)):
         return [_told(f"train.batch_size={fewer.rows}", fewer)]
-    one, found = run.but(rows=1), list[str]()
+    one, texts = run.but(rows=1), list[str]()
     lengths = range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
     if shorter := _first(one.but(tokens=tokens) for tokens in lengths):
-        found.append(_told(f"train.max_seq_length={shorter.tokens}", shorter))
+        texts.append(_told(f"train.max_seq_length={shorter.tokens}", shorter))
     if fewer := _first(one.with_blocks(count) for count in range(run.lora.num_layers - 1, 0, -1)):
-        found.append(_told(f"lora.num_layers={fewer.lora.num_layers}", fewer))
+        texts.append(_told(f"lora.num_layers={fewer.lora.num_layers}", fewer))
     may_quantize = run.model.quantization_bits is None and run.method not in WHOLE  # quantized weights stay frozen
     if may_quantize and (quantized := _first(_quantized(one, bits) for bits in FEWER_BITS)):
         folder, bits = run.model.folder, quantized.model.quantization_bits
-        found.append(_told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", quantized))
-    return found or [_smaller_base(one)]
+        texts.append(_told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", quantized))
+    return texts or [_smaller_base(one)]
 
 
 def _told(change: str, run: Estimate) -> str:

@@ -17,20 +17,14 @@ from safetrain.core.model.files import ModelFiles, model_of_config, read_model_p
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.plan.creation.create import InitialWeights, config_of
-from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for
+from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
 from safetrain.plan.estimate import BATCHES, Estimate, asked_run, remedies, what_would_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
-from safetrain.plan.speed import (
-    exchange_seconds,
-    flops_per_token,
-    shared_update,
-    update_seconds,
-    wire_bytes,
-)
+from safetrain.plan.speed import exchange_seconds, flops_per_token, shared_update, update_seconds, wire_bytes
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 RECOMPUTED = "train.gradient_checkpointing=true"
@@ -80,13 +74,13 @@ def print_estimate(console: Console, asked: Estimate, name: str) -> bool:
 
 def print_remedies(console: Console, asked: Estimate) -> None:
     """What to change, step by step, down to the first that fits; where none does, what else would fit."""
-    found = remedies(asked)
+    steps = remedies(asked)
     table = _titled_table(console, "what to change, each step with those above it")
-    for key, run in found:
+    for key, run in steps:
         table.add_row(key, size(run.needed_bytes), "fits" if run.fits else "does not fit")
     console.print(table)
-    if found and found[-1][1].fits:
-        keys = dict(key.partition("=")[::2] for key, _ in found)  # of each key, the last value
+    if steps and steps[-1][1].fits:
+        keys = dict(key.partition("=")[::2] for key, _ in steps)  # of each key, the last value
         console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}", highlight=False)
         return
     other = " or ".join(what_would_fit(asked.cheapest.but(rows=1, accumulates=True)))
@@ -112,22 +106,22 @@ def _titled_table(console: Console, title: str, columns: tuple[str, ...] = ()) -
     return table
 
 
-def _print_terms(console: Console, found: Estimate, title: str) -> None:
+def _print_terms(console: Console, run: Estimate, title: str) -> None:
     """One training, term by term."""
     table = _titled_table(console, title)
     table.add_column("")
     table.add_column("", justify="right")
-    peak = total_bytes(found.terms)
-    for term in found.terms:
+    peak = total_bytes(run.terms)
+    for term in run.terms:
         table.add_row(term.name, size(term.size_bytes))
     table.add_row("predicted peak of mlx", size(peak), style="bold")
-    margin = size(with_margin(found.terms) - peak)
+    margin = size(with_margin(run.terms) - peak)
     table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of what is estimated", margin)
-    table.add_row("process around it", size(found.machine.process_memory_bytes))
-    table.add_row("needed", size(found.needed_bytes), style="bold")
-    table.add_row("budget", size(found.machine.memory_budget_bytes))
+    table.add_row("process around it", size(run.machine.process_memory_bytes))
+    table.add_row("needed", size(run.needed_bytes), style="bold")
+    table.add_row("budget", size(run.machine.memory_budget_bytes))
     console.print(table)
-    _print_verdict(console, fits=found.fits)
+    _print_verdict(console, fits=run.fits)
 
 
 def _print_verdict(console: Console, *, fits: bool) -> None:
@@ -227,12 +221,12 @@ def print_pretraining(
 ) -> bool:
     """What pretraining takes at each place: all about one, a line for each of several. Returns whether it fits."""
     model, now = model_to_pretrain(name), datetime.now().astimezone()
-    found = [estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints) for each in places]
-    if len(found) > 1:
-        _print_places(console, model, found, now)
+    estimates = [estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints) for each in places]
+    if len(estimates) > 1:
+        _print_places(console, model, estimates, now)
     else:
-        _print_pretraining(console, model, found[0], tokens_per_parameter, now)
-    return any(each.fits for each in found)
+        _print_pretraining(console, model, estimates[0], tokens_per_parameter, now)
+    return any(each.fits for each in estimates)
 
 
 def model_to_pretrain(name: str) -> ModelFiles:
@@ -250,7 +244,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
             expected=f"{', '.join(PRESETS)}, another size as 30m, or a model's folder",
             got=name,
         )
-    shape = shape_for(AskedShape(parameters=parameters))
+    shape = shape_for(ShapeRequest(parameters=parameters))
     return model_of_config(config_of(shape, OWN_IDS, InitialWeights(shape.hidden, shape.layers, 0)), Path(name))
 
 
@@ -276,54 +270,54 @@ def estimate_pretraining(
 
 
 def _print_pretraining(
-    console: Console, model: ModelFiles, found: PretrainingEstimate, tokens_per_parameter: float, now: datetime
+    console: Console, model: ModelFiles, estimate: PretrainingEstimate, tokens_per_parameter: float, now: datetime
 ) -> None:
     """All of it, for one place."""
-    place = found.place
+    place = estimate.place
     on = f"{place.ranks} x {place.name}" if place.ranks > 1 else place.name
     title = f"{model.folder.name} from scratch, on {on} ({place.machine.backend})"
     console.print(title, style="italic", highlight=False)
     source = " (Hoffmann et al. 2022)" if tokens_per_parameter == 20 else ""
-    checkpoints = f"{size(found.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
+    checkpoints = f"{size(estimate.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
     power = f"at {(place.watts or 0) * place.ranks:g} W"
     price = f"at {(place.usd_per_hour or 0) * place.ranks:g} USD an hour"
-    speed, duration = found.speed_source, "not known"
-    if found.seconds is not None:
-        end = finish_text(now, found.seconds)
-        duration = f"{duration_text(found.seconds)}, finished on {end} if it begins now and never pauses"
-        again = "" if found.rows else ", blocks recomputed"
-        speed = f"{found.tokens_per_second:,.0f} tokens a second{again} ({speed})"
+    speed, duration = estimate.speed_source, "not known"
+    if estimate.seconds is not None:
+        end = finish_text(now, estimate.seconds)
+        duration = f"{duration_text(estimate.seconds)}, finished on {end} if it begins now and never pauses"
+        again = "" if estimate.rows else ", blocks recomputed"
+        speed = f"{estimate.tokens_per_second:,.0f} tokens a second{again} ({speed})"
     lines = {
         "parameters": f"{count_text(model.parameters)}; {model.num_layers} blocks of {model.hidden_size}",
-        "tokens wanted": f"{count_text(found.tokens)}, {tokens_per_parameter:g} a parameter{source}",
-        "operations": f"{found.flops:.2g}, 6 for each weight and token, and attention",
+        "tokens wanted": f"{count_text(estimate.tokens)}, {tokens_per_parameter:g} a parameter{source}",
+        "operations": f"{estimate.flops:.2g}, 6 for each weight and token, and attention",
         "speed": speed,
         "duration": duration,
-        "memory": _memory_text(found),
-        "disk": f"{checkpoints}, {size(STORE_BYTES_PER_TOKEN * found.tokens)} of tokens",
-        "energy": _known(found.kwh, "{:,.3g} kWh", power, "watts"),
-        "cost": _known(found.usd, "{:,.0f} USD", price, "usd_per_hour"),
+        "memory": _memory_text(estimate),
+        "disk": f"{checkpoints}, {size(STORE_BYTES_PER_TOKEN * estimate.tokens)} of tokens",
+        "energy": _known(estimate.kwh, "{:,.3g} kWh", power, "watts"),
+        "cost": _known(estimate.usd, "{:,.0f} USD", price, "usd_per_hour"),
     }
     for name, text in lines.items():
         console.print(f"{name:<15} {text}", highlight=False, markup=False)
-    _print_verdict(console, fits=found.fits)
+    _print_verdict(console, fits=estimate.fits)
 
 
-def _memory_text(found: PretrainingEstimate) -> str:
-    each, budget = " on each" if found.place.ranks > 1 else "", size(found.place.machine.memory_budget_bytes)
-    one = f"{size(found.needed_bytes)}{each} of {budget} for a window of {found.length} tokens"
-    if not found.fits:
+def _memory_text(estimate: PretrainingEstimate) -> str:
+    each, budget = " on each" if estimate.place.ranks > 1 else "", size(estimate.place.machine.memory_budget_bytes)
+    one = f"{size(estimate.needed_bytes)}{each} of {budget} for a window of {estimate.length} tokens"
+    if not estimate.fits:
         return f"{one}, blocks recomputed"
-    return f"{one}; fit at a time: {_rows_text(found.rows)}, recomputed {_rows_text(found.rows_recomputed)}"
+    return f"{one}; fit at a time: {_rows_text(estimate.rows)}, recomputed {_rows_text(estimate.rows_recomputed)}"
 
 
 def _known(value: float | None, form: str, by: str, key: str) -> str:
     return f"not known ({key} and tflops in conf/machine)" if value is None else f"{form.format(value)}, assumed ({by})"
 
 
-def _print_places(console: Console, model: ModelFiles, found: Sequence[PretrainingEstimate], now: datetime) -> None:
+def _print_places(console: Console, model: ModelFiles, estimates: Sequence[PretrainingEstimate], now: datetime) -> None:
     """A line for each place."""
-    first, place = found[0], found[0].place
+    first, place = estimates[0], estimates[0].place
     together = f", on {place.ranks} of it at {place.link.gbps:g} Gbit/s" if place.ranks > 1 else ""
     console.print(
         f"{model.folder.name} from scratch: {count_text(model.parameters)} parameters, {count_text(first.tokens)} "
@@ -333,23 +327,23 @@ def _print_places(console: Console, model: ModelFiles, found: Sequence[Pretraini
     table = Table(box=None, pad_edge=False)
     for name in ("machine", "windows that fit", "tokens/s", "duration", "finished on", "kWh", "USD"):
         table.add_column(name, justify="left" if name in ("machine", "finished on") else "right")
-    for each in found:
+    for each in estimates:
         table.add_row(each.place.name, *_line(each, now))
     console.print(table)
     console.print(
         "Speeds are assumed (conf/machine: tflops, watts, usd_per_hour), and so is what follows from them; (r): blocks "
-        f"recomputed; {UNKNOWN}: not known, or it does not fit. {counted(len(found), 'machine')}.",
+        f"recomputed; {UNKNOWN}: not known, or it does not fit. {counted(len(estimates), 'machine')}.",
         style="dim", highlight=False,
     )  # fmt: skip
 
 
-def _line(found: PretrainingEstimate, now: datetime) -> list[str]:
-    if not found.fits:
+def _line(estimate: PretrainingEstimate, now: datetime) -> list[str]:
+    if not estimate.fits:
         return ["none", *[UNKNOWN] * 5]
-    fits = _rows_text(found.rows) if found.rows else f"{_rows_text(found.rows_recomputed)} (r)"
-    if found.tokens_per_second is None or found.seconds is None:
+    fits = _rows_text(estimate.rows) if estimate.rows else f"{_rows_text(estimate.rows_recomputed)} (r)"
+    if estimate.tokens_per_second is None or estimate.seconds is None:
         return [fits, *[UNKNOWN] * 5]
-    when = [duration_text(found.seconds), finish_text(now, found.seconds)]
-    kwh = UNKNOWN if found.kwh is None else f"{found.kwh:,.3g}"
-    usd = UNKNOWN if found.usd is None else f"{found.usd:,.0f}"
-    return [fits, f"{found.tokens_per_second:,.0f}", *when, kwh, usd]
+    when = [duration_text(estimate.seconds), finish_text(now, estimate.seconds)]
+    kwh = UNKNOWN if estimate.kwh is None else f"{estimate.kwh:,.3g}"
+    usd = UNKNOWN if estimate.usd is None else f"{estimate.usd:,.0f}"
+    return [fits, f"{estimate.tokens_per_second:,.0f}", *when, kwh, usd]

@@ -59,8 +59,8 @@ def host_checks(train: Train, model: Path) -> tuple[list[Check], Hosts | None]:
         hosts = hosts_of(train.hostfile, train.ranks)
     except ConfigError as error:
         return [from_error("HOSTS-FILE", "hostfile", error)], None
-    named = counted(train.ranks, "rank")
-    file = Check("HOSTS-FILE", "hostfile", "pass", True, f"{named}, {hosts.ranks_here} on this machine",
+    count = counted(train.ranks, "rank")
+    file = Check("HOSTS-FILE", "hostfile", "pass", True, f"{count}, {hosts.ranks_here} on this machine",
                  source=train.hostfile or "train.ranks")  # fmt: skip
     others = sorted({name for name in hosts.names if not is_here(name)})
     if not others:
@@ -77,29 +77,27 @@ def ask_host(name: str, model: Path) -> Facts | str:
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
     command = ["ssh", *options, "--", name, f"cd {shlex.quote(str(Path.cwd()))} && {there}"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=ANSWER_SECONDS, check=False,
         )  # fmt: skip
-        if done.returncode == 0:  # a login may print something before the answer
-            return {str(key): str(value) for key, value in json.loads(done.stdout.strip().splitlines()[-1]).items()}
+        if process.returncode == 0:  # a login may print something before the answer
+            return {str(key): str(value) for key, value in json.loads(process.stdout.strip().splitlines()[-1]).items()}
     except subprocess.TimeoutExpired:
         return f"ssh: no answer within {ANSWER_SECONDS} s"
     except OSError as error:
         return f"ssh cannot be started: {error.strerror}"
     except (ValueError, IndexError, AttributeError):
         return "its answer cannot be read"
-    why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].strip()
-    return f"ssh: {why.removeprefix('ssh: ')}" if done.returncode == NOT_REACHED else why
+    why = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].strip()
+    return f"ssh: {why.removeprefix('ssh: ')}" if process.returncode == NOT_REACHED else why
 
 
 def _reached(answers: Mapping[str, Facts | str]) -> Check:
     silent = {name: why for name, why in answers.items() if isinstance(why, str)}
-    found = (
-        "; ".join(f"{name}: {why}" for name, why in silent.items()) or f"{counted(len(answers), 'machine')} answered"
-    )
+    text = "; ".join(f"{name}: {why}" for name, why in silent.items()) or f"{counted(len(answers), 'machine')} answered"
     unreached = next((name for name, why in silent.items() if why.startswith("ssh")), None)
-    return verdict("HOSTS-REACHED", "other machines", not silent, True, found,
+    return verdict("HOSTS-REACHED", "other machines", not silent, True, text,
                    "each answers ssh without a password, and has the project", "train.hostfile",
                    f"ssh-copy-id {unreached}, until 'ssh -o BatchMode=yes {unreached} true' works"
                    if unreached is not None
@@ -107,12 +105,12 @@ def _reached(answers: Mapping[str, Facts | str]) -> Check:
 
 
 def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
-    known = {name: facts for name, facts in answers.items() if not isinstance(facts, str)}
-    if not known:
+    facts_by_host = {name: facts for name, facts in answers.items() if not isinstance(facts, str)}
+    if not facts_by_host:
         return skipped("HOSTS-EQUAL", "the same on all machines", "no other machine answered")
-    found = [text for name, facts in known.items() for text in differences(name, facts, here)]
-    same = f"versions, data and model are equal on {1 + len(known)} machines"
-    return verdict("HOSTS-EQUAL", "the same on all machines", not found, True, "; ".join(found) or same,
+    texts = [text for name, facts in facts_by_host.items() for text in differences(name, facts, here)]
+    same = f"versions, data and model are equal on {1 + len(facts_by_host)} machines"
+    return verdict("HOSTS-EQUAL", "the same on all machines", not texts, True, "; ".join(texts) or same,
                    f"{', '.join(here)} as on this machine", MODULE,
                    "copy data/validated and the model there, and install the same packages: "
                    "pip install -e . -c constraints.txt")  # fmt: skip
@@ -120,12 +118,12 @@ def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
 
 def differences(name: str, there: Facts, here: Facts) -> list[str]:
     """The facts in which a machine differs from this one, in words."""
-    found = {key: there.get(key, NONE_THERE) for key in here if there.get(key, NONE_THERE) != here[key]}
+    others = {key: there.get(key, NONE_THERE) for key in here if there.get(key, NONE_THERE) != here[key]}
     return [
         f"{name} has {'no' if theirs == NONE_THERE else 'another'} {key}"
         if key in (DATA, MODEL)
         else f"{name} has {key} {theirs}, this machine {here[key]}"
-        for key, theirs in found.items()
+        for key, theirs in others.items()
     ]
 
 
@@ -144,13 +142,13 @@ def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> l
         fits, text = True, f"{size_text(needed + machine.process_memory_bytes)} each"
     except MachineError as error:
         fits, text = False, error.got
-    named = f"{counted(ranks, 'rank')} on this machine"
+    count = f"{counted(ranks, 'rank')} on this machine"
     return [
         verdict("RANKS-CORES", "cores for ranks", cores >= ranks, False,
                 f"{counted(ranks, 'rank')} on {counted(cores, 'core')}", "a core for each rank on this machine",
                 "the system", f"train.ranks={cores}: more only wait for each other"),
         verdict("RANKS-ROOM", "memory for ranks", fits, True, text,
-                f"at most {size_text(share)}, the budget shared by {named}",
+                f"at most {size_text(share)}, the budget shared by {count}",
                 "the closed form, machine.json", "lower train.ranks, or put ranks on other machines"),
     ]  # fmt: skip
 

@@ -33,9 +33,9 @@ def fetch_model(hub_id: str, into: Path) -> Path:
         return target
     try:
         info = HfApi().model_info(hub_id, files_metadata=True)
-        wanted = [file for file in info.siblings or [] if Path(file.rfilename).match("*.safetensors")]
+        files = [file for file in info.siblings or [] if Path(file.rfilename).match("*.safetensors")]
         into.mkdir(parents=True, exist_ok=True)
-        missing_bytes = sum(file.size or 0 for file in wanted) - _present_bytes(partial)
+        missing_bytes = sum(file.size or 0 for file in files) - _present_bytes(partial)
         require_room(into, missing_bytes + SPARE_BYTES, "The disk has no room for this model.", FREE)
         snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=list(PATTERNS))
     except HFValidationError as error:
@@ -66,13 +66,13 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
 def _require_same_source(folder: Path, hub_id: str) -> None:
     """A folder of this name that came from elsewhere is not mistaken for the requested model."""
-    found = source_of(folder)
-    if found[:1] != [hub_id]:
+    source = source_of(folder)
+    if source[:1] != [hub_id]:
         raise ModelError(
             "There is another model of this name.",
             where=str(folder),
             expected=hub_id,
-            got=f"{' '.join(found) or 'unknown'} by {SOURCE}",
+            got=f"{' '.join(source) or 'unknown'} by {SOURCE}",
             do="move that folder away, or fetch into another one with --into",
         )
 

@@ -22,8 +22,8 @@ def epochs_for(rows: int, rows_per_update: int, train: Train, reasons: dict[str,
     usual = 1 if rows > 50_000 else 3
     epochs = max(usual, min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
     ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
-    kept = "; what validates best is kept" if epochs > usual else ""
-    reasons["num_epochs"] = f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{kept}"
+    note = "; what validates best is kept" if epochs > usual else ""
+    reasons["num_epochs"] = f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{note}"
     return epochs
 
 

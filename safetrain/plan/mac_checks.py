@@ -41,27 +41,27 @@ def pressure_check(level: int, free_percent: int) -> Check:
     Level 2 says little: it stays on 8 GB machines that have 46 % free.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
-    found = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "not known"
-    return verdict("ENV-SWAP", "memory pressure", not short, False, found,
+    reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "not known"
+    return verdict("ENV-SWAP", "memory pressure", not short, False, reading,
                    f"not critical, at least {LITTLE_FREE_PERCENT} % free", f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
                    "close other programs: a training that swaps is ten times slower")  # fmt: skip
 
 
 def power_check(plugged: bool, percent: float) -> Check:
     """A laptop on battery."""
-    found = "mains" if plugged else f"battery, {percent:.0f} %"
-    return verdict("MAC-POWER", "power", plugged, False, found, "mains", "psutil", "plug it in, and leave the lid open")
+    text = "mains" if plugged else f"battery, {percent:.0f} %"
+    return verdict("MAC-POWER", "power", plugged, False, text, "mains", "psutil", "plug it in, and leave the lid open")
 
 
 def watchdog_check(version: str, panics: Sequence[Path]) -> Check:
     """Kernel panics of the last days, of which GPU work is a known cause (mlx#3186), and what macOS 26 does to it."""
     watched = int(version.partition(".")[0] or 0) >= WATCHDOG_SINCE
-    found = f"macOS {version}"
+    text = f"macOS {version}"
     if watched:
-        found += " may end GPU work while the screen is in use (the training then goes on in shorter pieces)"
+        text += " may end GPU work while the screen is in use (the training then goes on in shorter pieces)"
     if panics:
         names = ", ".join(path.name for path in panics[-3:])
-        found += f"; {counted(len(panics), 'kernel panic')} in {PANIC_HOURS} hours: {names}"
-    return verdict("MAC-WATCHDOG", "GPU watchdog", not panics, False, found, "no kernel panic of late",
+        text += f"; {counted(len(panics), 'kernel panic')} in {PANIC_HOURS} hours: {names}"
+    return verdict("MAC-WATCHDOG", "GPU watchdog", not panics, False, text, "no kernel panic of late",
                    str(REPORTS), "let the display sleep while it trains; a training that is cut "
                    "off continues with the same command")  # fmt: skip

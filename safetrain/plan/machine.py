@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import DeviceMemory, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.memory.macos import sysctl_number, sysctl_text
@@ -81,6 +82,14 @@ def read_machine_now(probe: Probe) -> Machine:
     )
 
 
+def measured_machine(module: str) -> Machine:
+    """This machine by the answer of ``python -m module``; raises MachineError where mlx does not work."""
+    probe, why = ask_engine(module, None, "quick", None)
+    if probe is None:
+        raise MachineError(f"mlx does not work here: {why}", do="safetrain preflight says more")
+    return read_machine_now(probe)
+
+
 def settle(now: Machine, before: Machine | None) -> Machine:
     """``now``, with values of ``before`` where the two differ by noise only, so that no plan changes for it.
 
@@ -110,9 +119,9 @@ def chip_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     if sys.platform == "darwin":
-        named = sysctl_text("machdep.cpu.brand_string")
-        if named:
-            return named
+        name = sysctl_text("machdep.cpu.brand_string")
+        if name:
+            return name
     return platform.processor() or platform.machine()
 
 
@@ -123,23 +132,23 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
     that is left is not loaded: the checks say so, and the machine does not swap.
     """
     path = answer_path(model.fingerprint) if model else None
-    known = read_answer(path, Probe) if path else None
-    if known is not None and known.backend != "cuda":
-        return known, ""
+    cached = read_answer(path, Probe) if path else None
+    if cached is not None and cached.backend != "cuda":
+        return cached, ""
     try:
         probe = Probe(**run_json(module, [], TIMEOUT_SECONDS))
     except ChildFailed as error:
         return None, str(error)
-    if known is not None:  # free GPU memory is read every time
-        return replace(probe, loads=known.loads, load_seconds=known.load_seconds, trains=known.trains), ""
+    if cached is not None:  # free GPU memory is read every time
+        return replace(probe, loads=cached.loads, load_seconds=cached.load_seconds, trains=cached.trains), ""
     if model is None or path is None or level == "quick":
         return probe, ""
     opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
     if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
         return probe, ""
     try:
-        asked = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
-        probe = Probe(**run_json(module, asked, TIMEOUT_SECONDS, room_bytes(own_limit)))
+        arguments = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
+        probe = Probe(**run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(own_limit)))
     except ChildFailed as error:
         return (probe if ran_out_of_memory(str(error)) else replace(probe, loads=False, load_error=str(error))), ""
     if probe.loads and probe.trains:

@@ -13,6 +13,7 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
+from safetrain.plan.machine import measured_machine
 from safetrain.plan.speed import Link, Speed
 
 PROFILES = Path("conf/machine")
@@ -77,11 +78,19 @@ class TrainingPlace:
 
 def place_of(
     name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
-    link: Link = USUAL_LINK,
+    link: Link = USUAL_LINK, probe_module: str = "",
 ) -> TrainingPlace:  # fmt: skip
-    """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known."""
+    """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known.
+
+    This one is as preflight wrote it down, else ``probe_module`` asks it now (about two seconds); MachineError where
+    mlx does not work.
+    """
     profile = read_profile(name) if name else None
-    machine = machine_of(profile, macos_26=macos_26) if profile else read_machine(paths.MACHINE)
+    if profile:
+        machine = machine_of(profile, macos_26=macos_26)
+    else:
+        is_known = paths.MACHINE.is_file() or not probe_module
+        machine = read_machine(paths.MACHINE) if is_known else measured_machine(probe_module)
     if memory_gb:
         machine = dataclasses.replace(machine, memory_budget_bytes=int(memory_gb * GIB))
     return TrainingPlace(name or HERE, machine, profile, ranks or 1, link)
@@ -117,7 +126,7 @@ def read_profile(name: str, folder: Path | None = None) -> Profile:
     if not isinstance(value, dict):
         raise ConfigError("A machine is a few keys.", where=str(path))
     try:
-        return Profile(name=name, **{str(key): found for key, found in value.items()})
+        return Profile(name=name, **{str(key): setting for key, setting in value.items()})
     except TypeError as error:
         raise ConfigError(f"The machine cannot be read: {error}", where=str(path)) from None
 
@@ -143,8 +152,8 @@ def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
     except ConfigError:
         planned = None
     if planned is not None and planned.step_seconds is not None:
-        known = (planned.planned_model, planned.planned_method, planned.planned_backend)
-        if known == (str(model.folder), method, machine.backend):
+        plan_key = (planned.planned_model, planned.planned_method, planned.planned_backend)
+        if plan_key == (str(model.folder), method, machine.backend):
             rows = planned.batch_size * planned.gradient_accumulation
             source = f"measured: {planned.step_seconds:.3g} s an update of {rows} rows, a dry run"
             return Speed(None, source, planned.step_seconds, rows, planned.max_seq_length)

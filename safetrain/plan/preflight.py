@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
@@ -133,9 +134,9 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
     ]  # fmt: skip
     if machine.backend == "cpu":
         fast = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
-        found = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
-        found = found if probe.blas_is_fast else f"{found}; {probe.blas_reason}"
-        checks.append(verdict("CPU-BLAS", "BLAS", fast, False, found, f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s",
+        text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
+        text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
+        checks.append(verdict("CPU-BLAS", "BLAS", fast, False, text, f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s",
                               "a product of two matrices of 1024", "run 'make clean && make'"))  # fmt: skip
     return checks
 
@@ -158,8 +159,8 @@ def _cgroup_check(static_bytes: int) -> Check:
 
 def _ulimit_check(static_bytes: int) -> Check:
     names = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
-    found = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
-    limited = {flag: limit for flag, limit in found.items() if limit != resource.RLIM_INFINITY}
+    limits = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
+    limited = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
     if not limited:
         return Check("ENV-ULIMIT", "ulimit", PASS, True, "no limit", source="getrlimit")
     flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
@@ -173,18 +174,18 @@ def _ulimit_check(static_bytes: int) -> Check:
 def _swap_check() -> Check:
     swap = psutil.swap_memory()
     short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
-    found = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
-    return verdict("ENV-SWAP", "swap", not short, False, found, f"less than {size(SWAP_BYTES)} or a quarter in use",
+    text = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
+    return verdict("ENV-SWAP", "swap", not short, False, text, f"less than {size(SWAP_BYTES)} or a quarter in use",
                    "psutil", "close other programs: a training that swaps is ten times slower")  # fmt: skip
 
 
 def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
     """The files with their counts, and whether the rows are as long as the model can take."""
-    found = f"{report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows from {report.source}"
+    reading = f"{report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows from {report.source}"
     ok = min(report.train.rows, report.valid.rows, report.test.rows) > 0
     status = FAIL if not ok else WARN if report.warnings else PASS
     notes, source = "; ".join(report.warnings), "data_report.json"
-    files = Check("DATA-FILES", "data", status, True, f"{found}; {notes}" if notes else found,
+    files = Check("DATA-FILES", "data", status, True, f"{reading}; {notes}" if notes else reading,
                   "at least one row in each", source,
                   "" if status == PASS else f"see checkpoints_qlora/{source}")  # fmt: skip
     lengths = report.train.lengths
@@ -200,11 +201,12 @@ def model_checks(model: ModelFiles, level: str) -> list[Check]:
     """Complete, and of a known kind."""
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
     files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, "
-    known = is_known(model.model_type)
-    kind = model.model_type if known else f"{model.model_type}: no closed form of its memory, a dry run measures it"
+    is_known_shape = is_known(model.model_type)
+    unknown = f"{model.model_type}: no closed form of its memory, a dry run measures it"
+    kind = model.model_type if is_known_shape else unknown
     return [
         Check("MODEL-FILES", "model complete", PASS, True, files + size(model.static_bytes), source="file headers"),
-        verdict("MODEL-ARCH", "architecture", known or level == "certify", False, kind,
+        verdict("MODEL-ARCH", "architecture", is_known_shape or level == "certify", False, kind,
                 "a dense architecture with known shapes", "config.json",
                 "use preflight.level=certify, which makes a dry run"),
     ]  # fmt: skip
@@ -215,9 +217,9 @@ def load_check(probe: Probe, level: str) -> Check:
     if probe.loads is None:
         why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
         return skipped("MODEL-LOAD", "model loads", why)
-    found = f"loads in {probe.load_seconds:.1f} s, forward pass works (tried once for model and installation)"
-    found = found if probe.loads else probe.load_error
-    return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
+    text = f"loads in {probe.load_seconds:.1f} s, forward pass works (tried once for model and installation)"
+    text = text if probe.loads else probe.load_error
+    return verdict("MODEL-LOAD", "model loads", probe.loads, True, text, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
 
 
@@ -226,8 +228,8 @@ def train_check(model: ModelFiles, probe: Probe) -> Check:
     if probe.trains is None:
         return skipped("MODEL-TRAIN", "model trains", "no token went through the model")
     works = "backward pass works for every kind of block"
-    found = works if probe.trains else f"{model.model_type}: {probe.train_error}"
-    return verdict("MODEL-TRAIN", "model trains", probe.trains, True, found, "a gradient for each, no look ahead",
+    text = works if probe.trains else f"{model.model_type}: {probe.train_error}"
+    return verdict("MODEL-TRAIN", "model trains", probe.trains, True, text, "a gradient for each, no look ahead",
                    "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
@@ -243,22 +245,22 @@ def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> C
     """The training as recommend_config plans it: an error if it does not fit, unless train.oversize allows it."""
     process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
-    found = f"{size(planned.predicted_peak_bytes + process)}"
-    found += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
+    text = f"{size(planned.predicted_peak_bytes + process)}"
+    text += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
     if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
         measured = footprint if planned.planned_backend == "cpu" else peak + process
-        found += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
+        text += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
     most = f"at most {size(planned.memory_budget_bytes)}"
     source = "the smaller of machine.json and train.memory_limit_gb"
     over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
     if oversize and over:
-        return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
+        return Check("MEM-FIT", "training fits", WARN, False, f"{text}; train.oversize asks for it", most, source)
     if by_dry_run and not planned.verified:
-        return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
+        return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {text}", critical=True)
     if over:
-        found += "; it errs on the safe side, and recommend_config's dry run decides"
-    return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, found, most, source)
+        text += "; it errs on the safe side, and recommend_config's dry run decides"
+    return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, text, most, source)
 
 
 def disk_checks(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> list[Check]:
@@ -293,12 +295,12 @@ def _other_run_check(output: Path, planned: RunIdentity | None) -> Check | None:
     state = read_run_state(output)
     if state is None or state.finished or planned is None or not checkpoints_in(output):
         return None
-    known = dataclasses.replace(planned, settings=state.identity.settings)
-    differences = known.differences(state.identity)
+    identity = dataclasses.replace(planned, settings=state.identity.settings)
+    differences = identity.differences(state.identity)
     if not differences:
         return None
-    found = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
-    return Check("RUN-PREV", "previous run", FAIL, True, found, "the same data and model, or no such run", POINTER,
+    text = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
+    return Check("RUN-PREV", "previous run", FAIL, True, text, "the same data and model, or no such run", POINTER,
                  "safetrain discard (it throws that run away), or go back to its data and model")  # fmt: skip
 
 
@@ -307,14 +309,14 @@ def _death_check(output: Path) -> Check:
     if (output / FLIGHT / MARKER).is_file():
         return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",
                      "", source, "safetrain diagnose")  # fmt: skip
-    found, pointer = read_postmortem(output), output / POINTER
+    death, pointer = read_postmortem(output), output / POINTER
     # training_state.json is not an output of DVC, so its time is that of the last training here
-    finished_since = found is not None and is_finished(output) and pointer.stat().st_mtime > found.ended_seconds
-    if found is None or finished_since:
+    finished_since = death is not None and is_finished(output) and pointer.stat().st_mtime > death.ended_seconds
+    if death is None or finished_since:
         return Check("RUN-PREV", "previous run", PASS, False, "no crash since the last finished run", source=source)
-    ended = "was stopped" if found.cause == "stopped" else "died"
-    text = f"the last training {ended} at step {found.step}: {found.title}"
-    return Check("RUN-PREV", "previous run", WARN, False, text, "", source, found.next_command or "safetrain diagnose")
+    ended = "was stopped" if death.cause == "stopped" else "died"
+    text = f"the last training {ended} at step {death.step}: {death.title}"
+    return Check("RUN-PREV", "previous run", WARN, False, text, "", source, death.next_command or "safetrain diagnose")
 
 
 def tracker_checks(tracker: str | None) -> list[Check]:
@@ -322,8 +324,8 @@ def tracker_checks(tracker: str | None) -> list[Check]:
     if tracker is None:
         return []
     there = importlib.util.find_spec(tracker) is not None
-    found = f"the package {tracker} is {'' if there else 'not '}installed"
-    return [verdict("TRACKER", "experiment tracker", there, False, found, "installed, or nothing is sent",
+    reading = f"the package {tracker} is {'' if there else 'not '}installed"
+    return [verdict("TRACKER", "experiment tracker", there, False, reading, "installed, or nothing is sent",
                     "watch.export", f"pip install -e '.[{tracker}]' -c constraints.txt")]  # fmt: skip
 
 
@@ -354,15 +356,15 @@ def _identity(train: Train, model: ModelFiles | None, rows: TrainingRows | None)
     """Of the training that is planned; None where it starts over anyway, or it is not known."""
     if model is None or rows is None or train.restart:
         return None
-    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "")
+    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "", order_fingerprint())
 
 
 def _fit_checks(
     train: Train, lora: Lora, inputs: PlanInputs, runner: DryRunner, hosts: Hosts | None
 ) -> Iterator[Check]:
     """Whether what recommend_config plans fits, by a dry run that is remembered, or is made now; and that of ranks."""
-    known = is_known(inputs.model.model_type)
-    if known or runner.module:
+    is_known_shape = is_known(inputs.model.model_type)
+    if is_known_shape or runner.module:
         try:
             plan = plan_run(inputs, train, lora, runner)
             yield fit_check(plan, oversize=train.oversize, by_dry_run=bool(runner.module))
@@ -371,7 +373,7 @@ def _fit_checks(
     else:
         yield skipped("MEM-FIT", "training fits", "of an unknown architecture a dry run decides: recommend_config")
     try:
-        yield from room_checks(hosts, inputs, train, lora) if hosts and known else ()
+        yield from room_checks(hosts, inputs, train, lora) if hosts and is_known_shape else ()
     except ConfigError as error:
         yield from_error("RANKS-ROOM", "memory for ranks", error)
 

@@ -48,33 +48,33 @@ def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
 
 def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) -> tuple[int, str]:
     """Whole passes in which the model sees what it wants, four at the most; and why."""
-    wanted = wanted_tokens(parameters, tokens_per_parameter)
-    needed = math.ceil(wanted / max(1, tokens_there))
+    target = wanted_tokens(parameters, tokens_per_parameter)
+    needed = math.ceil(target / max(1, tokens_there))
     count = max(1, min(MOST_PASSES, needed))
     per = f"{tokens_per_parameter:g} tokens a parameter (Hoffmann et al. 2022)"
-    text = f"{per} are {count_text(wanted)}; there are {count_text(tokens_there)}"
+    text = f"{per} are {count_text(target)}; there are {count_text(tokens_there)}"
     if needed > count:
         text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
     return count, text
 
 
 def pretraining_of(
-    chosen: Recommendation, parameters: int, tokens_there: int, train: Train, flops_per_token: float,
+    recommendation: Recommendation, parameters: int, tokens_there: int, train: Train, flops_per_token: float,
     tflops: float | None, store_bytes: int = 0,
 ) -> PretrainingPlan:  # fmt: skip
     """The plan of a run as it was recommended, on the tokens of its training documents.
 
     Its time is by operations where no dry run has measured it and the machine's 10^12 a second are known.
     """
-    trained = chosen.num_epochs * tokens_there
-    if chosen.max_steps is not None:  # windows are full
-        rows = chosen.batch_size * chosen.gradient_accumulation
-        trained = min(trained, chosen.max_steps * rows * chosen.max_seq_length)
-    seconds, wanted = chosen.total_seconds, wanted_tokens(parameters, train.tokens_per_parameter)
+    trained = recommendation.num_epochs * tokens_there
+    if recommendation.max_steps is not None:  # windows are full
+        rows = recommendation.batch_size * recommendation.gradient_accumulation
+        trained = min(trained, recommendation.max_steps * rows * recommendation.max_seq_length)
+    seconds, target = recommendation.total_seconds, wanted_tokens(parameters, train.tokens_per_parameter)
     if seconds is None and tflops:
         seconds = trained * flops_per_token / (tflops * 1e12)
-    measured, disk_bytes = chosen.total_seconds is not None, chosen.disk_bytes + store_bytes
-    return PretrainingPlan(parameters, wanted, tokens_there, trained, seconds, measured, disk_bytes)
+    measured, disk_bytes = recommendation.total_seconds is not None, recommendation.disk_bytes + store_bytes
+    return PretrainingPlan(parameters, target, tokens_there, trained, seconds, measured, disk_bytes)
 
 
 def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:

@@ -111,8 +111,8 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> 
     for reason in recommendation.reasons:
         section, _, key = reason.key.rpartition(".")
         value = getattr(recommendation.lora if section else recommendation, key)
-        shown = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
-        yield f"{reason.key:<22} {shown!s:<12} {reason.text}"
+        text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
+        yield f"{reason.key:<22} {text!s:<12} {reason.text}"
     peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
     whole, budget = peak + recommendation.process_memory_bytes, recommendation.memory_budget_bytes
     yield f"predicted: mlx {size_text(peak)}, the process {size_text(whole)} of {size_text(budget)} (closed form)"
@@ -131,14 +131,14 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> 
 
 def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
     """The rows, tokens and labels that the length cuts; empty if it cuts no row."""
-    for name, whole in (("train", rows.train.documents), ("valid", rows.valid)):
-        cut = whole.cut(length)
+    for name, before in (("train", rows.train.documents), ("valid", rows.valid)):
+        cut = before.cut(length)
         if not cut.cut_rows:
             continue
-        tokens, left = (int(each.lengths.sum(dtype=np.int64)) for each in (whole, cut))
-        labels = int(whole.label_counts.sum(dtype=np.int64))
+        tokens, rest = (int(each.lengths.sum(dtype=np.int64)) for each in (before, cut))
+        labels = int(before.label_counts.sum(dtype=np.int64))
         yield (
-            f"{name}: {length} tokens cut {cut.cut_rows} of {len(whole)} rows, {100 * (1 - left / tokens):.2f} % of "
+            f"{name}: {length} tokens cut {cut.cut_rows} of {len(before)} rows, {100 * (1 - rest / tokens):.2f} % of "
             f"the tokens, {100 * cut.lost_labels / max(1, labels):.2f} % of those that are trained on"
         )
 
@@ -151,8 +151,8 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
 
     @functools.cache
     def cut(length: int) -> tuple[TrainRows, TokenRows]:
-        found = rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
-        return found.train, found.valid
+        shorter = rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
+        return shorter.train, shorter.valid
 
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
@@ -187,8 +187,8 @@ def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
     """Disk for the checkpoints of ``trained`` float32 weights with two moments, and for the best weights."""
-    kept = keep_checkpoints + KEPT_BESIDE
-    return (kept * 4 + 1) * FLOAT32 * trained + kept * 2**20
+    checkpoints = keep_checkpoints + KEPT_BESIDE
+    return (checkpoints * 4 + 1) * FLOAT32 * trained + checkpoints * 2**20
 
 
 def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
@@ -278,12 +278,12 @@ def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, rea
     reasons["max_steps"] = "num_epochs decides" if train.max_steps is None else SET
     if train.method != PRETRAIN or train.max_steps is not None or train.num_epochs is not None:
         return train.max_steps
-    wanted = wanted_tokens(question.model.parameters, train.tokens_per_parameter)
+    target = wanted_tokens(question.model.parameters, train.tokens_per_parameter)
     update_tokens = int(rows_per_update * rows.mean_tokens)
-    steps = math.ceil(wanted / update_tokens)
+    steps = math.ceil(target / update_tokens)
     if steps >= total_updates(rows.count, rows_per_update, epochs, None):
         return None
-    reasons["max_steps"] = f"{count_text(wanted)} tokens (train.tokens_per_parameter), {update_tokens:,} an update"
+    reasons["max_steps"] = f"{count_text(target)} tokens (train.tokens_per_parameter), {update_tokens:,} an update"
     return steps
 
 

@@ -71,10 +71,8 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
     """
     remove_remains(paths.OUTPUT)
     question = question_of(inputs, train, lora)
-    search, found = (
-        _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", runner),
-        list[Fit](),
-    )
+    search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", runner)
+    fits = list[Fit]()
     for length in question.lengths:
         candidates = candidates_at(question, length)
         unmeasured = search.try_out([fit for fit in candidates if fit.may_fit(question.budget)])
@@ -82,12 +80,12 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
             return _fastest(search.passed)[1]
         if unmeasured is not None:
             return recommendation_of(question, unmeasured)
-        found += candidates
+        fits += candidates
     if train.oversize:
-        return recommendation_of(question, min(found, key=lambda fit: fit.peak_bytes))
+        return recommendation_of(question, min(fits, key=lambda fit: fit.peak_bytes))
     if search.made:
         raise nothing_passed(question.machine.memory_budget_bytes, train.memory_limit_gb)
-    raise nothing_fits(question, found)
+    raise nothing_fits(question, fits)
 
 
 class _Search:
@@ -125,8 +123,8 @@ class _Search:
         self._last_seconds = answer.seconds if measured is None else measured.own_seconds
         self._spent_seconds += self._last_seconds
         self.made += 1
-        if measured is not None and (found := _with_measured(self._question, fit, measured)).verified:
-            self.passed.append((fit, found))
+        if measured is not None and (recommendation := _with_measured(self._question, fit, measured)).verified:
+            self.passed.append((fit, recommendation))
             return
         why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
         self._runner.say(f"{counted(fit.batch_size, 'row')} of {fit.length} tokens: {why}")
@@ -134,8 +132,8 @@ class _Search:
 
     def _pays(self, fit: Fit) -> bool:
         """Whether another dry run is likely to save more than it takes, within planning's share of the training."""
-        best, chosen = _fastest(self.passed)
-        training = chosen.total_seconds or 0.0
+        best, recommendation = _fastest(self.passed)
+        training = recommendation.total_seconds or 0.0
         saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
         within = self._spent_seconds + self._last_seconds <= max(LEAST_SECONDS, SHARE * training)
         return within and self._last_seconds < saved
@@ -152,12 +150,12 @@ class _Search:
 
     def _job(self, fit: Fit) -> TrainJob:
         """The job of the dry run: the same settings, under a slightly smaller memory limit."""
-        train, chosen = self._question.train, recommendation_of(self._question, fit)
+        train, plan = self._question.train, recommendation_of(self._question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         survival = Survival(True, False, 1, None if limit is None else int(limit * (1 - SPARED)))
         return TrainJob(
-            str(self._question.model.folder), resolve(train, self._lora, chosen), False, chosen.memory_budget, None,
-            survival, (), chosen.mlx_limit_bytes,
+            str(self._question.model.folder), resolve(train, self._lora, plan), False, plan.memory_budget, None,
+            survival, (), plan.mlx_limit_bytes,
         )  # fmt: skip
 
 
@@ -180,15 +178,15 @@ def _dry_run_seconds(question: PlannedTraining, fit: Fit) -> float:
     update, largest = _update_seconds(question, fit), _token_seconds(question, fit) * fit.shape.total
     if not update:
         return 0.0
-    kept = base_bytes(question.model, backend_of(question.model, question.machine.backend, fit.dequantize_base))
+    base = base_bytes(question.model, backend_of(question.model, question.machine.backend, fit.dequantize_base))
     timed = 0.0 if update > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, update)
-    made = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
-    return START_SECONDS + kept / LOAD_BYTES_PER_SECOND + made * largest + timed
+    updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
+    return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed
 
 
 def _updates_of(question: PlannedTraining, fit: Fit) -> int:
-    chosen = recommendation_of(question, fit)
-    return total_updates(question.rows.count, fit.rows_per_update, chosen.num_epochs, chosen.max_steps)
+    recommendation = recommendation_of(question, fit)
+    return total_updates(question.rows.count, fit.rows_per_update, recommendation.num_epochs, recommendation.max_steps)
 
 
 def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Recommendation:
@@ -214,7 +212,7 @@ def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Rec
 
 def _fastest(passed: list[tuple[Fit, Recommendation]]) -> tuple[Fit, Recommendation]:
     """Of those that are about as fast as the fastest, by rows a second, the one that was expected to be."""
-    seconds_per_row = [(chosen.step_seconds or math.inf) / fit.rows_per_update for fit, chosen in passed]
+    seconds_per_row = [(plan.step_seconds or math.inf) / fit.rows_per_update for fit, plan in passed]
     least = ALIKE * min(seconds_per_row)
     alike = [each for each, seconds in zip(passed, seconds_per_row, strict=True) if seconds <= least]
     return min(alike, key=lambda each: each[0].relative_cost)

@@ -40,9 +40,9 @@ def selftest(
 
     The child takes no more memory than a training may, and no more than ``limit_bytes``.
     """
-    limit = [] if limit_bytes is None else [str(limit_bytes)]
+    arguments = [str(model), str(rows), str(tokens), *([] if limit_bytes is None else [str(limit_bytes)])]
     try:
-        found = run_json(module, [str(model), str(rows), str(tokens), *limit], TIMEOUT_SECONDS, room_bytes(limit_bytes))
+        result = run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(limit_bytes))
     except ChildFailed as error:
         raise MachineError(
             f"The self-test did not come to its end: {error}",
@@ -50,7 +50,7 @@ def selftest(
             do="fewer or shorter rows (--rows, --tokens), if it ran out of memory; "
             "'safetrain preflight' checks the machine",
         ) from None
-    return judge(found)
+    return judge(result)
 
 
 def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:

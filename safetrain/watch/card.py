@@ -7,7 +7,7 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.source import hub_id_of
-from safetrain.core.records.adapter_files import Taught, adapter_method, base_of, fingerprint, read_taught
+from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.exporting import REPORT as EXPORT_REPORT
 from safetrain.core.records.exporting import GgufReport, PeftReport
@@ -56,8 +56,8 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
         values |= {part: getattr(run.summary, part) for part in ("settings", "metrics", "outcome")}
     text = environment.get_template("card.md").render(
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=adapter_method(own),
-        title=folder.resolve().name, taught=read_taught(own) or Taught((), ""), scores=scores, fused=fused,
-        size_text=size_text, quoted=json.dumps, **values,
+        title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
+        fused=fused, size_text=size_text, quoted=json.dumps, **values,
     )  # fmt: skip
     write_text(path, text)
     remarks = _own_paths([*(folder / name for name in CONFIGS), *_report_paths(folder, kind)])

@@ -126,10 +126,10 @@ def _loss(run: Run) -> Any:
     valid = points_of(run.steps, "valid_loss")
     _plot(axes, points_of(run.steps, "train_loss"), BLUE, "training", smooth=True)
     _plot(axes, valid, ORANGE, "validation")
-    begun = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
-    begun |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
+    starts = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
+    starts |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
     lowered = {int(match[1]) for text in rungs_of(run) if (match := MARKED_STEP.match(text))}
-    for marks, colour, label in ((begun - lowered, DIM, "continued"), (lowered, RED, "continued with less memory")):
+    for marks, colour, label in ((starts - lowered, DIM, "continued"), (lowered, RED, "continued with less memory")):
         for number, mark in enumerate(sorted(marks - {0})):
             axes.axvline(mark, color=colour, linestyle="--", linewidth=1, label=None if number else label)
     if tuned := [point for point in valid if point[0]]:  # before the first update it is the base

@@ -14,13 +14,14 @@ import psutil
 from safetrain.core.events import Begun, Died, Failed, Finished, JournalEntry, JournalEvent, Progress, Said, Started
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase
+from safetrain.core.records.evaluation import evaluation_seconds
 from safetrain.core.records.job import TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.curves import points_of
 from safetrain.watch.state import PhaseAge, State, phase_age, since_start, state_of
-from safetrain.watch.time_left import TimeLeft, evaluation_seconds, time_left
+from safetrain.watch.time_left import TimeLeft, time_left
 
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
@@ -49,7 +50,7 @@ class MonitorView:
     @property
     def evaluation_seconds(self) -> float | None:
         """Time of the stage after the training, at most."""
-        return evaluation_seconds(self.left, self.run.data) if self.left and self.run.data else None
+        return evaluation_seconds(self.left.updates_seconds) if self.left else None
 
     @property
     def verdict(self) -> PostMortem | None:

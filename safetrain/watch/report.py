@@ -146,8 +146,8 @@ def was_continued(run: Run) -> bool:
     if run.summary is not None or run.marker is not None:
         return True
     death = run.postmortem
-    begun = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
-    return death is not None and (death.went_on or death.ended_seconds < begun)
+    last_start = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
+    return death is not None and (death.went_on or death.ended_seconds < last_start)
 
 
 def has_death(run: Run) -> bool:

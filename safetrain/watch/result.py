@@ -31,8 +31,8 @@ def describe_result(run: Run, command: str = "dvc repro", *, activate: bool = Tr
     metrics, outcome = summary.metrics, summary.outcome
     pretrained = summary.settings.method == PRETRAIN
     rows = f"{outcome.train_rows:,} {'windows' if pretrained else 'rows'}"
-    done = f"Trained {counted(metrics.steps, 'step')} on {rows} in {duration_text(outcome.elapsed_seconds)}."
-    lines = ["", done, *describe_scores(scores)]
+    headline = f"Trained {counted(metrics.steps, 'step')} on {rows} in {duration_text(outcome.elapsed_seconds)}."
+    lines = ["", headline, *describe_scores(scores)]
     if bits := metrics.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget

@@ -6,14 +6,11 @@ from itertools import pairwise
 from statistics import mean, median
 from time import localtime, strftime
 
-from safetrain.core.data.windows import MOST_VALID_TOKENS
 from safetrain.core.events import Begun, JournalEntry, Progress
 from safetrain.core.formatting import duration_text
-from safetrain.core.records.reports import DataReport
 
 STRETCHES = 8  # of the recent half of the updates, whose paces are compared
 LEAST_STRETCHES = 4  # from which the fastest and the slowest count as exceptions
-ANSWER_SECONDS, ANSWER_SHARE = 30.0, 0.1  # evaluate answers for so long at most: seconds, share of the updates' time
 
 Mark = tuple[float, Progress]  # monotonic clock
 
@@ -25,7 +22,6 @@ class TimeLeft:
     seconds: float
     least: float | None  # as if the rest went like the fastest recent stretch; None: too early to tell
     most: float | None
-    validation_seconds: float  # of one validation, with the saving that goes with it
     updates_seconds: float  # of all updates of the run
 
 
@@ -47,13 +43,7 @@ def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft |
         return max(0.0, updates * pace + validations * validation - since)
 
     least, most = (rest(paces[0]), rest(paces[-1])) if is_sure else (None, None)
-    return TimeLeft(rest(mean(paces)), least, most, validation, last.elapsed_seconds + updates * mean(paces))
-
-
-def evaluation_seconds(left: TimeLeft, data: DataReport) -> float:
-    """Time of the stage evaluate at most: the test losses of base and tuned model, then answers."""
-    losses = 2 * left.validation_seconds * data.test.tokens / max(1, min(data.valid.tokens, MOST_VALID_TOKENS))
-    return losses + max(ANSWER_SECONDS, ANSWER_SHARE * left.updates_seconds)
+    return TimeLeft(rest(mean(paces)), least, most, last.elapsed_seconds + updates * mean(paces))
 
 
 def time_left_text(left: TimeLeft, now_wall_seconds: float) -> str:

@@ -38,6 +38,7 @@ MACHINE_FACTS = ("backend", "chip", "device", "system", "mlx", "mlx_lm", "total_
 SCORES = ("loss", "exact_match", "token_f1", "chrf")
 GIB = 2**30
 
+Settings = dict[str, Any]
 Point = tuple[int, float, dict[str, float]]  # step, wall clock in seconds, numbers by name
 
 
@@ -51,7 +52,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class TrackedRun:
+class TrackerProgress:
     """trackers/NAME.json: what a tracker has of a run."""
 
     run_id: str  # the same while a training is continued
@@ -72,19 +73,19 @@ def export(target: Target, run: Run | None = None) -> str:
     path, last = FOLDER / f"{tracker}.json", run.steps[-1]
     began = run.journal[0].wall_seconds if run.journal else run.read_at_seconds - last.elapsed_seconds
     run_id = hashlib.sha256(repr(first).encode()).hexdigest()[:16]  # its time and speed make it unique
-    tracked = TrackedRun(run_id, CREDENTIALS.sub("//", _place(target)), began)
+    progress = TrackerProgress(run_id, CREDENTIALS.sub("//", _place(target)), began)
     with suppress(OSError, ValueError, TypeError):  # nothing sent yet, or by an older version
-        before = read_record(path, TrackedRun)
-        tracked = before if (before.run_id, before.place) == (tracked.run_id, tracked.place) else tracked
-    new = [record for record in run.steps if record.step > tracked.last_step]
-    points = [(record.step, tracked.began_seconds + record.elapsed_seconds, _numbers(record)) for record in new]
-    results = dict(_results(run)) or tracked.results
-    new_results = results if results != tracked.results else {}
+        before = read_record(path, TrackerProgress)
+        progress = before if (before.run_id, before.place) == (progress.run_id, progress.place) else progress
+    new = [record for record in run.steps if record.step > progress.last_step]
+    points = [(record.step, progress.began_seconds + record.elapsed_seconds, _numbers(record)) for record in new]
+    results = dict(_results(run)) or progress.results
+    new_results = results if results != progress.results else {}
     if not points and not new_results:
         return f"{tracker} is up to date"
-    end = (last.step, tracked.began_seconds + last.elapsed_seconds, new_results)
-    where = SEND[tracker](target, tracked, dict(_settings(run)), points, end)
-    write_record(path, dataclasses.replace(tracked, last_step=max(tracked.last_step, last.step), results=results))
+    end = (last.step, progress.began_seconds + last.elapsed_seconds, new_results)
+    where = SEND[tracker](target, progress, dict(_settings(run)), points, end)
+    write_record(path, dataclasses.replace(progress, last_step=max(progress.last_step, last.step), results=results))
     also = f" and {counted(len(new_results), 'result')}" if new_results else ""
     return f"{counted(len(points), 'step')}{also} sent to {tracker}: {where}"
 
@@ -108,14 +109,14 @@ def export_apart(tracker: str) -> str:
     """Export in a separate process, which may fail or hang; return its last line, or a warning."""
     remedy = f"try again: safetrain track {tracker}"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "safetrain.watch.trackers", tracker], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=EXPORT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"warning: {tracker} did not answer for {EXPORT_SECONDS:.0f} s; {remedy}"
-    text = done.stdout.strip()
-    return f"warning: not sent to {tracker}; {remedy}\n{text}" if done.returncode else text.rpartition("\n")[2]
+    text = process.stdout.strip()
+    return f"warning: not sent to {tracker}; {remedy}\n{text}" if process.returncode else text.rpartition("\n")[2]
 
 
 def _numbers(record: StepRecord) -> dict[str, float]:
@@ -164,7 +165,7 @@ def _place(target: Target) -> str:
     return target.place or (usual if target.tracker == "mlflow" else str(FOLDER / "tensorboard"))
 
 
-def _send_wandb(target: Target, tracked: TrackedRun, settings: dict[str, Any], points: list[Point], end: Point) -> str:
+def _send_wandb(target: Target, progress: TrackerProgress, settings: Settings, points: list[Point], end: Point) -> str:
     import wandb
 
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -174,7 +175,7 @@ def _send_wandb(target: Target, tracked: TrackedRun, settings: dict[str, Any], p
     )  # fmt: skip
     try:
         wandb_run = wandb.init(
-            project=_place(target).rpartition(" ")[0], id=tracked.run_id, name=target.name or None, resume="allow",
+            project=_place(target).rpartition(" ")[0], id=progress.run_id, name=target.name or None, resume="allow",
             config=settings, dir=str(FOLDER.resolve()), settings=private,
         )  # fmt: skip
         for step, seconds, values in points:
@@ -190,7 +191,7 @@ def _send_wandb(target: Target, tracked: TrackedRun, settings: dict[str, Any], p
     return str(where)
 
 
-def _send_mlflow(target: Target, tracked: TrackedRun, settings: dict[str, Any], points: list[Point], end: Point) -> str:
+def _send_mlflow(target: Target, progress: TrackerProgress, settings: Settings, points: list[Point], end: Point) -> str:
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
@@ -205,8 +206,8 @@ def _send_mlflow(target: Target, tracked: TrackedRun, settings: dict[str, Any], 
         client = MlflowClient(tracking_uri=here if address == MLFLOW_HERE else address)
         experiment = client.get_experiment_by_name(PROJECT)
         number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
-        same = client.search_runs([number], f"tags.safetrain = '{tracked.run_id}'")
-        mlflow_run = same[0] if same else client.create_run(number, tags={"safetrain": tracked.run_id}, run_name=name)
+        same = client.search_runs([number], f"tags.safetrain = '{progress.run_id}'")
+        mlflow_run = same[0] if same else client.create_run(number, tags={"safetrain": progress.run_id}, run_name=name)
         run_id = mlflow_run.info.run_id
         if not same:  # MLflow takes a setting once, and a training that ran out of memory changes some
             client.log_batch(run_id, params=[Param(key, str(value)) for key, value in settings.items()])
@@ -218,28 +219,28 @@ def _send_mlflow(target: Target, tracked: TrackedRun, settings: dict[str, Any], 
             client.set_terminated(run_id)
     except MlflowException as error:
         text = CREDENTIALS.sub("//", str(error))
-        failure = ConfigError(f"MLflow refused the run: {text}", where=tracked.place, do="check that the server runs")
+        failure = ConfigError(f"MLflow refused the run: {text}", where=progress.place, do="check that the server runs")
         raise failure from None  # the traceback has the password
-    return f"run {run_id} of {PROJECT!r} in {tracked.place}"
+    return f"run {run_id} of {PROJECT!r} in {progress.place}"
 
 
 def _send_tensorboard(
-    target: Target, tracked: TrackedRun, settings: dict[str, Any], points: list[Point], end: Point
+    target: Target, progress: TrackerProgress, settings: Settings, points: list[Point], end: Point
 ) -> str:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    place = Path(tracked.place)
-    new_folder = place / (f"{target.name}-{tracked.run_id}" if target.name else tracked.run_id)
-    folder = next(place.glob(f"*{tracked.run_id}"), new_folder)  # with the name that it got first
+    place = Path(progress.place)
+    new_folder = place / (f"{target.name}-{progress.run_id}" if target.name else progress.run_id)
+    folder = next(place.glob(f"*{progress.run_id}"), new_folder)  # with the name that it got first
     writer = EventFileWriter(str(folder))
     start = SessionLog(status=SessionLog.START)  # TensorBoard drops what an interrupted export wrote from here on
-    writer.add_event(Event(step=tracked.last_step + 1, wall_time=tracked.began_seconds, session_log=start))
-    if tracked.last_step < 0:
+    writer.add_event(Event(step=progress.last_step + 1, wall_time=progress.began_seconds, session_log=start))
+    if progress.last_step < 0:
         table = "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in settings.items())])
-        writer.add_event(Event(step=0, wall_time=tracked.began_seconds, summary=text_pb("settings", table)))
+        writer.add_event(Event(step=0, wall_time=progress.began_seconds, summary=text_pb("settings", table)))
     for step, seconds, values in [*points, end]:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         writer.add_event(Event(step=step, wall_time=seconds, summary=summary))

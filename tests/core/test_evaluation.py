@@ -22,7 +22,7 @@ from safetrain.core.records.evaluation import (
     describe_sample,
     judge,
 )
-from safetrain.core.records.scoring import SHOWN, Measured, evaluation_of
+from safetrain.core.records.scoring import SHOWN, ModelMeasures, evaluation_of
 from safetrain.core.storage.files import read_record, write_record
 
 ROWS = 30
@@ -42,8 +42,8 @@ def evaluated(
     parts = tuple(part for part, count in PIECES.items() for _ in range(count))
     text = GeneralText(TokenRows.of([token_row(range(11), [True] * 11)] * len(parts)), parts, 0)
 
-    def measured(losses: np.ndarray, right: int, nats: np.ndarray) -> Measured:
-        return Measured(losses, {i: [100 + i] if i < right else [5] for i in range(0, ROWS, step)}, nats)
+    def measured(losses: np.ndarray, right: int, nats: np.ndarray) -> ModelMeasures:
+        return ModelMeasures(losses, {i: [100 + i] if i < right else [5] for i in range(0, ROWS, step)}, nats)
 
     pieces = np.full(len(parts), general)
     base = measured(labels * 3.0, 3, pieces)

@@ -14,7 +14,7 @@ from mlx.utils import tree_map_with_path
 
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.adapter_files import Taught
+from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.fusing import REPORT, FuseReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
@@ -43,7 +43,7 @@ def memory_limit() -> Iterator[None]:
     mx.set_memory_limit(before)
 
 
-TAUGHT = Taught((0, 7), "")
+TAUGHT = PromptFormat((0, 7), "")
 
 
 def adapter_of(
@@ -52,7 +52,7 @@ def adapter_of(
     method: str = "lora",
     size: float = 0.05,
     lora: LoraSettings = LORA,
-    taught: Taught = TAUGHT,
+    prompt_format: PromptFormat = TAUGHT,
 ) -> Path:
     """An adapter whose every number is moved at random, by ``size`` where it begins with zeros."""
     model = open_base(base, dequantize=False)
@@ -65,7 +65,7 @@ def adapter_of(
     model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
     measure_rows(model.module)
     fingerprint = read_model_files(base).fingerprint
-    save_adapter(model, method, lora, base, folder, taught, base_fingerprint=fingerprint)
+    save_adapter(model, method, lora, base, folder, prompt_format, base_fingerprint=fingerprint)
     return folder
 
 

@@ -19,7 +19,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.core.errors import ConfigError, DiskFullError, MachineError, ModelError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
-from safetrain.core.records.adapter_files import Taught, write_taught  # noqa: E402
+from safetrain.core.records.adapter_files import PromptFormat, write_prompt_format  # noqa: E402
 from safetrain.core.records.exporting import GgufReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record  # noqa: E402
@@ -74,7 +74,7 @@ def write(base: Path, out: Path, adapter: Path | None = None, **changes: Any) ->
 
 def adapter_of(base: Path, folder: Path, method: str = "lora", size: float = 0.05) -> Path:
     """One that was taught no tokens that end an answer."""
-    return moved_adapter(base, folder, method, size, taught=Taught((), ""))
+    return moved_adapter(base, folder, method, size, prompt_format=PromptFormat((), ""))
 
 
 def said_in(out: Path, key: str) -> Any:
@@ -299,7 +299,7 @@ def test_a_fused_folder_s_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
     """fuse writes what was taught beside the model."""
     base = build(tmp_path / "base", "llama, biases")
     end = ChatTokenizer(base).id_of("<|system|>")
-    write_taught(base, Taught((end,), "Well, "))
+    write_prompt_format(base, PromptFormat((end,), "Well, "))
     out = write(base, tmp_path / "m.gguf").out
     assert "'Well, '" in said_in(out, "tokenizer.chat_template")
     assert "Well, " in modelfile_of(out).read_text()

@@ -9,7 +9,7 @@ import pytest
 from safetrain.core.data.template import ChatTemplate
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
-from safetrain.core.records.adapter_files import Taught
+from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.engine.exchange.gguf_chat import chat_of, modelfile, ollama_template
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
 from tests.support.tokenizers_made import STRIPPING_ENDS, TEMPLATE, write_tokenizer
@@ -97,17 +97,17 @@ def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
     """The closing token that was taught is there, and the model's own."""
     tokenizer = tokenizer_of(tmp_path, "llama-bpe")
     end, other = tokenizer.id_of("<|end|>"), tokenizer.id_of("<|system|>")
-    chat = chat_of(tokenizer, Taught((end, other), ""), tmp_path)
+    chat = chat_of(tokenizer, PromptFormat((end, other), ""), tmp_path)
     assert (chat.end_id, chat.stop_ids) == (tokenizer.end_id, (tokenizer.end_id, end, other))
     assert chat.adds_begin
     text = modelfile(tmp_path / "m.gguf", chat, tokenizer, None)
     assert text.startswith("FROM ./m.gguf\n")
     assert 'PARAMETER stop "<|end|>"' in text
     assert "SYSTEM" not in text
-    taught = Taught((), "", system='Say "yes"\nor no.')
-    assert '\nSYSTEM """Say "yes"\nor no."""\nPARAMETER' in modelfile(tmp_path / "m.gguf", chat, tokenizer, taught)
-    taught = Taught((), "", system='Say "yes"')
-    assert "\n# The system prompt of the training has" in modelfile(tmp_path / "m.gguf", chat, tokenizer, taught)
+    form = PromptFormat((), "", system='Say "yes"\nor no.')
+    assert '\nSYSTEM """Say "yes"\nor no."""\nPARAMETER' in modelfile(tmp_path / "m.gguf", chat, tokenizer, form)
+    form = PromptFormat((), "", system='Say "yes"')
+    assert "\n# The system prompt of the training has" in modelfile(tmp_path / "m.gguf", chat, tokenizer, form)
 
 
 def test_no_first_token_is_put_before_chats_that_were_trained_without(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
 def test_answers_are_opened_as_in_training(tmp_path: Path) -> None:
     template = TEMPLATE.replace("'<|assistant|>\n' }}{% endif %}", "'<|assistant|>\n<think>' }}{% endif %}")
     tokenizer = tokenizer_of(tmp_path, "llama-bpe", template=template)
-    taught = Taught((), "Well, ", "<think>")
-    source = chat_of(tokenizer, taught, tmp_path).templates["default"]
+    form = PromptFormat((), "Well, ", "<think>")
+    source = chat_of(tokenizer, form, tmp_path).templates["default"]
     written = ChatTemplate({"default": source}, {"bos_token": "<s>"}, tokenizer.template._today)
     question = [{"role": "user", "content": "Why?"}]
     assert written.write(question, prompt=True).endswith("<|assistant|>\nWell, ")
@@ -142,7 +142,7 @@ def test_answers_are_opened_as_in_training(tmp_path: Path) -> None:
         "Why?", "<think>", "Well, "
     )
     assert written.write(question) == tokenizer.template.write(question)
-    assert "{{ else }}<|end|>\n<|assistant|>\n" in ollama_template(tokenizer.template, taught, "")
+    assert "{{ else }}<|end|>\n<|assistant|>\n" in ollama_template(tokenizer.template, form, "")
 
 
 def test_ollama_s_template_says_what_stands_around_texts(tmp_path: Path) -> None:

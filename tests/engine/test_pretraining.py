@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError, InterruptedRun, ModelError
-from safetrain.core.records.adapter_files import Taught, adapter_method
+from safetrain.core.records.adapter_files import PromptFormat, adapter_method
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.run_folder import WrittenSample
@@ -49,7 +49,8 @@ def documents(count: int, seed: int) -> TokenRows:
 def job_in(folder: Path, base: Path, settings: TrainSettings = PRETRAIN) -> Job:
     identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
     train, valid = (TokenWindows(documents(*of), settings.max_seq_length, frozenset({END})) for of in ((24, 1), (6, 2)))
-    return with_rows(job_of(folder, base, train, valid.some(1000), settings, identity), taught=Taught((END,), ""))
+    job = job_of(folder, base, train, valid.some(1000), settings, identity)
+    return with_rows(job, prompt_format=PromptFormat((END,), ""))
 
 
 def plain_gradient(module: Any, pieces: TokenRows) -> tuple[float, dict[str, np.ndarray]]:

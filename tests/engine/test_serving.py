@@ -7,11 +7,11 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from safetrain.core.memory.answering import served_cache_bytes
-from safetrain.engine.upstream.serving import OneModel, Served, kept_prompts, may_name
+from safetrain.engine.upstream.serving import OneModel, ServedModel, kept_prompts, may_name
 
 
 def provider(cache_bytes: int) -> OneModel:
-    served = Served("one", Path("nowhere"), frozenset(), lambda *_: [], 512)
+    served = ServedModel("one", Path("nowhere"), frozenset(), lambda *_: [], 512)
     return OneModel(served, cache_bytes, lambda: None, batches=lambda _module: True)
 
 

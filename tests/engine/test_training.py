@@ -14,7 +14,7 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.adapter_files import Taught, read_taught
+from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings
@@ -232,16 +232,16 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
 
 
 def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp_path: Path) -> None:
-    taught = Taught((2, 7), "<think>\n\n</think>\n\n")
-    run(with_rows(job_in(tmp_path / "a", tiny_model()), taught=taught))
+    prompt_format = PromptFormat((2, 7), "<think>\n\n</think>\n\n")
+    run(with_rows(job_in(tmp_path / "a", tiny_model()), prompt_format=prompt_format))
     adapters = tmp_path / "a" / "adapters"
-    assert read_taught(adapters) == taught
+    assert read_prompt_format(adapters) == prompt_format
     assert json.loads((adapters / "chat.json").read_text())["stop_ids"] == [2, 7]
     (adapters / "chat.json").write_text("{}")
     with pytest.raises(ModelError, match="What the adapter was taught"):
-        read_taught(adapters)
+        read_prompt_format(adapters)
     (adapters / "chat.json").unlink()
-    assert read_taught(adapters) is None
+    assert read_prompt_format(adapters) is None
 
 
 def test_targets_that_the_model_does_not_have_are_named(tiny_model: Build) -> None:

@@ -29,13 +29,13 @@ from safetrain.plan.creation.create import (
     create_model,
     normal_quantiles,
 )
-from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for, vocabulary_for
+from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for, vocabulary_for
 from safetrain.plan.creation.tokenizers import TextSample, read_sample
 from tests.conftest import ROOT
 from tests.corpora import write_ds
 
 EXAMPLE = ROOT / "data" / "example"
-TINY = AskedShape(hidden=64, layers=2, heads=2, vocabulary=400, context=128)
+TINY = ShapeRequest(hidden=64, layers=2, heads=2, vocabulary=400, context=128)
 SHIPPED = ROOT / "models" / "encyclopedia-3m"
 
 
@@ -66,7 +66,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
     assert parameters_named(name) == size
     for vocabulary in (None, 1000, 8192):
-        shape = shape_for(AskedShape(size, vocabulary=vocabulary))
+        shape = shape_for(ShapeRequest(size, vocabulary=vocabulary))
         assert shape.parameters == pytest.approx(size, rel=0.03)
         assert vocabulary in (None, shape.vocabulary)
         assert shape.heads * shape.head == shape.hidden
@@ -76,24 +76,24 @@ def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", ["50m", "120m", "150m", "500m", "1.2b", "2.5b"])
 def test_wide_models_of_any_size_share_keys_and_values(size: str) -> None:
-    shape = shape_for(AskedShape(parameters_named(size)))
+    shape = shape_for(ShapeRequest(parameters_named(size)))
     assert shape.parameters == pytest.approx(parameters_named(size), rel=0.03)
     assert shape.key_heads < shape.heads
 
 
 @pytest.mark.parametrize("size", ["300k", "620k", "1m", "2m", "7.5m"])
 def test_small_models_of_any_size_are_near_it(size: str) -> None:
-    assert shape_for(AskedShape(parameters_named(size))).parameters == pytest.approx(parameters_named(size), rel=0.1)
+    assert shape_for(ShapeRequest(parameters_named(size))).parameters == pytest.approx(parameters_named(size), rel=0.1)
 
 
 def test_a_large_vocabulary_makes_the_rest_smaller() -> None:
-    shape = shape_for(AskedShape(85_000_000, vocabulary=64_000))
+    shape = shape_for(ShapeRequest(85_000_000, vocabulary=64_000))
     assert shape.parameters == pytest.approx(85_000_000, rel=0.03)
     assert shape.embedding < shape.parameters / 2
 
 
 def test_what_is_asked_is_kept() -> None:
-    shape = shape_for(AskedShape(hidden=192, layers=6, heads=6, vocabulary=2048, context=512))
+    shape = shape_for(ShapeRequest(hidden=192, layers=6, heads=6, vocabulary=2048, context=512))
     assert (shape.hidden, shape.layers, shape.heads, shape.head, shape.feed_forward) == (192, 6, 6, 32, 512)
     assert shape.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
 
@@ -107,15 +107,15 @@ def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (AskedShape(), "size of the model is not said"),
-        (AskedShape(hidden=100, layers=1), "cannot be quantized"),
-        (AskedShape(hidden=64, layers=1, heads=64), "cannot be divided"),
-        (AskedShape(1_000_000, vocabulary=100_000), "No model of this size"),
-        (AskedShape(1_000_000, vocabulary=100), "too small"),
-        (AskedShape(1_000_000, hidden=64, layers=3), "leave one of them out"),
+        (ShapeRequest(), "size of the model is not said"),
+        (ShapeRequest(hidden=100, layers=1), "cannot be quantized"),
+        (ShapeRequest(hidden=64, layers=1, heads=64), "cannot be divided"),
+        (ShapeRequest(1_000_000, vocabulary=100_000), "No model of this size"),
+        (ShapeRequest(1_000_000, vocabulary=100), "too small"),
+        (ShapeRequest(1_000_000, hidden=64, layers=3), "leave one of them out"),
     ],
 )
-def test_an_impossible_shape_is_refused(asked: AskedShape, said: str) -> None:
+def test_an_impossible_shape_is_refused(asked: ShapeRequest, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         shape_for(asked)
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         tiny(tmp_path / "there")
-    huge = AskedShape(5 * 10**12, vocabulary=300)
+    huge = ShapeRequest(5 * 10**12, vocabulary=300)
     with pytest.raises(DiskFullError, match="no room"):
         create_model(tmp_path / "new", huge, of_text(EXAMPLE), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 CEILINGS = {
     "program lines": 31_790,
-    "program tokens": 235_830,
+    "program tokens": 236_670,
     "program files": 196,
     "files under 60 lines": 22,
     "dataclasses": 228,

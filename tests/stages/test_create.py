@@ -6,7 +6,7 @@ from pathlib import Path
 from safetrain.core.model.files import read_model_files
 from safetrain.data.texts import training_texts
 from safetrain.plan.creation.create import TokenizerOfText, create_model
-from safetrain.plan.creation.shapes import AskedShape
+from safetrain.plan.creation.shapes import ShapeRequest
 from tests.corpora import tokenized, write_ds
 from tests.pipeline.workspace import Workspace
 
@@ -31,7 +31,7 @@ def test_the_first_stage_makes_the_model_that_is_not_there(tmp_path: Path) -> No
 
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"
-    create_model(folder, AskedShape(10_000_000), TokenizerOfText(training_texts([rows], None, print), "rows"), seed=7)
+    create_model(folder, ShapeRequest(10_000_000), TokenizerOfText(training_texts([rows], None, print), "rows"), seed=7)
     assert read_model_files(folder).fingerprint == before
 
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.adapter_files import Taught, fingerprint, write_taught
+from safetrain.core.records.adapter_files import PromptFormat, fingerprint, write_prompt_format
 from safetrain.core.records.exporting import GgufReport, PeftReport
-from safetrain.core.records.fusing import REPORT, FuseReport, Likeness, Tried
+from safetrain.core.records.fusing import REPORT, Candidate, FuseReport, Likeness
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -38,7 +38,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base" / ".hub_id").write_text("owner/Base-4bit\nabc\n")
     config = {"fine_tune_type": "dora", "model": str(tmp_path / "base")}
     (paths.ADAPTERS / "adapter_config.json").write_text(json.dumps(config))
-    write_taught(paths.ADAPTERS, Taught((1,), "<think>", "", SECRET))
+    write_prompt_format(paths.ADAPTERS, PromptFormat((1,), "<think>", "", SECRET))
     return tmp_path
 
 
@@ -52,7 +52,7 @@ def made(project: Path, kind: str) -> Path:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").touch()
         untuned, kept = Likeness(2.5, 1.0, 0.2, 0.0, 0, 0, 0), Likeness(0.51, 0.01, 0.99, 0.95, 9, 0, 0)
-        tried = (Tried("4 bits", 2**20, 0.7, untuned, "loses more"), Tried("8 bits", 2**21, 0.991, kept, ""))
+        tried = (Candidate("4 bits", 2**20, 0.7, untuned, "loses more"), Candidate("8 bits", 2**21, 0.991, kept, ""))
         report = FuseReport(base, "x", of_adapter, 100, 900, 0.02, untuned, LIKE, tried, "8 bits")
         write_record(folder / REPORT, report)
     elif kind == "peft":

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.records.adapter_files import Taught
+from safetrain.core.records.adapter_files import PromptFormat
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and what else a template reads
 HALF = "\ufffd"  # written by a tokenizer for bytes that do not make a whole character yet
@@ -13,12 +13,12 @@ HALF = "\ufffd"  # written by a tokenizer for bytes that do not make a whole cha
 class Prompts:
     """Writes chats for one model. ``system`` is the prompt that all training rows had, empty where they had none."""
 
-    def __init__(self, tokenizer: ChatTokenizer, taught: Taught | None) -> None:
-        taught = taught or Taught((), "")
-        self._tokenizer, self._taught = tokenizer, taught
-        self.system = taught.system
-        self.stop_ids = tokenizer.stop_ids | frozenset(taught.stop_ids)
-        self.continues = taught.documents or not tokenizer.template  # a text, instead of answering
+    def __init__(self, tokenizer: ChatTokenizer, form: PromptFormat | None) -> None:
+        form = form or PromptFormat((), "")
+        self._tokenizer, self._format = tokenizer, form
+        self.system = form.system
+        self.stop_ids = tokenizer.stop_ids | frozenset(form.stop_ids)
+        self.continues = form.documents or not tokenizer.template  # a text, instead of answering
 
     def with_system(self, messages: Messages, system: str) -> list[Mapping[str, Any]]:
         """The chat after a system prompt, unless that is empty or the chat has one."""
@@ -32,10 +32,10 @@ class Prompts:
 
         Raises ModelError where the template refuses it.
         """
-        if self._taught.documents:  # the end token of a document opens the next one, as in training
+        if self._format.documents:  # the end token of a document opens the next one, as in training
             end = self._tokenizer.end_id
             return [*([] if end is None else [end]), *self._tokenizer.encode(str(messages[-1]["content"]))]
-        return self._tokenizer.chat(messages, self._taught.asked, self._taught.opening, tools, settings)
+        return self._tokenizer.chat(messages, self._format.asked, self._format.opening, tools, settings)
 
     def writes_system(self, system: str) -> bool:
         """Whether the template puts a system prompt into the chat; raises ModelError where it refuses."""
@@ -66,9 +66,9 @@ class AnswerText:
         if now.endswith(HALF) and not at_end:
             return ""
         self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
-        held = self._white + now[len(before) :]
-        words = held.rstrip()
-        self._white = held[len(words) :] if words or self.text else ""
+        pending = self._white + now[len(before) :]
+        words = pending.rstrip()
+        self._white = pending[len(words) :] if words or self.text else ""
         words = words if self.text else words.lstrip()
         self.text += words
         return words

@@ -43,8 +43,8 @@ def general_text(
     for piece in pieces:
         ids = tokenizer.encode(piece["text"])
         if max(ids) < vocabulary and _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
-            kept = np.array(ids[:most], dtype=np.uint32)
-            rows.append(TokenRow(kept, np.ones(len(kept), dtype=np.bool_)))
+            ids_kept = np.array(ids[:most], dtype=np.uint32)
+            rows.append(TokenRow(ids_kept, np.ones(len(ids_kept), dtype=np.bool_)))
             parts.append(piece["part"])
     left_out = len(pieces) - len(rows)
     if most_tokens is not None:
@@ -55,13 +55,13 @@ def general_text(
 def _first_of_each(rows: list[TokenRow], parts: list[str], most_tokens: int) -> tuple[list[TokenRow], list[str]]:
     """The same share of each part's pieces."""
     share = min(1.0, most_tokens / max(1, sum(map(len, rows))))
-    seen, kept = Counter[str](), list[int]()
+    counts, places = Counter[str](), list[int]()
     most = {part: max(LEAST_PIECES, round(share * count)) for part, count in Counter(parts).items()}
     for index, part in enumerate(parts):
-        seen[part] += 1
-        if seen[part] <= most[part]:
-            kept.append(index)
-    return [rows[index] for index in kept], [parts[index] for index in kept]
+        counts[part] += 1
+        if counts[part] <= most[part]:
+            places.append(index)
+    return [rows[index] for index in places], [parts[index] for index in places]
 
 
 def _letters(text: str) -> str:

@@ -29,15 +29,15 @@ class HeldOut:
 
     def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
         """What the result does not show: rows and expected answers that are cut off."""
-        found = []
+        texts = []
         if self.rows.cut_rows:
-            found.append(f"{counted(self.rows.cut_rows, 'test row')} cut to {max_seq_length} tokens, as in training")
+            texts.append(f"{counted(self.rows.cut_rows, 'test row')} cut to {max_seq_length} tokens, as in training")
         longest = max((len(question.answer) for question in self.questions), default=0)
         if longest > max_new_tokens:
-            found.append(
+            texts.append(
                 f"warning: expected answers have up to {longest} tokens, evaluate.max_new_tokens cuts them off"
             )
-        return found
+        return texts
 
 
 def load_held_out(
@@ -52,9 +52,9 @@ def load_held_out(
 
     ``max_examples`` None: all, or ``least_rows`` and more, evenly spread, of ``most_tokens`` tokens in all.
     """
-    found = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
+    store = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
     most_tokens = most_tokens if max_examples is None else None
-    return held_out_in(found, max_examples, max_seq_length, method, most_tokens, least_rows)
+    return held_out_in(store, max_examples, max_seq_length, method, most_tokens, least_rows)
 
 
 def held_out_in(
@@ -72,12 +72,12 @@ def held_out_in(
         rows = windows.some(min(MOST_VALID_TOKENS, most_tokens or MOST_VALID_TOKENS))
         return HeldOut(rows, (), ends, store.where, len(rows), 0)
     cut = first.cut(max_seq_length)
-    chosen = np.arange(len(cut)) if most_tokens is None else cut.sample(most_tokens, least_rows)
-    rows = cut.take(chosen)
-    rows.cut_rows = int(np.count_nonzero(first.lengths[chosen] > max_seq_length))
-    place = {int(row): index for index, row in enumerate(chosen)}
-    numbers = np.flatnonzero(np.isin(store.questions.rows, chosen))
+    sample = np.arange(len(cut)) if most_tokens is None else cut.sample(most_tokens, least_rows)
+    rows = cut.take(sample)
+    rows.cut_rows = int(np.count_nonzero(first.lengths[sample] > max_seq_length))
+    place = {int(row): index for index, row in enumerate(sample)}
+    numbers = np.flatnonzero(np.isin(store.questions.rows, sample))
     questions_available = int(np.count_nonzero(store.questions.rows < len(cut)))
-    asked = (store.questions[int(number)] for number in numbers)
-    questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in asked)
-    return HeldOut(rows, questions, ends, lambda row: store.where(int(chosen[row])), len(cut), questions_available)
+    questions_of_rows = (store.questions[int(number)] for number in numbers)
+    questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in questions_of_rows)
+    return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(cut), questions_available)

@@ -75,17 +75,17 @@ def _windows(
 ) -> list[tuple[list[int], int, int]]:
     """For each order and epoch, the updates with most tokens and with most labels: rows, tokens, labels."""
     tokens, labels = data.inputs(), data.label_counts
-    left, found = total_updates(len(data), rows_per_update, num_epochs, max_steps), []
+    remaining, windows = total_updates(len(data), rows_per_update, num_epochs, max_steps), []
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
-        updates = min(left - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
+        updates = min(remaining - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
         for seed in seeds if updates > 0 else ():
             order = _permutation(seed, epoch, len(data), data.longest)[: updates * rows_per_update]
             starts = range(0, len(order), rows_per_update)
             sums = [np.add.reduceat(sizes[order], starts) for sizes in (tokens, labels)]
             for place in {int(each.argmax()) for each in sums}:
                 rows = order[place * rows_per_update : (place + 1) * rows_per_update].tolist()
-                found.append((rows, int(sums[0][place]), int(sums[1][place])))
-    return found
+                windows.append((rows, int(sums[0][place]), int(sums[1][place])))
+    return windows
 
 
 def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) -> UpdateRows:

@@ -211,12 +211,12 @@ class DocumentWriter(_Spool):
         self._write({**metadata, CORPUS: json.dumps(dataclasses.asdict(corpus), ensure_ascii=False)})
 
 
-def metadata_of(made: Provenance, digest: str, files: Sequence[str], label_bytes: float) -> dict[str, str]:
+def metadata_of(provenance: Provenance, digest: str, files: Sequence[str], label_bytes: float) -> dict[str, str]:
     """What a store says of itself; ``label_bytes``: of a label's text, on average, 0 where that is not known."""
     return {
         "version": str(VERSION),
         "digest": digest,
-        "made": json.dumps(dataclasses.asdict(made), ensure_ascii=False),
+        "made": json.dumps(dataclasses.asdict(provenance), ensure_ascii=False),
         "files": json.dumps(list(files), ensure_ascii=False),
         "label_bytes": repr(label_bytes),
     }
@@ -247,16 +247,16 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
             do="run validate_data with the same model.path, or safetrain run, which does",
         )
     arrays, pages = _map(path, header, start)
-    said = (tuple(json.loads(metadata["files"])), arrays["files"], arrays["lines"], float(metadata["label_bytes"]))
+    origin = (tuple(json.loads(metadata["files"])), arrays["files"], arrays["lines"], float(metadata["label_bytes"]))
     if CORPUS in metadata:
-        return Store(made, metadata["digest"], _documents(path, metadata, arrays), _no_questions(), *said)
+        return Store(made, metadata["digest"], _documents(path, metadata, arrays), _no_questions(), *origin)
     _require_consistent(path, arrays)
     ends = arrays["row_ends"].astype(np.int64)
     lengths = np.diff(ends, prepend=0)
     rows = TokenRows(arrays["ids"], arrays["trained"], ends - lengths, lengths, arrays["label_counts"].copy(), pages)
     pages.give_back()
     parts = ((arrays[values], arrays[name]) for name, values in ENDS.items() if name != "row_ends")
-    return Store(made, metadata["digest"], rows, Questions(arrays["question_rows"], *parts), *said)
+    return Store(made, metadata["digest"], rows, Questions(arrays["question_rows"], *parts), *origin)
 
 
 def _no_questions() -> Questions:
@@ -290,11 +290,11 @@ def _map(path: Path, header: dict[str, Any], start: int) -> tuple[dict[str, np.n
     """Each array as a view of the file. Its pages are clean, so the system takes them back when it needs memory."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    found = {}
+    arrays = {}
     for name, kind in _kinds_of(header).items():
         entry = header[name]
-        found[name] = np.frombuffer(mapped, _dtype_of(kind), entry["shape"][0], start + entry["data_offsets"][0])
-    return found, Pages(mapped)
+        arrays[name] = np.frombuffer(mapped, _dtype_of(kind), entry["shape"][0], start + entry["data_offsets"][0])
+    return arrays, Pages(mapped)
 
 
 def _kinds_of(header: Mapping[str, Any]) -> Mapping[str, str]:
@@ -306,11 +306,11 @@ def _require_consistent(path: Path, arrays: dict[str, np.ndarray]) -> None:
     rows, questions = len(arrays["row_ends"]), len(arrays["question_rows"])
     counts = [(name, rows) for name in ("label_counts", "files", "lines")]
     counts += [("trained", len(arrays["ids"])), *[(ends, questions) for ends in ENDS if ends != "row_ends"]]
-    whole = all(len(arrays[name]) == count for name, count in counts)
+    is_whole = all(len(arrays[name]) == count for name, count in counts)
     for name, values in ENDS.items():
         ends, size = arrays[name], len(arrays[values])
-        whole = whole and int(ends[-1] if len(ends) else 0) == size and bool(np.all(ends[:-1] <= ends[1:]))
-    if not whole:
+        is_whole = is_whole and int(ends[-1] if len(ends) else 0) == size and bool(np.all(ends[:-1] <= ends[1:]))
+    if not is_whole:
         raise damaged(path)
 
 
@@ -319,12 +319,12 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     header, start = _read_parts(path)
     try:
         metadata = header["__metadata__"]
-        whole = all(_is_whole(kind, header[name]) for name, kind in _kinds_of(header).items())
-        whole = whole and metadata["version"] == str(VERSION) and {"digest", "made"} <= metadata.keys()
-        whole = whole and isinstance(json.loads(metadata["files"]), list) and float(metadata["label_bytes"]) >= 0
+        is_whole = all(_is_whole(kind, header[name]) for name, kind in _kinds_of(header).items())
+        is_whole = is_whole and metadata["version"] == str(VERSION) and {"digest", "made"} <= metadata.keys()
+        is_whole = is_whole and isinstance(json.loads(metadata["files"]), list) and float(metadata["label_bytes"]) >= 0
     except (ValueError, KeyError, TypeError, IndexError):
         raise damaged(path) from None
-    if not whole:
+    if not is_whole:
         raise damaged(path)
     return header, start
 

@@ -135,17 +135,17 @@ class PlainAnswers:
 
     def closing(self, after: str) -> tuple[int, str]:
         """Where in the text after an answer its closing token ends, and that token; (0, "") if nothing closes it."""
-        found = self.controls.found_in(after)
-        if not found:
+        tokens = self.controls.found_in(after)
+        if not tokens:
             return 0, ""
         tail = self.tail.strip()
         own_end = len(after) - len(after.lstrip()) + len(tail)  # white space of the answer itself may stand before it
         in_tail = bool(tail) and after.lstrip().startswith(tail)
-        own = [item for item in found if item[0] < own_end] if in_tail else found[:1]
+        own = [item for item in tokens if item[0] < own_end] if in_tail else tokens[:1]
         for place, token in own:
             if token in self.controls.stops:
                 return place + len(token), token
-        place, token = found[0]
+        place, token = tokens[0]
         if after[:place].strip() or not self.at_end.strip() or token in self.openers:
             return 0, ""  # where nothing closes an answer, this is the next header
         return place + len(token), token
@@ -160,18 +160,18 @@ def plain_answers(template: ChatTemplate, controls: Controls, tools: Sequence[An
     chat = [{"role": ("user", "assistant")[n % 2], "content": f"Zq{n:05d}qZ"} for n in range(4)]
     try:
         literals = skeleton_of(template.write(chat, tools)).literals
-        opened = skeleton_of(template.write(chat[:3], tools, prompt=True)).literals[-1]
-        asked = skeleton_of(template.write(chat, tools, prompt=True)).literals
+        prompt_end = skeleton_of(template.write(chat[:3], tools, prompt=True)).literals[-1]
+        prompt_literals = skeleton_of(template.write(chat, tools, prompt=True)).literals
     except TemplateError:
         return PlainAnswers(controls)
     if len(literals) != 5:
         return PlainAnswers(controls)
     between, at_end = literals[2], literals[4]
     tail = common_prefix(between, at_end)
-    if asked == literals:  # the generation prompt always stands there
+    if prompt_literals == literals:  # the generation prompt always stands there
         at_end = at_end[:tail]
-    header = literals[3][: common_prefix(literals[3], opened) or len(literals[3])]
-    closing = {found[0][1] for part in (between, at_end) if (found := controls.found_in(part))}
+    header = literals[3][: common_prefix(literals[3], prompt_end) or len(literals[3])]
+    closing = {tokens[0][1] for part in (between, at_end) if (tokens := controls.found_in(part))}
     in_header = controls.found_in(header)
     openers = frozenset(token for _, token in in_header) - closing
     begin = in_header[0][0] + len(in_header[0][1]) if in_header and in_header[0][1] in closing else 0

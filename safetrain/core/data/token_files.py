@@ -97,16 +97,16 @@ class OpenFiles:
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """So many bytes; raises DataError where they are not there."""
-        parts, left = list[bytes](), size
+        parts, rest = list[bytes](), size
         with self._lock:
             try:
                 file = self._opened(path)
-                while left and (part := os.pread(file, left, offset + size - left)):  # Linux gives 2 GiB at most
+                while rest and (part := os.pread(file, rest, offset + size - rest)):  # Linux gives 2 GiB at most
                     parts.append(part)
-                    left -= len(part)
+                    rest -= len(part)
             except OSError as error:
                 raise DataError(f"The corpus cannot be read: {error.strerror}.", where=str(path)) from None
-        if left:
+        if rest:
             raise DataError(
                 "A file of the corpus has become shorter.",
                 where=str(path),

@@ -148,8 +148,8 @@ class TokenRows(Sequence[TokenRow]):
 
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
         """The numbers of these rows in messages."""
-        chosen = np.asarray(rows, dtype=np.int64)
-        return (chosen if self._numbers is None else self._numbers[chosen]).tolist()
+        places = np.asarray(rows, dtype=np.int64)
+        return (places if self._numbers is None else self._numbers[places]).tolist()
 
     def token_at(self, place: int) -> int:
         """The token at a place among all tokens."""
@@ -173,13 +173,13 @@ class TokenRows(Sequence[TokenRow]):
 
     def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
         """These rows, the longest first, equals by their number."""
-        chosen = np.asarray(rows, dtype=np.int64)
-        return UpdateRows(self, chosen[np.lexsort((chosen, -self.lengths[chosen]))].tolist())
+        places = np.asarray(rows, dtype=np.int64)
+        return UpdateRows(self, places[np.lexsort((places, -self.lengths[places]))].tolist())
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "TokenRows":
         """These rows, in this order."""
-        chosen = np.asarray(rows, dtype=np.int64)
-        part = (self._starts[chosen], self.lengths[chosen], self.label_counts[chosen])
+        places = np.asarray(rows, dtype=np.int64)
+        part = (self._starts[places], self.lengths[places], self.label_counts[places])
         return TokenRows(self._ids, self._trained, *part, self._pages)
 
     def sample(self, most_tokens: int, least_rows: int = 1) -> np.ndarray:
@@ -204,10 +204,10 @@ class TokenRows(Sequence[TokenRow]):
             starts[rows] += begins
             lengths[rows] = np.minimum(lengths[rows] - begins, max_seq_length)
             labels[rows] = counts
-        found = TokenRows(self._ids, self._trained, starts, lengths, labels, self._pages)
-        found.cut_rows = len(long)
-        found.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
-        return found
+        shorter = TokenRows(self._ids, self._trained, starts, lengths, labels, self._pages)
+        shorter.cut_rows = len(long)
+        shorter.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
+        return shorter
 
     def _window(self, rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Of ``rows``, all longer than ``size`` and near each other: which token to begin at, and labels from there."""

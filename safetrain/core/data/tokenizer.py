@@ -57,11 +57,11 @@ class ChatTokenizer:
     @cached_property
     def model_stop_ids(self) -> frozenset[int]:
         """Ids that end an answer by the model's own files: tokenizer, generation_config.json, config.json."""
-        found = {self._tokenizer.eos_token_id}
+        ids = {self._tokenizer.eos_token_id}
         for name in ("generation_config.json", "config.json"):
             value = _json_object(self.folder / name).get("eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value}
-        return frozenset(number for number in found if isinstance(number, int) and 0 <= number < self.size)
+            ids |= set(value) if isinstance(value, list) else {value}
+        return frozenset(number for number in ids if isinstance(number, int) and 0 <= number < self.size)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -153,13 +153,13 @@ class ChatTokenizer:
 
     def _sources(self) -> dict[str, str]:
         """The chat templates by name, from wherever a model has them."""
-        found = self._tokenizer.chat_template
-        if not found:  # beside a processor, older models have it there
-            found = _json_object(self.folder / "chat_template.json").get("chat_template")
-        if isinstance(found, str):
-            return {"default": found} if found.strip() else {}
-        named = found.items() if isinstance(found, dict) else ()
-        return {str(name): str(source) for name, source in named}
+        template = self._tokenizer.chat_template
+        if not template:  # beside a processor, older models have it there
+            template = _json_object(self.folder / "chat_template.json").get("chat_template")
+        if isinstance(template, str):
+            return {"default": template} if template.strip() else {}
+        templates = template.items() if isinstance(template, dict) else ()
+        return {str(name): str(source) for name, source in templates}
 
 
 def _json_object(path: Path) -> dict[str, Any]:

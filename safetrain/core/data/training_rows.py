@@ -13,7 +13,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import tokenizer_hash
-from safetrain.core.records.adapter_files import Taught
+from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
 
@@ -28,7 +28,7 @@ class TrainingRows:
     valid: TokenRows
     train_digest: str = ""  # of all rows of the store, whole
     valid_digest: str = ""
-    taught: Taught | None = None
+    prompt_format: PromptFormat | None = None
     valid_rows_available: int = 0
     valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
 
@@ -39,7 +39,7 @@ class TrainingRows:
 
     def in_windows(self, tokens: int) -> "TrainingRows":
         """Return the rows as windows of ``tokens``, for training from scratch, with a sample to validate on."""
-        ends = frozenset(self.taught.stop_ids if self.taught else ())
+        ends = frozenset(self.prompt_format.stop_ids if self.prompt_format else ())
         train, valid = (TokenWindows(rows, tokens, ends) for rows in (self.train.documents, self.valid))
         return dataclasses.replace(self, train=train, valid=valid.some(MOST_VALID_TOKENS))
 
@@ -67,12 +67,12 @@ def load_training_rows(
     train, valid = _open_both(base)
     made = train.made
     documents = method == PRETRAIN and _documents_alone(train.rows)
-    taught = Taught(made.stop_ids, made.opening, made.asked, made.system, documents)
+    form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, len(valid.rows), valid.label_bytes)
+    result = TrainingRows(some, valid.rows, train.digest, valid.digest, form, len(valid.rows), valid.label_bytes)
     if max_seq_length is None:
-        return found
-    return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)
+        return result
+    return result.in_windows(max_seq_length) if method == PRETRAIN else result.cut(max_seq_length, beat)
 
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:

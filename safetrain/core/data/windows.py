@@ -60,8 +60,8 @@ class TokenWindows:
 
     def pieces(self, windows: np.ndarray | list[int]) -> TokenRows:
         """Rows that these windows consist of; each has the number of its document."""
-        found = [piece for window in windows for piece in self._pieces_of(int(window))]
-        starts, stops, numbers = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        pieces = [piece for window in windows for piece in self._pieces_of(int(window))]
+        starts, stops, numbers = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
         return self.documents.stretches(starts, stops - starts, numbers)
 
     def some(self, most_tokens: int) -> TokenRows:

@@ -57,11 +57,11 @@ def folded(text: str) -> str:
 
 def mixed(numbers: np.ndarray) -> np.ndarray:
     """Make every bit of the result depend on every bit of the number (splitmix64)."""
-    found = numbers ^ (numbers >> np.uint64(30))
-    found *= np.uint64(0xBF58476D1CE4E5B9)
-    found ^= found >> np.uint64(27)
-    found *= np.uint64(0x94D049BB133111EB)
-    return found ^ (found >> np.uint64(31))
+    bits = numbers ^ (numbers >> np.uint64(30))
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def hashed(values: np.ndarray, firsts: np.ndarray, base: np.uint64) -> np.ndarray:

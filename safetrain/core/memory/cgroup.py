@@ -10,7 +10,7 @@ def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> 
     """Folders of this process's memory groups, its own first, then those around it; version 2 or 1, or none."""
     if not mine.is_file():
         return []
-    found: list[Path] = []
+    groups: list[Path] = []
     for line in mine.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         base = root / "memory" if "memory" in controllers.split(",") else root if not controllers else None
@@ -19,9 +19,9 @@ def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> 
         folder = base / name.lstrip("/")
         while folder != base.parent:  # in a container it may be the outer name: then only ``base`` exists
             if (folder / "memory.max").is_file() or (folder / "memory.limit_in_bytes").is_file():
-                found.append(folder)
+                groups.append(folder)
             folder = folder.parent
-    return found
+    return groups
 
 
 def memory_limit_bytes(groups: list[Path]) -> int | None:

@@ -37,8 +37,8 @@ def sysctl_text(name: str) -> str:
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
     """Reports written since a time of the wall clock, by name; hidden files and unreadable folders are left out."""
-    found = [path for place in (folder, folder / RETIRED) for path in place.glob(pattern)]
-    return sorted(path for path in found if path.name[0] != "." and _written(path) >= since_seconds)
+    reports = [path for place in (folder, folder / RETIRED) for path in place.glob(pattern)]
+    return sorted(path for path in reports if path.name[0] != "." and _written(path) >= since_seconds)
 
 
 def killed_for_memory(
@@ -49,9 +49,9 @@ def killed_for_memory(
     The report is written seconds after the kill: ``wait_seconds`` is how long one is waited for.
     """
     deadline = time.monotonic() + wait_seconds
-    while not (found := tuple(_kills(pid, since_seconds, folder))) and time.monotonic() < deadline:
+    while not (kills := tuple(_kills(pid, since_seconds, folder))) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    return found
+    return kills
 
 
 def _kills(pid: int, since_seconds: float, folder: Path) -> Iterator[str]:

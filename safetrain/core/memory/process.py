@@ -36,9 +36,9 @@ def most_footprint_bytes() -> int:
     """The most memory that this process has had so far."""
     if sys.platform == "darwin":
         return _ask_macos(os.getpid())[1]
-    found = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text(encoding="utf-8")) if STATUS.is_file() else None
-    if found is not None:  # ru_maxrss starts with the parent's there
-        return 1024 * int(found[1])
+    match = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text(encoding="utf-8")) if STATUS.is_file() else None
+    if match is not None:  # ru_maxrss starts with the parent's there
+        return 1024 * int(match[1])
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

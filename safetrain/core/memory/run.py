@@ -112,10 +112,10 @@ def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
     return backend_name != "cpu" or not is_known(model.model_type)
 
 
-def require_fit(found: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
+def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
     """Raise MachineError when a run does not fit: pins on the command line were never planned for."""
-    if found.needed_bytes > budget.mlx_bytes:
-        raise does_not_fit(found.terms, settings.batch_size, padded(largest.longest), budget, found.needed_bytes)
+    if memory.needed_bytes > budget.mlx_bytes:
+        raise does_not_fit(memory.terms, settings.batch_size, padded(largest.longest), budget, memory.needed_bytes)
 
 
 def _terms(

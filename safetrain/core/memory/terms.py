@@ -176,24 +176,24 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     block += adapter_activation_bytes(model, lora, shape, backend)
     inputs = shape.total * model.hidden_size * backend.compute_bytes
     one = inputs if backend.checkpointing else block
-    kept, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
+    scores, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
     shards, blocks, head = shards_of(model, shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
     dequantized = dequantized_bytes(model, shape, backend)
     logits = logit_bytes(model, shape, backend)
-    all_kept = 0 if backend.checkpointing else blocks * kept
-    whole = backend.method == PRETRAIN  # of its gradient, what is there at the loss is counted: the head's
+    all_kept = 0 if backend.checkpointing else blocks * scores
+    is_whole = backend.method == PRETRAIN  # of its gradient, what is there at the loss is counted: the head's
     loss = PhaseTerms(
         stored=blocks * one, scores=all_kept, logits=logits, beside=(shards - 1) * logits,
-        head=head, head_gradient=shards * MATRIX_COPIES * matrix_bytes(model) if whole else 0,
-        early_gradient=0 if whole else gradient,
+        head=head, head_gradient=shards * MATRIX_COPIES * matrix_bytes(model) if is_whole else 0,
+        early_gradient=0 if is_whole else gradient,
     )  # fmt: skip
     top = PhaseTerms(
-        stored=blocks * one, scores=max(all_kept, kept) + tiles, block=block, head=head,
+        stored=blocks * one, scores=max(all_kept, scores) + tiles, block=block, head=head,
         dequantized=dequantized, gradient=shards * gradient // blocks,
     )  # fmt: skip
     bottom = PhaseTerms(
-        stored=one, scores=kept + tiles, block=block, head=head, dequantized=dequantized, gradient=shards * gradient
+        stored=one, scores=scores + tiles, block=block, head=head, dequantized=dequantized, gradient=shards * gradient
     )
     return PhaseTerms(head=head, dequantizing=head_slice_bytes(head)), loss, top, bottom
 
@@ -306,8 +306,8 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
 
 def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
     """The ``targets`` that are the name of no matrix in the weight files; none where the files name no layers."""
-    found = [name for _, name, _ in adapted_weights(model)]
-    return [t for t in targets if found and not any(is_target(name, t) for name in found)]
+    names = [name for _, name, _ in adapted_weights(model)]
+    return [t for t in targets if names and not any(is_target(name, t) for name in names)]
 
 
 def _llama_lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
@@ -332,12 +332,12 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
     """Bytes that a block's adapters keep: x A of each; with dropout its inputs and masks; what DoRA scales."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
-    kept = 0 if backend.method in WHOLE else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
+    token_bytes = 0 if backend.method in WHOLE else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
     if lora.dropout and backend.method not in WHOLE:
-        kept += (5 * hidden + query + width) * (backend.compute_bytes + 1)
+        token_bytes += (5 * hidden + query + width) * (backend.compute_bytes + 1)
     if backend.method == "dora":
-        kept += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes
-    return shape.total * kept
+        token_bytes += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes
+    return shape.total * token_bytes
 
 
 def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:

@@ -32,13 +32,13 @@ ADAPTED_OTHERWISE = {"afm7": ("self_attn.qkv_proj",), "bitnet": ("proj",)}  # or
 
 def in_blocks(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
     """The block, the name inside it and the header of every tensor of a block."""
-    found = [
+    matches = [
         (match, tensor)
         for tensor in model.tensors
         if (match := IN_BLOCK.search(tensor.name)) and not OTHER_PART.match(tensor.name)
     ]
-    on_top = max((int(match[2]) + 1 for match, _ in found if match[1] == ON_TOP), default=0)
-    for match, tensor in found:
+    on_top = max((int(match[2]) + 1 for match, _ in matches if match[1] == ON_TOP), default=0)
+    for match, tensor in matches:
         below = model.num_layers - on_top if match[1] == ON_TOP else 0
         yield below + int(match[2]), match[3], tensor
 

@@ -206,8 +206,8 @@ def first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
 
 def depth_of(tensors: Iterable[TensorHeader]) -> int:
     """Blocks that the names of the weights count, 0 where they name none."""
-    found = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
-    return max(found, default=-1) + 1
+    numbers = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
+    return max(numbers, default=-1) + 1
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -315,8 +315,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def tokenizer_hash(folder: Path) -> str:
     """A hash of names and contents of the tokenizer's, the chat template's and the stop ids' files in ``folder``."""
     state = hashlib.blake2b(digest_size=16)
-    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    for path in [*found, *sorted(folder.glob(TEMPLATES))]:
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for path in [*files, *sorted(folder.glob(TEMPLATES))]:
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b")
         state.update(f"{path.relative_to(folder).as_posix()}\0".encode() + content.digest())

@@ -21,23 +21,23 @@ AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The quantization in config.json, wherever it stands there; empty for a model that is not quantized."""
     text = config.get("text_config") or {}
-    found = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
-    return next((value for value in found if isinstance(value, dict)), {})
+    entries = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
+    return next((value for value in entries if isinstance(value, dict)), {})
 
 
 def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
     """The same headers, each quantized weight with its bits, and scales and biases marked."""
     headers = tuple(tensors)
     scales = {stem: tensor for tensor in headers if (stem := _stem(tensor, SCALES)) is not None}
-    found = []
+    result = []
     for tensor in headers:
         stem, _, kind = tensor.name.rpartition(".")
         if stem in scales and kind in COMPANIONS:
             tensor = dataclasses.replace(tensor, of_quantization=True)
         elif stem in scales and kind == "weight" and tensor.dtype == "U32":
             tensor = dataclasses.replace(tensor, bits=_bits(tensor, scales[stem], quantization))
-        found.append(tensor)
-    return tuple(found)
+        result.append(tensor)
+    return tuple(result)
 
 
 def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:

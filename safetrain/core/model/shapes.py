@@ -58,15 +58,15 @@ def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
     shapes = _Shapes(config, family)
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")
     quantization = config.get("quantization") or {}
-    found: list[TensorHeader] = []
+    tensors: list[TensorHeader] = []
     for name, shape in shapes.all():
         if len(shape) == 2 and quantization:
-            found += _quantized(
+            tensors += _quantized(
                 name.removesuffix(".weight"), shape, quantization["bits"], quantization["group_size"], kind
             )
         else:
-            found.append(_tensor(name, kind, shape))
-    return tuple(found)
+            tensors.append(_tensor(name, kind, shape))
+    return tuple(tensors)
 
 
 class _Shapes:

@@ -15,7 +15,7 @@ TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type ha
 
 
 @dataclass(frozen=True)
-class Taught:
+class PromptFormat:
     """What a training teaches of where an answer begins and ends; it belongs to the adapter, not to the base."""
 
     stop_ids: tuple[int, ...]
@@ -25,20 +25,20 @@ class Taught:
     documents: bool = False  # no chat was trained: a prompt is the beginning of a document
 
 
-def write_taught(folder: Path, taught: Taught) -> None:
+def write_prompt_format(folder: Path, prompt_format: PromptFormat) -> None:
     """Into an adapter folder that is not yet in its place."""
-    text = json.dumps(dataclasses.asdict(taught), indent=2, ensure_ascii=False)
+    text = json.dumps(dataclasses.asdict(prompt_format), indent=2, ensure_ascii=False)
     (folder / CHAT_FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
-def read_taught(folder: Path) -> Taught | None:
+def read_prompt_format(folder: Path) -> PromptFormat | None:
     """None for an adapter that does not say; raises ModelError for what cannot be read."""
     path = folder / CHAT_FILE
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         stop_ids = tuple(int(stop) for stop in value["stop_ids"])
         system, documents = str(value.get("system", "")), bool(value.get("documents", False))
-        return Taught(stop_ids, str(value["opening"]), str(value["asked"]), system, documents)
+        return PromptFormat(stop_ids, str(value["opening"]), str(value["asked"]), system, documents)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -86,22 +86,22 @@ def adapter_method(adapter: Path) -> str:
 
 def adapter_dropout(adapter: Path) -> float:
     """The share of inputs that training left out of an adapter's product; 0 where it does not say."""
-    found = _configuration(adapter).get("lora_parameters", {}).get("dropout", 0.0)
-    return float(found) if isinstance(found, (int, float)) else 0.0
+    dropout = _configuration(adapter).get("lora_parameters", {}).get("dropout", 0.0)
+    return float(dropout) if isinstance(dropout, (int, float)) else 0.0
 
 
-def require_base(adapter: Path, base: Path, found: str) -> None:
-    """Raise ModelError where the adapter was trained on a base of another fingerprint than ``found``.
+def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
+    """Raise ModelError where the adapter was trained on a base of another fingerprint than ``base_fingerprint``.
 
     Adapters that do not say on which, mlx-lm's own among them, pass.
     """
     trained_on = _configuration(adapter).get(BASE_FINGERPRINT)
-    if trained_on not in (None, found):
+    if trained_on not in (None, base_fingerprint):
         raise ModelError(
             "The adapter was trained on another base model.",
             where=str(adapter),
             expected=f"a base of fingerprint {trained_on}",
-            got=f"{found}, of {base}",
+            got=f"{base_fingerprint}, of {base}",
             do="name the base that it was trained on with --model, or train again",
         )
 

@@ -10,6 +10,13 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 
+EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 25.0  # of the training's time; a short training has this
+
+
+def evaluation_seconds(training_seconds: float) -> float:
+    """The time that reading and answering with both models may take, after a training of so long."""
+    return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
+
 
 @dataclass(frozen=True)
 class Improvement:
@@ -100,17 +107,17 @@ class Evaluation:
     groups: tuple[GroupScore, ...]  # the largest; empty if no row has a category
 
 
-def describe_evaluation(found: Evaluation, more: str = "evaluate.max_questions") -> list[str]:
+def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_questions") -> list[str]:
     """Sentences for a terminal, and a table of the categories. ``more`` sets how many questions are answered."""
-    base, tuned = found.base, found.tuned
-    lines = [describe_loss(found)]
-    if found.answered:
-        lines.append(describe_exact_match(found))
+    base, tuned = evaluation.base, evaluation.tuned
+    lines = [describe_loss(evaluation)]
+    if evaluation.answered:
+        lines.append(describe_exact_match(evaluation))
         lines.append(f"Token F1 {base.token_f1:.3f} → {tuned.token_f1:.3f}, chrF {base.chrf:.3f} → {tuned.chrf:.3f}")
-    lines.append(describe_forgetting(found.forgetting))
-    if remark := describe_answered(found.answered, found.questions, more):
+    lines.append(describe_forgetting(evaluation.forgetting))
+    if remark := describe_answered(evaluation.answered, evaluation.questions, more):
         lines.append(remark)
-    return [*(f"{line}." for line in lines), *_table_of_groups(found.groups)]
+    return [*(f"{line}." for line in lines), *_table_of_groups(evaluation.groups)]
 
 
 def describe_answered(answered: int, questions: int, more: str) -> str:
@@ -122,41 +129,41 @@ def describe_answered(answered: int, questions: int, more: str) -> str:
     )
 
 
-def describe_loss(found: Evaluation) -> str:
+def describe_loss(evaluation: Evaluation) -> str:
     """``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
-    places = _places(found.improvement.plus_minus) + 1
-    losses = f"{found.base.loss:.{places}f} → {found.tuned.loss:.{places}f}"
-    of = f" of {found.rows_available:,}" if found.rows < found.rows_available else ""
-    return f"Test loss {losses} nats per token: {describe_improvement(found.improvement, of)}"
+    places = _places(evaluation.improvement.plus_minus) + 1
+    losses = f"{evaluation.base.loss:.{places}f} → {evaluation.tuned.loss:.{places}f}"
+    of = f" of {evaluation.rows_available:,}" if evaluation.rows < evaluation.rows_available else ""
+    return f"Test loss {losses} nats per token: {describe_improvement(evaluation.improvement, of)}"
 
 
-def describe_exact_match(found: Evaluation) -> str:
+def describe_exact_match(evaluation: Evaluation) -> str:
     """``Exact match on 220 test questions: base 0.0 %, tuned 98.6 %``; there has to be an answer."""
-    base, tuned = (100 * (score.exact_match or 0.0) for score in (found.base, found.tuned))
-    return f"Exact match on {counted(found.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
+    base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
+    return f"Exact match on {counted(evaluation.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
 
 
-def describe_improvement(found: Improvement, of: str = "") -> str:
+def describe_improvement(improvement: Improvement, of: str = "") -> str:
     """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token. ``of``: how many rows there are, if a sample."""
-    gain, half = found.nats_per_label, found.plus_minus
+    gain, half = improvement.nats_per_label, improvement.plus_minus
     word = "better" if gain > 0 else "worse"
     if half is None:
         return f"{word} by {abs(gain):.2f} on one row: no interval"
     places = _places(half)
-    size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {found.rows:,}{of} rows)"
+    size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {improvement.rows:,}{of} rows)"
     return size if abs(gain) > half else f"no clear difference, {size}"
 
 
-def describe_forgetting(found: Forgetting) -> str:
+def describe_forgetting(forgetting: Forgetting) -> str:
     """``Forgetting: general text loss +0.31 ± 0.05 nats per token (English +0.12 ± 0.03, …)``."""
-    if found.nats_per_token is None or found.plus_minus is None:
-        return f"Forgetting not measured: {found.unsaid}"
+    if forgetting.nats_per_token is None or forgetting.plus_minus is None:
+        return f"Forgetting not measured: {forgetting.unsaid}"
     parts = list[str]()
-    for part in found.parts:
+    for part in forgetting.parts:
         more, half = part.nats_per_token, part.plus_minus
         parts.append(f"{part.name} {'not measured' if more is None else f'{more:+.2f} ± {half:.2f}'}")
-    places = _places(found.plus_minus)
-    size = f"{found.nats_per_token:+.{places}f} ± {found.plus_minus:.{places}f} nats per token"
+    places = _places(forgetting.plus_minus)
+    size = f"{forgetting.nats_per_token:+.{places}f} ± {forgetting.plus_minus:.{places}f} nats per token"
     return f"Forgetting: general text loss {size} ({', '.join(parts)})"
 
 
@@ -205,12 +212,12 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def judge(found: Improvement, tuned: Score, forgotten: Forgetting, limits: Thresholds) -> Verdict:
+def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Thresholds) -> Verdict:
     """Compare intervals with thresholds: above passes, below fails, an interval across one is undecided.
 
     Forgetting has to stay below its threshold; it does not count if it was not measured.
     """
-    gain = _interval(found.nats_per_label, found.plus_minus)
+    gain = _interval(improvement.nats_per_label, improvement.plus_minus)
     measures = [_compare("gain in loss, nats per token", *gain, limits.least_gain)]
     if limits.least_exact_match is not None:
         ends = tuned.exact_match_low, tuned.exact_match_high

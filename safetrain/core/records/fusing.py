@@ -25,7 +25,7 @@ class Likeness:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """A fused model that was written, opened and measured."""
 
     name: str
@@ -47,7 +47,7 @@ class FuseReport:
     may_lose: float  # share of what was learnt
     base: Likeness
     tuned: Likeness
-    tried: tuple[Tried, ...]  # in the order of trying
+    tried: tuple[Candidate, ...]  # in the order of trying
     chosen: str  # the name of one of these
 
 
@@ -62,26 +62,26 @@ def require_effect(base: Likeness, adapter: str) -> None:
         )
 
 
-def kept_share(base: Likeness, tuned: Likeness, found: Likeness) -> float:
+def kept_share(base: Likeness, tuned: Likeness, other: Likeness) -> float:
     """The smaller of two: of the improvement in loss, if there is one, and of the way from base to tuned distribution.
 
     Rounding may lower the loss by chance, also where nothing of what was learnt is left.
     """
-    gained, way = base.loss - tuned.loss, 1 - found.divergence / base.divergence
-    return min(way, (base.loss - found.loss) / gained) if gained > 0 else way
+    gained, way = base.loss - tuned.loss, 1 - other.divergence / base.divergence
+    return min(way, (base.loss - other.loss) / gained) if gained > 0 else way
 
 
-def refusal(kept: float, found: Likeness, may_lose: float) -> str:
+def refusal(share: float, other: Likeness, may_lose: float) -> str:
     """Why a fused model does not hold, empty where it does.
 
     Answers are compared row by row: a fall beyond the 95 % interval of what would go both ways by chance.
     """
-    if not math.isfinite(found.loss):
+    if not math.isfinite(other.loss):
         return "its loss is not a number"
-    if kept < 1 - may_lose:
+    if share < 1 - may_lose:
         return f"loses more than {100 * may_lose:g} % of what was learnt"
-    fall = found.lost_answers - found.won_answers
-    if fall > Z95 * math.sqrt(found.lost_answers + found.won_answers):
+    fall = other.lost_answers - other.won_answers
+    if fall > Z95 * math.sqrt(other.lost_answers + other.won_answers):
         return f"answers {fall} rows fewer"
     return ""
 
@@ -89,8 +89,8 @@ def refusal(kept: float, found: Likeness, may_lose: float) -> str:
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 
 
-def describe(name: str, size_bytes: int, kept: float, found: Likeness, rows: int, verdict: str = "") -> str:
+def describe(name: str, size_bytes: int, share: float, other: Likeness, rows: int, verdict: str = "") -> str:
     """One line below ``HEADER``."""
-    same = f"{round(found.same_answers * rows)} of {rows}"
-    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * kept:.1f} %':>9}{found.loss:>9.4f}{same:>15}  {verdict}"
+    same = f"{round(other.same_answers * rows)} of {rows}"
+    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * share:.1f} %':>9}{other.loss:>9.4f}{same:>15}  {verdict}"
     return line.rstrip()

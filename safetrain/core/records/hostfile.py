@@ -38,18 +38,18 @@ def backend_of_ranks(hosts: Hosts, device: str) -> str:
     JACCL is for cables between machines. Raises ConfigError where two ranks on one of several machines would get one
     CUDA device.
     """
-    found = hosts.backend or ("nccl" if device == "cuda" else "ring")
-    if hosts.all_here and found.startswith("jaccl"):
+    backend = hosts.backend or ("nccl" if device == "cuda" else "ring")
+    if hosts.all_here and backend.startswith("jaccl"):
         return "ring"
     machines = {LOCAL[0] if is_here(name) else name for name in hosts.names}
-    if found == "nccl" and not hosts.all_here and len(machines) < len(hosts.names):
+    if backend == "nccl" and not hosts.all_here and len(machines) < len(hosts.names):
         raise ConfigError(
             "Ranks of several machines have a CUDA device each, and mlx.launch gives all of a machine the same one.",
             expected="each machine once in train.hostfile",
             got=", ".join(hosts.names),
             do="name each machine once; or train on one machine, where each rank gets its own device",
         )
-    return found
+    return backend
 
 
 def is_here(name: str) -> bool:
@@ -61,24 +61,24 @@ def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
     """The machines of ``ranks`` ranks; raises ConfigError where the file is missing, malformed, or names others."""
     if hostfile is None:
         return Hosts((LOCAL[0],) * ranks)
-    found = read_hostfile(Path(hostfile))
-    if len(found.names) != ranks:
+    hosts = read_hostfile(Path(hostfile))
+    if len(hosts.names) != ranks:
         raise ConfigError(
             "train.hostfile has another number of machines than train.ranks.",
             where=hostfile,
             expected=f"{ranks} entries, one for each rank",
-            got=str(len(found.names)),
-            do=f"set train.ranks={len(found.names)}, or name a machine twice for two ranks on it",
+            got=str(len(hosts.names)),
+            do=f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it",
         )
-    if not is_here(found.names[0]):
+    if not is_here(hosts.names[0]):
         raise ConfigError(
             "Rank 0 is not on this machine, which has the run's files.",
             where=hostfile,
             expected=f'"ssh": "{LOCAL[0]}" in the first entry',
-            got=found.names[0],
+            got=hosts.names[0],
             do="start the training on that machine, or put this one first",
         )
-    return found
+    return hosts
 
 
 def read_hostfile(path: Path) -> Hosts:
@@ -107,8 +107,8 @@ def read_hostfile(path: Path) -> Hosts:
 def as_launched(path: Path) -> str:
     """The hostfile as mlx.launch understands it: for it, this machine has one name, and it reaches others by ssh."""
     value, entries = _entries(path)
-    known = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
-    return json.dumps({**value, "hosts": known} if isinstance(value, dict) else known)
+    renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
+    return json.dumps({**value, "hosts": renamed} if isinstance(value, dict) else renamed)
 
 
 def _entries(path: Path) -> tuple[Any, list[dict[str, Any]]]:

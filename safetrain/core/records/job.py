@@ -99,9 +99,9 @@ def identity_of(settings: TrainSettings) -> str:
     """
     neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None)
     value = dataclasses.asdict(neutral)
-    kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
-    kept["rows_per_update"] = settings.rows_per_update
-    return json.dumps(kept, sort_keys=True)
+    identity = {key: setting for key, setting in value.items() if key not in MEMORY_ONLY}
+    identity["rows_per_update"] = settings.rows_per_update
+    return json.dumps(identity, sort_keys=True)
 
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:

@@ -157,17 +157,17 @@ def parse_csv(text: str) -> list[StepRecord]:
     """The records of a metrics file, without a torn last line. Raises ValueError for anything else."""
     lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
     head = next(lines, list(COLUMNS))
-    whole = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
-    if set(head) != set(whole):
+    is_integer = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
+    if set(head) != set(is_integer):
         raise ValueError(f"its columns are {', '.join(head)}")
-    kinds = [(name, whole[name]) for name in head]
+    kinds = [(name, is_integer[name]) for name in head]
     return [_record(kinds, line) for line in lines]
 
 
 def _record(kinds: list[tuple[str, bool]], line: list[str]) -> StepRecord:
     values: dict[str, Any] = {}
-    for (name, whole), text in zip(kinds, line, strict=True):
-        values[name] = None if text == "" else (int(text) if whole else float(text))
+    for (name, is_integer), text in zip(kinds, line, strict=True):
+        values[name] = None if text == "" else (int(text) if is_integer else float(text))
     return StepRecord(**values)
 
 

@@ -130,10 +130,10 @@ def _configuration(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a folder that is whole, as far as its files go."""
     if not folder.is_dir():
         raise ModelError("The folder does not exist.", where=str(folder), do="name the folder that PEFT wrote")
-    found = [each.parent.name for each in sorted(folder.glob(f"*/{CONFIG}"))]
+    names = [each.parent.name for each in sorted(folder.glob(f"*/{CONFIG}"))]
     path = folder / CONFIG
     if not path.is_file():
-        do = f"name the folder of one adapter: {', '.join(found)}" if found else "name the folder that PEFT wrote"
+        do = f"name the folder of one adapter: {', '.join(names)}" if names else "name the folder that PEFT wrote"
         raise ModelError(f"No PEFT adapter found: {CONFIG} is missing.", where=str(folder), do=do)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -187,8 +187,8 @@ def _number(config: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
 
 def _by_pattern(patterns: Mapping[str, Any], layer: str, usual: Any) -> Any:
     """The value of the first pattern that matches the layer, in PEFT's order."""
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
-    return next(found, usual)
+    values = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    return next(values, usual)
 
 
 def _refused(where: str, what: str, expected: str) -> ModelError:

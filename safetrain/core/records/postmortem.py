@@ -52,45 +52,45 @@ def read_postmortem(output: Path) -> PostMortem | None:
         return None
 
 
-def describe(found: PostMortem, *, with_next: bool = True) -> str:
+def describe(death: PostMortem, *, with_next: bool = True) -> str:
     """The paragraph that people read."""
-    rows = [*describe_rows(found), *([("next", found.next_command)] if with_next else [])]
+    rows = [*describe_rows(death), *([("next", death.next_command)] if with_next else [])]
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in rows)
 
 
-def describe_rows(found: PostMortem) -> list[tuple[str, str]]:
+def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
     """The lines of that paragraph without the next command: label and text."""
-    rows = [("what", f"{found.title} ({found.confidence})"), ("where", describe_place(found))]
-    rows += [("memory", describe_memory(found))] if found.footprint_bytes else []
-    rows += [("because", text) for text in found.evidence]
-    saved = f"everything up to step {found.resumes_from_step}" if found.resumes_from_step else "no checkpoint yet"
+    rows = [("what", f"{death.title} ({death.confidence})"), ("where", describe_place(death))]
+    rows += [("memory", describe_memory(death))] if death.footprint_bytes else []
+    rows += [("because", text) for text in death.evidence]
+    saved = f"everything up to step {death.resumes_from_step}" if death.resumes_from_step else "no checkpoint yet"
     rows.append(("kept", saved))
-    return [*rows, ("advice", found.advice)] if found.advice else rows
+    return [*rows, ("advice", death.advice)] if death.advice else rows
 
 
-def describe_place(found: PostMortem) -> str:
+def describe_place(death: PostMortem) -> str:
     """``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``."""
-    text = found.phase + (f" of step {found.step}" if found.step else "")
-    if found.rows:
-        size = f"{counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
-        text += f", micro-batch {found.micro_batch}: {size}"
-    if found.row_ids:
-        ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
-        text += f" (train.jsonl {'line' if found.rows == 1 else 'lines'} {ids})"
-    return text if found.rank is None else f"{describe_rank(found)}; {text}"
+    text = death.phase + (f" of step {death.step}" if death.step else "")
+    if death.rows:
+        size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
+        text += f", micro-batch {death.micro_batch}: {size}"
+    if death.row_ids:
+        ids = ", ".join(map(str, death.row_ids)) + (", …" if death.rows > len(death.row_ids) else "")
+        text += f" (train.jsonl {'line' if death.rows == 1 else 'lines'} {ids})"
+    return text if death.rank is None else f"{describe_rank(death)}; {text}"
 
 
-def describe_memory(found: PostMortem) -> str:
+def describe_memory(death: PostMortem) -> str:
     """Memory of the process next to its limit, and mlx's next to the prediction."""
-    process = "process" if found.ranks == 1 else f"all {found.ranks} ranks"
-    kind = "private memory" if found.limit_name == OWN_LIMIT else process
-    text = f"{kind} {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)} ({found.limit_name})"
-    if found.predicted_peak_bytes:
-        predicted = size_text(found.predicted_peak_bytes)
-        text += f"; mlx {size_text(found.mlx_active_bytes)}, predicted peak {predicted}"
+    process = "process" if death.ranks == 1 else f"all {death.ranks} ranks"
+    kind = "private memory" if death.limit_name == OWN_LIMIT else process
+    text = f"{kind} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
+    if death.predicted_peak_bytes:
+        predicted = size_text(death.predicted_peak_bytes)
+        text += f"; mlx {size_text(death.mlx_active_bytes)}, predicted peak {predicted}"
     return text
 
 
-def describe_rank(found: PostMortem) -> str:
+def describe_rank(death: PostMortem) -> str:
     """The rank that ended the training, and its machine."""
-    return f"rank {found.rank} of {found.ranks}, on {found.host or 'this machine'}"
+    return f"rank {death.rank} of {death.ranks}, on {death.host or 'this machine'}"

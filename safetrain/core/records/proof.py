@@ -31,15 +31,15 @@ class Proof:
     opened_by: str  # mlx-lm; safetrain for DoRA on a base of 3, 5 or 6 bits
 
 
-def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:
+def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
     """Raise TrainingError where the adapter changes nothing, or where the opened folder is not the tuned model.
 
     In 16 bits two ways to compute one model differ by a rounding that depends on the model: only a folder that is as
     near to the base as to the tuned model is refused.
     """
-    base, opened, rounding = found.base, found.opened, ROUNDING_16_BIT if in_16_bit else NO_CHANGE
+    base, reopened, rounding = proof.base, proof.opened, ROUNDING_16_BIT if in_16_bit else NO_CHANGE
     share = 0.5 if in_16_bit else 0.02
-    gained = abs(base.loss - found.tuned_loss)
+    gained = abs(base.loss - proof.tuned_loss)
     if base.divergence < NO_CHANGE and gained < NO_CHANGE:
         raise TrainingError(
             "The adapter changes nothing: the tuned model is its base on every label that was compared.",
@@ -48,22 +48,22 @@ def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:
             do=DISCARD,
         )
     near, near_loss = max(rounding, share * base.divergence), max(OF_LOSS * rounding, share * gained)
-    if not (opened.divergence <= near and abs(opened.loss - found.tuned_loss) <= near_loss):
+    if not (reopened.divergence <= near and abs(reopened.loss - proof.tuned_loss) <= near_loss):
         raise TrainingError(
             "The adapter's folder is not the model that was trained: mlx-lm opens it as another one.",
             where=adapter,
-            expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {found.tuned_loss:.4f}",
-            got=f"{opened.divergence:.1e}, and a loss of {opened.loss:.4f}; the base: {base.divergence:.1e}, "
+            expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {proof.tuned_loss:.4f}",
+            got=f"{reopened.divergence:.1e}, and a loss of {reopened.loss:.4f}; the base: {base.divergence:.1e}, "
             f"{base.loss:.4f}",
             do="do not touch the folder while training runs and run the same command again; if it says the same, "
             "report this model's architecture",
         )
 
 
-def describe_proof(found: Proof) -> str:
+def describe_proof(proof: Proof) -> str:
     """One line for a terminal."""
     return (
-        f"the saved adapter, opened by {found.opened_by}, answers the same on {found.opened.same_answers} of "
-        f"{found.rows} rows (base: {found.base.same_answers}), {found.opened.divergence:.2g} nats per label apart "
-        f"(base: {found.base.divergence:.2g})"
+        f"the saved adapter, opened by {proof.opened_by}, answers the same on {proof.opened.same_answers} of "
+        f"{proof.rows} rows (base: {proof.base.same_answers}), {proof.opened.divergence:.2g} nats per label apart "
+        f"(base: {proof.base.divergence:.2g})"
     )

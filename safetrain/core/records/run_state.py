@@ -26,12 +26,12 @@ class RunIdentity:
         """Names of what differs. ``shortened`` allows another max_seq_length, because the ladder may cut rows."""
         allowed = ("max_seq_length",) if shortened else ()
         names = ("base_model", "training_rows", "validation_rows")
-        found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
-        found += [] if self.draws == other.draws else [OTHER_DRAWS]
+        texts = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
+        texts += [] if self.draws == other.draws else [OTHER_DRAWS]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         for key in (key for key in self._changed_settings(other) if key not in allowed):
-            found.append(f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)")
-        return found
+            texts.append(f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)")
+        return texts
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; values recommended by a run's length may differ with it."""

@@ -173,15 +173,15 @@ class Pipeline:
     watch: Watch
 
 
-def gate_of(given: Mapping[str, Any]) -> Gate:
+def gate_of(values: Mapping[str, Any]) -> Gate:
     """Section gate as it stands in params.yaml; raises ConfigError for unknown keys and bad values."""
     names = keys_of("gate")
-    unknown, missing = sorted(set(given) - set(names)), [name for name in names if name not in given]
+    unknown, missing = sorted(set(values) - set(names)), [name for name in names if name not in values]
     if unknown or missing:
         what = f"Unknown key gate.{unknown[0]}" if unknown else f"gate.{missing[0]} has no value"
         raise ConfigError(f"{what}.", where="params.yaml", expected=", ".join(f"gate.{name}" for name in names))
     for key in dataclasses.fields(Gate):
-        value, allowed = given[key.name], key.metadata[RANGE]
+        value, allowed = values[key.name], key.metadata[RANGE]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (allowed.admits(value) if is_number else value is None and _is_optional(key)):
             raise ConfigError(
@@ -190,7 +190,7 @@ def gate_of(given: Mapping[str, Any]) -> Gate:
                 expected=describe_allowed("gate", key.name),
                 got=str(value),
             )
-    return Gate(**given)
+    return Gate(**values)
 
 
 def check_ranges(config: Pipeline) -> None:
@@ -236,24 +236,18 @@ def _is_optional(key: dataclasses.Field[Any]) -> bool:
 def describe_allowed(section: str, key: str) -> str:
     """The values that a key accepts, in words: ``a whole number, at least 1 and at most 1024, or null``."""
     part = {f.name: f.type for f in dataclasses.fields(Pipeline)}.get(section)
-    found = [f for f in dataclasses.fields(part) if f.name == key] if isinstance(part, type) else []
-    if not found:
+    fields = [f for f in dataclasses.fields(part) if f.name == key] if isinstance(part, type) else []
+    if not fields:
         return ""
-    kind = str(found[0].type) if not isinstance(found[0].type, type) else found[0].type.__name__
-    words = {
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "a text",
-        "Any": COLUMNS,
-    }
+    kind = str(fields[0].type) if not isinstance(fields[0].type, type) else fields[0].type.__name__
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "Any": COLUMNS}
     text = words.get(kind.split(" | ")[0], LIST)
-    if CHOICES in found[0].metadata:
-        text = " or ".join(map(str, found[0].metadata[CHOICES]))
-    allowed = found[0].metadata.get(RANGE)
+    if CHOICES in fields[0].metadata:
+        text = " or ".join(map(str, fields[0].metadata[CHOICES]))
+    allowed = fields[0].metadata.get(RANGE)
     if allowed is not None:
         text += f", {allowed}"
-    return text + (", or null" if _is_optional(found[0]) else "")
+    return text + (", or null" if _is_optional(fields[0]) else "")
 
 
 def keys_of(section: str) -> list[str]:

@@ -22,7 +22,7 @@ Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelMeasures:
     """What one model did. Losses in nats, summed over the labels of each row."""
 
     losses: np.ndarray  # (rows,) of the test rows
@@ -34,8 +34,8 @@ def evaluation_of(
     held_out: HeldOut,
     general: GeneralText,
     vocabulary: int,
-    base: Measured,
-    tuned: Measured,
+    base: ModelMeasures,
+    tuned: ModelMeasures,
     decode: Callable[[Sequence[int]], str],
     num_samples: int,
     adapter: str,
@@ -72,27 +72,31 @@ def evaluation_of(
 
 
 def _groups(
-    questions: Sequence[Question], samples: Sequence[Sample], base: Measured, tuned: Measured, labels: np.ndarray
+    questions: Sequence[Question],
+    samples: Sequence[Sample],
+    base: ModelMeasures,
+    tuned: ModelMeasures,
+    labels: np.ndarray,
 ) -> tuple[GroupScore, ...]:
     """Score each category of ``questions``, the largest first; nothing if there is only one."""
     places = defaultdict[str, list[int]](list)
     for place, question in enumerate(questions):
         places[question.group].append(place)
-    found, large = [], [item for item in places.items() if len(item[1]) >= LEAST_GROUP]
+    groups, large = [], [item for item in places.items() if len(item[1]) >= LEAST_GROUP]
     for name, group in sorted(large, key=lambda item: -len(item[1]))[:MOST_GROUPS] if len(places) > 1 else ():
         rows, size = np.array([questions[place].row for place in group]), len(group)
         by_base = sum(samples[place].base == samples[place].expected for place in group)
         by_tuned = sum(samples[place].tuned == samples[place].expected for place in group)
         interval = wilson_interval(by_tuned, size)
         gain = improvement(base.losses[rows], tuned.losses[rows], labels[rows])
-        found.append(GroupScore(name, size, by_base / size, by_tuned / size, *interval, gain))
-    return tuple(found)
+        groups.append(GroupScore(name, size, by_base / size, by_tuned / size, *interval, gain))
+    return tuple(groups)
 
 
 def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:
     """Compare losses on the general text, (pieces,) in nats, summed over each piece's tokens."""
     labels, chance = text.rows.label_counts, math.log(vocabulary)
-    parts, known = list[PartLoss](), list[int]()
+    parts, known_rows = list[PartLoss](), list[int]()
     for part, name in PARTS.items():
         rows = [row for row, each in enumerate(text.parts) if each == part]
         loss = mean_loss(base[rows], labels[rows]) if rows else None
@@ -101,9 +105,9 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
             continue
         more = improvement(tuned[rows], base[rows], labels[rows])
         parts.append(PartLoss(name, more.nats_per_label, more.plus_minus, loss, len(rows)))
-        known += rows
-    if known:
-        more = improvement(tuned[known], base[known], labels[known])
+        known_rows += rows
+    if known_rows:
+        more = improvement(tuned[known_rows], base[known_rows], labels[known_rows])
         return Forgetting(more.nats_per_label, more.plus_minus, "", tuple(parts))
     loss = mean_loss(base, labels) if len(labels) else math.inf
     scores = "scores below chance" if loss > chance else "is hardly better than chance"
@@ -123,8 +127,8 @@ def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score
     perplexity = math.exp(min(loss, 700.0))
     if not expected:
         return Score(loss=loss, perplexity=perplexity)
-    pairs = [(answer.strip(), wanted.strip()) for answer, wanted in zip(answers, expected, strict=True)]
-    right, total = sum(answer == wanted for answer, wanted in pairs), len(pairs)
+    pairs = [(answer.strip(), expected_text.strip()) for answer, expected_text in zip(answers, expected, strict=True)]
+    right, total = sum(answer == expected_text for answer, expected_text in pairs), len(pairs)
     low, high = wilson_interval(right, total)
     return Score(
         loss=loss, perplexity=perplexity, exact_match=right / total, exact_match_low=low, exact_match_high=high,
@@ -185,9 +189,9 @@ def chrf(answer: str, expected: str) -> float:
     return _f_score(precision, recall, weight=2.0)
 
 
-def _overlap(found: Iterable[Hashable], wanted: Iterable[Hashable]) -> tuple[float, float]:
+def _overlap(one_set: Iterable[Hashable], other_set: Iterable[Hashable]) -> tuple[float, float]:
     """Precision and recall of a bag."""
-    one, other = Counter(found), Counter(wanted)
+    one, other = Counter(one_set), Counter(other_set)
     common = (one & other).total()
     return common / max(1, one.total()), common / max(1, other.total())
 

@@ -172,8 +172,8 @@ def recommendation_from(value: dict[str, Any]) -> Recommendation:
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
     """Raise ConfigError when the recommendation was made for another model, or for another method's learning rate."""
-    whole = method != recommendation.planned_method and {method, recommendation.planned_method} & set(WHOLE)
-    if whole or model != recommendation.planned_model:
+    is_other_whole = method != recommendation.planned_method and {method, recommendation.planned_method} & set(WHOLE)
+    if is_other_whole or model != recommendation.planned_model:
         raise ConfigError(
             "The recommended configuration was made for something else.",
             expected=f"train.method={method} on {model}",
@@ -184,20 +184,20 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
 
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
     """Pins over the recommendation."""
-    chosen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(TrainSettings):
         pinned = getattr(train, field.name, None)
-        chosen[field.name] = pinned if pinned is not None else getattr(recommendation, field.name, None)
-    return TrainSettings(**{**chosen, "lora": resolve_lora(lora, recommendation.lora)})
+        values[field.name] = pinned if pinned is not None else getattr(recommendation, field.name, None)
+    return TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
 
 
 def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
     """A person's LoRA pins over the recommended shape."""
-    chosen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(LoraSettings):
         pinned = getattr(pins, field.name)
-        chosen[field.name] = pinned if pinned is not None else getattr(recommended, field.name)
-    return LoraSettings(**{**chosen, "targets": tuple(chosen["targets"])})
+        values[field.name] = pinned if pinned is not None else getattr(recommended, field.name)
+    return LoraSettings(**{**values, "targets": tuple(values["targets"])})
 
 
 def is_target(layer: str, target: str) -> bool:

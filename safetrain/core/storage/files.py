@@ -45,9 +45,9 @@ FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
 def cache_directory(platform: str = sys.platform) -> Path:
     """The user's cache folder for safetrain: ``$SAFETRAIN_CACHE_DIR``, else the XDG cache, else the system's own."""
-    chosen, caches = os.environ.get("SAFETRAIN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    if chosen:
-        return Path(chosen)
+    setting, caches = os.environ.get("SAFETRAIN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    if setting:
+        return Path(setting)
     if caches:
         return Path(caches) / "safetrain"
     return mac_cache_directory() if platform == "darwin" else Path.home() / ".cache" / "safetrain"
@@ -64,10 +64,10 @@ def private_folder(folder: Path) -> Path:
     It holds what is loaded as code: another user who could write there would run theirs as this user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
 
@@ -320,9 +320,9 @@ def name_of(epoch: int, step: int) -> str:
 
 def checkpoints_in(output: Path) -> list[Checkpoint]:
     """All of them, whole or not, the newest first."""
-    found = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
-    named = [Checkpoint(folder, int(match[2])) for folder, match in found if match and folder.is_dir()]
-    return sorted(named, key=lambda checkpoint: -checkpoint.step)
+    matches = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
+    checkpoints = [Checkpoint(folder, int(match[2])) for folder, match in matches if match and folder.is_dir()]
+    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
 def write_manifest(folder: Path) -> None:
@@ -336,10 +336,10 @@ def fault_of(folder: Path) -> str:
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         for name, proof in expected.items():
-            found = _proof(folder / name)
-            if found != proof:
-                size = f"{found['bytes']} bytes instead of {proof['bytes']}"
-                return f"{name} has {size}" if found["bytes"] != proof["bytes"] else f"{name} has other contents"
+            actual = _proof(folder / name)
+            if actual != proof:
+                size = f"{actual['bytes']} bytes instead of {proof['bytes']}"
+                return f"{name} has {size}" if actual["bytes"] != proof["bytes"] else f"{name} has other contents"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -360,12 +360,12 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 def newest_whole(output: Path) -> Checkpoint | None:
     """The one to continue from; nothing is changed."""
-    return next((found for found in checkpoints_in(output) if not fault_of(found.folder)), None)
+    return next((checkpoint for checkpoint in checkpoints_in(output) if not fault_of(checkpoint.folder)), None)
 
 
 def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
     """Folders that are neither among the newest ``keep`` nor of the best step."""
-    return [found.folder for found in checkpoints_in(output)[keep:] if found.step != best_step]
+    return [checkpoint.folder for checkpoint in checkpoints_in(output)[keep:] if checkpoint.step != best_step]
 
 
 def copied_sha256(source: Path, copy: Path) -> str:

@@ -32,11 +32,11 @@ def remove_half_written(output: Path) -> None:
         own = output / old.name[1:].rpartition("-old-")[0]
         if not own.exists() and any(old.iterdir()):
             old.rename(own)
-    for found in (found for pattern in HALF_WRITTEN for found in output.glob(pattern)):
-        if found.is_dir():
-            shutil.rmtree(found)
+    for path in (path for pattern in HALF_WRITTEN for path in output.glob(pattern)):
+        if path.is_dir():
+            shutil.rmtree(path)
         else:
-            found.unlink()
+            path.unlink()
 
 
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:

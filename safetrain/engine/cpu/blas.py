@@ -138,8 +138,8 @@ def _renamed_openblas() -> Path:
 
 def _require_own(library: Path) -> None:
     """Raise PermissionError unless only this user can write the file: it is loaded as code."""
-    found = library.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = library.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "other users can write this file", str(library))
 
 
@@ -163,5 +163,5 @@ def _link_neighbours(source: Path, folder: Path) -> None:
 def _prefixed_symbols(library: Path) -> list[str]:
     """Every NUL-terminated symbol in the file that starts with scipy-openblas32's prefix."""
     marker = PREFIX.encode()
-    found = {part for part in library.read_bytes().split(b"\0") if part.startswith(marker)}
-    return sorted(part.decode("ascii") for part in found if part.isascii() and part.replace(b"_", b"").isalnum())
+    names = {part for part in library.read_bytes().split(b"\0") if part.startswith(marker)}
+    return sorted(part.decode("ascii") for part in names if part.isascii() and part.replace(b"_", b"").isalnum())

@@ -48,8 +48,8 @@ def _entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]
     peak = logits.max(axis=-1, keepdims=True)
     powers = mx.power(2.0, (logits - peak) * LOG2_E)
     total = powers.sum(axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
-    return (mx.log(total) + peak - chosen).squeeze(-1), powers / total
+    label_logits = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    return (mx.log(total) + peak - label_logits).squeeze(-1), powers / total
 
 
 def _entropy_gradient(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:

@@ -17,13 +17,13 @@ def side_by_side(compute: Callable[[int, Given], Made], shards: Sequence[Given])
 
     The streams live as long as the process: mlx gives each a thread and takes none back.
     """
-    made = []
+    results = []
     with blas_threads(len(shards)):
         for index, shard in enumerate(shards):
             with mx.stream(cpu_stream(index)):
-                made.append(compute(index, shard))
-        mx.eval(made)
-    return made
+                results.append(compute(index, shard))
+        mx.eval(results)
+    return results
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import gguf
 from safetrain.core.data.template import ChatTemplate, TemplateError
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
-from safetrain.core.records.adapter_files import Taught
+from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary
 
 MARKS = ("zqsystemq", "zqfirstq", "zqansweredq", "zqsecondq", "zqlastq", "zqthirdq")
@@ -29,32 +29,32 @@ class GgufChat:
     stop_ids: tuple[int, ...]  # every token that ends an answer, the one of ``end_id`` first
 
 
-def chat_of(tokenizer: ChatTokenizer, taught: Taught | None, where: Path) -> GgufChat:
+def chat_of(tokenizer: ChatTokenizer, form: PromptFormat | None, where: Path) -> GgufChat:
     """Raises ModelError where no token ends an answer: llama.cpp would take any for it."""
-    stops = tokenizer.stop_ids | frozenset(taught.stop_ids if taught else ())
+    stops = tokenizer.stop_ids | frozenset(form.stop_ids if form else ())
     if not stops:
         raise ModelError(
             "No token ends an answer of this model.", where=str(where), do="name its eos_token in tokenizer_config.json"
         )
     end = tokenizer.end_id if tokenizer.end_id in stops else min(stops)
-    first = taught.stop_ids if taught else ()
+    first = form.stop_ids if form else ()
     order = dict.fromkeys([end, *first, *sorted(stops)])
-    bare, whole = tokenizer.encode_chat("a"), tokenizer.encode("a")
+    bare, with_ends = tokenizer.encode_chat("a"), tokenizer.encode("a")
     begin = tokenizer.special_id("bos")
     begin_text = "" if begin is None else tokenizer.token_of(begin)
     template = tokenizer.template
     writes_begin = not template or (begin_text != "" and _asks(template).startswith(begin_text))
     absent = [name for name in ("bos", "eos") if tokenizer.special_id(name) is None]
-    sources = {name: _without(absent, opened_as_taught(source, taught)) for name, source in template.sources.items()}
-    adds_begin = whole[:1] == [begin] and bare[:1] != [begin] and writes_begin
-    adds_end = whole[-1:] == [end] and bare[-1:] != [end]
+    sources = {name: _without(absent, opened_as_trained(source, form)) for name, source in template.sources.items()}
+    adds_begin = with_ends[:1] == [begin] and bare[:1] != [begin] and writes_begin
+    adds_end = with_ends[-1:] == [end] and bare[-1:] != [end]
     return GgufChat(sources, adds_begin, adds_end, begin_text, end, tuple(order))
 
 
 def _without(absent: list[str], source: str) -> str:
     """A template for programs that give it a token's text where the tokenizer has no such token."""
-    named = [name for name in absent if f"{name}_token" in source]
-    return "".join(f"{{% set {name}_token = '' %}}" for name in named) + source
+    names = [name for name in absent if f"{name}_token" in source]
+    return "".join(f"{{% set {name}_token = '' %}}" for name in names) + source
 
 
 def _asks(template: ChatTemplate) -> str:
@@ -64,14 +64,14 @@ def _asks(template: ChatTemplate) -> str:
         return ""
 
 
-def opened_as_taught(source: str, taught: Taught | None) -> str:
+def opened_as_trained(source: str, form: PromptFormat | None) -> str:
     """A Jinja template that opens answers as the training did."""
-    if taught is None or not (taught.asked or taught.opening):
+    if form is None or not (form.asked or form.opening):
         return source
     text = source.removesuffix("\n")  # which Jinja drops at the end of a template, and not in the middle
-    cut = f"(chat[:-{len(taught.asked)}] if chat.endswith({taught.asked!r}) else chat)" if taught.asked else "chat"
+    cut = f"(chat[:-{len(form.asked)}] if chat.endswith({form.asked!r}) else chat)" if form.asked else "chat"
     return (
-        f"{{% set chat %}}{text}{{% endset %}}{{{{ ({cut} + {taught.opening!r}) if add_generation_prompt else chat }}}}"
+        f"{{% set chat %}}{text}{{% endset %}}{{{{ ({cut} + {form.opening!r}) if add_generation_prompt else chat }}}}"
     )
 
 
@@ -97,12 +97,12 @@ def write_chat(writer: gguf.GGUFWriter, chat: GgufChat, tokenizer: ChatTokenizer
         writer.add_add_space_prefix(vocabulary.space_before)
 
 
-def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, taught: Taught | None) -> str:
+def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, form: PromptFormat | None) -> str:
     """For `ollama create`, beside ``file``."""
     stops = dict.fromkeys(tokenizer.token_of(number) for number in chat.stop_ids)
-    written = ollama_template(tokenizer.template, taught, chat.begin if chat.adds_begin else "")
-    system = _system(taught.system) if taught and taught.system else ""
-    template = f'TEMPLATE """{written}"""\n' if written else NO_TEMPLATE
+    text = ollama_template(tokenizer.template, form, chat.begin if chat.adds_begin else "")
+    system = _system(form.system) if form and form.system else ""
+    template = f'TEMPLATE """{text}"""\n' if text else NO_TEMPLATE
     ends = "".join(f"PARAMETER stop {_quoted(stop)}\n" for stop in stops)
     return f"FROM ./{file.name}\n{template}{system}{ends}"
 
@@ -118,29 +118,29 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def ollama_template(template: ChatTemplate, taught: Taught | None, begin: str) -> str:
+def ollama_template(template: ChatTemplate, form: PromptFormat | None, begin: str) -> str:
     """The template in Go, from what stands around marks; empty where that does not give the same text.
 
     ``begin``: what llama.cpp itself puts before a prompt.
     """
     system, first, answered, second, last, third = MARKS
     try:
-        asked = template.write(_turns(first), prompt=True)
+        prompt = template.write(_turns(first), prompt=True)
         led = template.write(_turns(first, system=system), prompt=True)
         both = template.write(_turns(first, answered, second), prompt=True)
         long = template.write(_turns(first, answered, second, last, third, system=system), prompt=True)
-        before, opening = asked.split(first)
+        before, opening = prompt.split(first)
         lead, after_lead = led.split(first)[0].split(system)
         between = both.split(first)[1].split(answered)[0]
         after = both.split(answered)[1].split(second)[0]
     except (TemplateError, ValueError, IndexError):
         return ""
     expected = lead + system + after_lead + first + between + answered + after + second + between + last + after + third
-    if expected + opening != long or any(each in text for text in (asked, led, both) for each in GO_QUOTES):
+    if expected + opening != long or any(each in text for text in (prompt, led, both) for each in GO_QUOTES):
         return ""
-    opened = (opening.removesuffix(taught.asked) + taught.opening) if taught else opening
-    asks = opened if opened == between else (
-        f"{{{{ if eq (len (slice $.Messages $i)) 1 }}}}{opened}{{{{ else }}}}{between}{{{{ end }}}}"
+    answer_opening = (opening.removesuffix(form.asked) + form.opening) if form else opening
+    asks = answer_opening if answer_opening == between else (
+        f"{{{{ if eq (len (slice $.Messages $i)) 1 }}}}{answer_opening}{{{{ else }}}}{between}{{{{ end }}}}"
     )  # fmt: skip
     before, lead = before.removeprefix(begin), lead.removeprefix(begin)
     head = f"{{{{ if .System }}}}{lead}{{{{ .System }}}}{after_lead}{{{{ else }}}}{before}{{{{ end }}}}"

@@ -19,7 +19,7 @@ from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base
+from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_prompt_format, require_base
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
 from safetrain.core.storage.files import (
@@ -111,9 +111,9 @@ class _GgufExport:
     def __init__(self, job: GgufJob, files: ModelFiles, family: Family, say: Callable[[str], None]) -> None:
         self._job, self._files, self._family, self._say = job, files, family, say
         self._kind = KINDS.get(job.kind, KINDS[QUANTIZED_FROM])
-        self._taught = read_taught(job.adapter or job.base)  # fuse writes it beside its model
+        self._format = read_prompt_format(job.adapter or job.base)  # fuse writes it beside its model
         self._tokenizer = ChatTokenizer(job.base)
-        self._chat = chat_of(self._tokenizer, self._taught, job.base)
+        self._chat = chat_of(self._tokenizer, self._format, job.base)
 
     def to(self, path: Path) -> GgufReport:
         """Measure the tuned model, write it to ``path``, and measure what was written."""
@@ -124,27 +124,27 @@ class _GgufExport:
         require_known(self._family, args)
         vocabulary = self._vocabulary(args.vocab_size)
         parts = parts_of(module, self._family)
-        opened = self._require_room(path, parts)
+        is_measured = self._require_room(path, parts)
         tuned = measure_tuned(job, self._files)
         base = tuned.measure_base(self._files, self._say) if job.adapter is not None else None
         if base is None:
             self._say(tuned.describe_rows())
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
-            whole = path if job.kind in KINDS else Path(scratch) / path.name
-            self._write(whole, module, folds, parts, vocabulary)
-            if whole != path:
-                _quantize(whole, path, job.kind)
+            unquantized = path if job.kind in KINDS else Path(scratch) / path.name
+            self._write(unquantized, module, folds, parts, vocabulary)
+            if unquantized != path:
+                _quantize(unquantized, path, job.kind)
         del module, folds
         gc.collect()
         require_whole(path, parts, vocabulary.tokens)
-        found, kept = self._measure(path, config, parts, tuned, base) if opened else (None, None)
+        likeness, share = self._measure(path, config, parts, tuned, base) if is_measured else (None, None)
         adapter, rows = fingerprint(job.adapter) if job.adapter is not None else "", tuned.rows
         report = GgufReport(
             job.out.name, job.kind, path.stat().st_size, self._family.architecture,
             f"{vocabulary.model}, {vocabulary.pre}", str(job.base), self._files.fingerprint, adapter, len(rows),
-            int(rows.label_counts.sum()), base, tuned.own, found, kept, vocabulary.notes,
+            int(rows.label_counts.sum()), base, tuned.own, likeness, share, vocabulary.notes,
         )  # fmt: skip
-        write_text(modelfile_of(job.out), modelfile(job.out, self._chat, self._tokenizer, self._taught))
+        write_text(modelfile_of(job.out), modelfile(job.out, self._chat, self._tokenizer, self._format))
         write_record(report_of(job.out), report)
         return report
 
@@ -222,36 +222,36 @@ class _GgufExport:
                 dequantize=dequantize_to_answer(self._files),
                 compute_dtype=job.compute_dtype,
             )
-        found = tuned.likeness_of(BaseModel(module, frozenset(), adapt(module)))
-        kept = kept_share(base, tuned.own, found) if base is not None else None
-        why = refusal(1.0 if kept is None else kept, found, job.may_lose)
-        why = why if job.may_lose < 1 or not math.isfinite(found.loss) else ""
+        likeness = tuned.likeness_of(BaseModel(module, frozenset(), adapt(module)))
+        share = kept_share(base, tuned.own, likeness) if base is not None else None
+        why = refusal(1.0 if share is None else share, likeness, job.may_lose)
+        why = why if job.may_lose < 1 or not math.isfinite(likeness.loss) else ""
         name = f"{job.out.name} ({job.kind})"
-        size, same = path.stat().st_size, f"{round(found.same_answers * rows)} of {rows} answers the same"
-        if kept is None:
-            self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({tuned.own.loss:.4f} before), {same}")
+        size, same = path.stat().st_size, f"{round(likeness.same_answers * rows)} of {rows} answers the same"
+        if share is None:
+            self._say(f"{name}: {size_text(size)}, loss {likeness.loss:.4f} ({tuned.own.loss:.4f} before), {same}")
         else:
-            self._say(describe(name, size, kept, found, rows, why or "holds"))
-        self._say(f"its divergence from the tuned model: {found.divergence:.1e} nats per label")
+            self._say(describe(name, size, share, likeness, rows, why or "holds"))
+        self._say(f"its divergence from the tuned model: {likeness.divergence:.1e} nats per label")
         if why:
             raise ModelError(
                 f"This GGUF file does not keep what was learnt: {job.kind}: {why}.",
                 where=str(job.out),
-                expected="" if kept is None else f"at least {100 * (1 - job.may_lose):g} % kept",
-                got="" if kept is None else f"{100 * kept:.1f} %",
+                expected="" if share is None else f"at least {100 * (1 - job.may_lose):g} % kept",
+                got="" if share is None else f"{100 * share:.1f} %",
                 do="choose more bits (--type q8_0, bf16, f16), or take it as it is with --may-lose 100",
             )
-        return found, kept
+        return likeness, share
 
 
 def _quantize(source: Path, target: Path, kind: str) -> None:
     """By llama-quantize; raises ModelError with its last words where it fails."""
     command = [QUANTIZER, str(source), str(target), kind.upper()]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode != 0:
-        words = " ".join((done.stderr or done.stdout).split())[-LAST_WORDS:]
+    process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if process.returncode != 0:
+        words = " ".join((process.stderr or process.stdout).split())[-LAST_WORDS:]
         do = "choose --type q8_0 or q4_0, which safetrain writes itself"
-        raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {done.returncode}", do=do)
+        raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {process.returncode}", do=do)
 
 
 def _name(job: GgufJob, family: Family, vocabulary: Vocabulary) -> str:

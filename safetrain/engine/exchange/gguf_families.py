@@ -118,16 +118,16 @@ def parts_of(module: Any, family: Family) -> list[GgufPart]:
 
 
 def _part(name: str, prefix: str, path: str, kind: str, shape: tuple[int, ...], family: Family, args: Any) -> GgufPart:
-    found = BLOCK.fullmatch(path)
-    inside = found[2] if found else ""
-    known = family.block.get(inside) if found else OUTSIDE.get(path)
-    if known is None:
+    match = BLOCK.fullmatch(path)
+    inside = match[2] if match else ""
+    part_name = family.block.get(inside) if match else OUTSIDE.get(path)
+    if part_name is None:
         raise _unnamed(name, family)
     heads = 0
     if family.turned and inside in TURNED:
         heads = args.num_attention_heads if inside.endswith("q_proj") else args.num_key_value_heads
-    added = 1.0 if family.adds_one and known.endswith("norm") else 0.0
-    return GgufPart(f"blk.{found[1]}.{known}.{kind}" if found else f"{known}.{kind}",
+    added = 1.0 if family.adds_one and part_name.endswith("norm") else 0.0
+    return GgufPart(f"blk.{match[1]}.{part_name}.{kind}" if match else f"{part_name}.{kind}",
                 prefix + path, kind, shape, heads, added)  # fmt: skip
 
 

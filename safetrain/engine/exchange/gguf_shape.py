@@ -83,9 +83,9 @@ def _head_width(args: Any) -> int:
 def require_known(family: Family, args: Any) -> None:
     """Raise ModelError for a setting that the model has in mlx-lm and llama.cpp does not compute."""
     head = _head_width(args)
-    known = ROTATIONS.get(family.architecture, PLAIN_ROTATIONS)
-    if _rotation(args) not in known:
-        raise _unknown(f"its rotation is scaled by {_rotation(args)}", f"one of {', '.join(known)}")
+    rotations = ROTATIONS.get(family.architecture, PLAIN_ROTATIONS)
+    if _rotation(args) not in rotations:
+        raise _unknown(f"its rotation is scaled by {_rotation(args)}", f"one of {', '.join(rotations)}")
     if getattr(args, "rope_traditional", False):
         raise _unknown("it rotates neighbours (rope_traditional)", "halves of a head")
     if family.architecture == "llama" and "sliding_attention" in (getattr(args, "layer_types", None) or ()):

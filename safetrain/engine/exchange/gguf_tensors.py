@@ -56,15 +56,15 @@ def written(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray
     Raises ModelError for a number that ``kind`` cannot hold.
     """
     stored = kind_of(part, kind)
-    found = np.empty((part.shape[0], bytes_of(part, kind) // part.shape[0]), dtype=np.uint8)
+    data = np.empty((part.shape[0], bytes_of(part, kind) // part.shape[0]), dtype=np.uint8)
     places = part.places()
     for rows, values in _rows(part, module, folds):
         with np.errstate(over="ignore"):
             quantized = gguf.quants.quantize(values, stored)
         if stored == Kind.F16 and not np.isfinite(quantized).all():
             raise ModelError(f"{part.path} has numbers that float16 cannot hold.", do="choose --type bf16 or q8_0")
-        found[places[rows]] = np.ascontiguousarray(quantized).view(np.uint8).reshape(len(values), -1)
-    return found
+        data[places[rows]] = np.ascontiguousarray(quantized).view(np.uint8).reshape(len(values), -1)
+    return data
 
 
 def _rows(part: GgufPart, module: Any, folds: Folds) -> Iterator[tuple[slice, np.ndarray]]:
@@ -77,10 +77,10 @@ def _rows(part: GgufPart, module: Any, folds: Folds) -> Iterator[tuple[slice, np
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
         if len(part.shape) == 1:
-            found = (layer[part.kind] if value is None else value)[rows].astype(mx.float32)
+            weight = (layer[part.kind] if value is None else value)[rows].astype(mx.float32)
         else:
-            found = fold(dequantized(layer, rows).astype(mx.float32), rows)
-        yield rows, np.array(found).reshape(rows.stop - rows.start, -1) + np.float32(part.added)
+            weight = fold(dequantized(layer, rows).astype(mx.float32), rows)
+        yield rows, np.array(weight).reshape(rows.stop - rows.start, -1) + np.float32(part.added)
 
 
 def forget(part: GgufPart, module: Any, folds: Folds) -> None:
@@ -114,19 +114,19 @@ def require_whole(file: Path, parts: list[GgufPart], tokens: Sequence[str]) -> N
 def arrays_in(file: Path, parts: list[GgufPart]) -> dict[str, mx.array]:
     """The weights of a whole file by their names in mlx-lm; q8_0 and q4_0 with scales and biases in float32."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    found: dict[str, mx.array] = {}
+    arrays: dict[str, mx.array] = {}
     for part in parts:
         tensor = tensors[part.name]
         data = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()]
         name = f"{part.path}.{part.kind}"
         if tensor.tensor_type in BITS:
             weight, scales = _unpacked(data.view(np.uint8), tensor.tensor_type)
-            found[name] = mx.array(weight)
-            found[f"{part.path}.scales"] = mx.array(scales)
-            found[f"{part.path}.biases"] = mx.array(-scales * 2.0 ** (BITS[tensor.tensor_type] - 1))
+            arrays[name] = mx.array(weight)
+            arrays[f"{part.path}.scales"] = mx.array(scales)
+            arrays[f"{part.path}.biases"] = mx.array(-scales * 2.0 ** (BITS[tensor.tensor_type] - 1))
         else:
-            found[name] = _plain(data, tensor.tensor_type, part)
-    return found
+            arrays[name] = _plain(data, tensor.tensor_type, part)
+    return arrays
 
 
 def _plain(data: np.ndarray, kind: Kind, part: GgufPart) -> mx.array:

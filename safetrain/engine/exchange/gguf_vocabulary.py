@@ -147,8 +147,8 @@ def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> 
         return False, ()
     if not steps and [split["type"] for split in splits] == ["Metaspace"] and splits[0]["replacement"] == SPACE:
         return _metaspace(splits[0], chats=chats, where=where)
-    found = f"texts are changed by {kinds or 'nothing'}, split by {[split['type'] for split in splits] or 'nothing'}"
-    raise _unknown(found, f"spaces that become {SPACE}", where)
+    got = f"texts are changed by {kinds or 'nothing'}, split by {[split['type'] for split in splits] or 'nothing'}"
+    raise _unknown(got, f"spaces that become {SPACE}", where)
 
 
 def _metaspace(split: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bool, tuple[str, ...]]:
@@ -167,10 +167,10 @@ def _metaspace(split: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bo
 def _split_name(definition: Mapping[str, Any], where: str) -> str:
     """llama.cpp's name for the way that texts are split."""
     pattern = _split_pattern(_flat(definition.get("pre_tokenizer"), "pretokenizers"))
-    whole = bool(definition["model"].get("ignore_merges"))
-    name = SPLITS.get((pattern, whole))
+    words_first = bool(definition["model"].get("ignore_merges"))
+    name = SPLITS.get((pattern, words_first))
     if name is None:
-        first = " taking whole words first" if whole else ""
+        first = " taking whole words first" if words_first else ""
         raise _unknown(f"it splits texts{first} by {pattern}", "a pattern of llama.cpp's list", where)
     return name
 

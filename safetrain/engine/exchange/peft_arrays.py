@@ -47,7 +47,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedAdapter:
     """An adapter of PEFT as this project's: its arrays by name in float32, and what had to be changed to hold it."""
 
     method: str
@@ -83,14 +83,14 @@ def require_pairs(arrays: Mapping[str, mx.array], where: Path) -> None:
 
 def to_peft(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """The arrays of pairs as PEFT has them."""
-    found: dict[str, mx.array] = {}
+    renamed: dict[str, mx.array] = {}
     for name, value in arrays.items():
         path, _, kind = name.rpartition(".")
-        found[f"{ROOT}{path}.{KINDS[kind]}"] = value if kind == "m" else mx.contiguous(value.T)
-    return found
+        renamed[f"{ROOT}{path}.{KINDS[kind]}"] = value if kind == "m" else mx.contiguous(value.T)
+    return renamed
 
 
-def from_peft(folder: Path, shape: PeftShape, model: BaseModel) -> Imported:
+def from_peft(folder: Path, shape: PeftShape, model: BaseModel) -> ImportedAdapter:
     """The adapter in ``folder`` for ``model``; raises ModelError, by name, for what does not fit or has no counterpart.
 
     Ranks and scales that differ become one: zeros are added to pairs, and B is multiplied. Where blocks or layers
@@ -104,9 +104,9 @@ def from_peft(folder: Path, shape: PeftShape, model: BaseModel) -> Imported:
     scale = Counter(scales.values()).most_common(1)[0][0]
     lowest = min(places[path].block for path in pairs)
     names = {places[path].name for path in pairs}
-    wanted = {path: place for path, place in places.items() if place.block >= lowest and place.name in names}
+    targets = {path: place for path, place in places.items() if place.block >= lowest and place.name in names}
     weights: dict[str, mx.array] = {}
-    for path, place in wanted.items():
+    for path, place in targets.items():
         own = pairs.get(path)
         if own is None and shape.dora:
             raise ModelError(
@@ -116,7 +116,7 @@ def from_peft(folder: Path, shape: PeftShape, model: BaseModel) -> Imported:
             )
         weights |= _arrays_of(path, place, own, rank, scales.get(path, scale) / scale)
     lora = LoraSettings(rank, scale, shape.dropout, len(model.module.layers) - lowest, tuple(sorted(names)))
-    return Imported("dora" if shape.dora else "lora", lora, weights, _notes(pairs, scales, wanted, rank, scale))
+    return ImportedAdapter("dora" if shape.dora else "lora", lora, weights, _notes(pairs, scales, targets, rank, scale))
 
 
 def _pairs_of(folder: Path, shape: PeftShape) -> dict[str, Pair]:
@@ -127,13 +127,13 @@ def _pairs_of(folder: Path, shape: PeftShape) -> dict[str, Pair]:
             raise _no_place(key, folder)
         parts.setdefault(match[1], {})[match[2]] = value
     expected = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if shape.dora else set())
-    for path, found in parts.items():
-        if set(found) != expected:
+    for path, arrays in parts.items():
+        if set(arrays) != expected:
             raise ModelError(
                 f"The adapter is not whole, or its configuration is another's: {path}",
                 where=str(folder / WEIGHTS),
                 expected=", ".join(sorted(expected)),
-                got=", ".join(sorted(found)),
+                got=", ".join(sorted(arrays)),
                 do="copy the whole folder again",
             )
     pairs = {path: Pair(p["lora_A"], p["lora_B"], p.get("lora_magnitude_vector")) for path, p in parts.items()}
@@ -185,12 +185,12 @@ def _require_place(path: str, pair: Pair, shape: PeftShape, places: Mapping[str,
     ]
     if pair.lengths is not None:
         expected.append(("lora_magnitude_vector", (place.outputs,), pair.lengths))
-    for kind, wanted, value in expected:
-        if value.shape != wanted:
+    for kind, shape_expected, value in expected:
+        if value.shape != shape_expected:
             raise ModelError(
                 f"The adapter does not fit this base: {kind} of {path}.",
                 where=str(folder / WEIGHTS),
-                expected=f"{wanted}, by the base's layer and a rank of {rank}",
+                expected=f"{shape_expected}, by the base's layer and a rank of {rank}",
                 got=str(value.shape),
                 do="give the base that it was trained on with --model",
             )
@@ -202,15 +202,15 @@ def _arrays_of(path: str, place: LayerPlace, pair: Pair | None, rank: int, facto
         pair = Pair(mx.zeros((rank, place.inputs)), mx.zeros((place.outputs, rank)), None)
     more = rank - pair.a.shape[0]
     b = pair.b if factor == 1 else factor * pair.b
-    made = {
+    arrays = {
         f"{path}.lora_a": mx.contiguous(mx.pad(pair.a.T, [(0, 0), (0, more)])),
         f"{path}.lora_b": mx.contiguous(mx.pad(b.T, [(0, more), (0, 0)])),
     }
-    return made if pair.lengths is None else {**made, f"{path}.m": pair.lengths}
+    return arrays if pair.lengths is None else {**arrays, f"{path}.m": pair.lengths}
 
 
 def _notes(
-    pairs: Mapping[str, Pair], scales: Mapping[str, float], wanted: Mapping[str, Any], rank: int, scale: float
+    pairs: Mapping[str, Pair], scales: Mapping[str, float], targets: Mapping[str, Any], rank: int, scale: float
 ) -> tuple[str, ...]:
     notes = []
     lower = sum(pair.a.shape[0] < rank for pair in pairs.values())
@@ -218,6 +218,6 @@ def _notes(
         notes.append(f"{counted(lower, 'pair')} of a lower rank than {rank}: held with zeros")
     if others := sum(each != scale for each in scales.values()):
         notes.append(f"{counted(others, 'pair')} of another scale than {scale:g}: B is multiplied")
-    if empty := len(wanted) - len(pairs):
+    if empty := len(targets) - len(pairs):
         notes.append(f"{counted(empty, 'layer')} without a pair among those that have one: held as zeros")
     return tuple(notes)

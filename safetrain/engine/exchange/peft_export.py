@@ -14,7 +14,7 @@ from safetrain.core.records.adapter_files import (
     adapter_dropout,
     adapter_scale,
     fingerprint,
-    read_taught,
+    read_prompt_format,
     require_base,
 )
 from safetrain.core.records.exporting import REPORT, PeftReport
@@ -64,24 +64,24 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     tuned = measure_tuned(job, files)
     base, size = tuned.measure_base(files, say), sum(value.nbytes for value in arrays.values())
     say(describe("tuned: base and adapter", files.static_bytes + size, 1.0, tuned.own, len(tuned.rows)))
-    made: list[PeftReport] = []
+    reports: list[PeftReport] = []
 
     def write(folder: Path) -> None:
         model = job.open(job.base)
         write_peft(arrays, places_of(model), shape_for_peft(arrays, job.adapter, job.base_name), folder)
         _require_read_back(model, folder, arrays, job.adapter)
-        found = tuned.likeness_of(model)
-        kept = kept_share(base, tuned.own, found)
-        why = refusal(kept, found, MAY_LOSE)
-        say(describe("exported, read again", size, kept, found, len(tuned.rows), why or "holds"))
+        likeness = tuned.likeness_of(model)
+        share = kept_share(base, tuned.own, likeness)
+        why = refusal(share, likeness, MAY_LOSE)
+        say(describe("exported, read again", size, share, likeness, len(tuned.rows), why or "holds"))
         if why:
             raise _not_the_adapter(job.adapter, why)
-        made.append(_report(job, files, tuned, base, found, kept))
-        write_record(folder / REPORT, made[0])
+        reports.append(_report(job, files, tuned, base, likeness, share))
+        write_record(folder / REPORT, reports[0])
 
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
         write_folder(job.out, write)
-    return made[0]
+    return reports[0]
 
 
 def write_peft(
@@ -124,11 +124,11 @@ def _not_the_adapter(adapter: Path, why: str) -> ModelError:
 
 
 def _report(
-    job: PeftExportJob, files: ModelFiles, tuned: TunedModel, base: Likeness, found: Likeness, kept: float
+    job: PeftExportJob, files: ModelFiles, tuned: TunedModel, base: Likeness, likeness: Likeness, share: float
 ) -> PeftReport:
-    taught = read_taught(job.adapter)
+    form = read_prompt_format(job.adapter)
     return PeftReport(
         str(job.base), files.fingerprint, files.quantization_bits, job.base_name, fingerprint(job.adapter),
-        len(tuned.rows), len(tuned.reference.seen.keys), base, tuned.own, found, kept,
-        taught.stop_ids if taught else (),
+        len(tuned.rows), len(tuned.reference.seen.keys), base, tuned.own, likeness, share,
+        form.stop_ids if form else (),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.peft_config import PeftShape, read_peft_config, require_same_names
 from safetrain.core.storage.files import full_disk_named, require_new
 from safetrain.engine.adapter_folder import save_adapter
-from safetrain.engine.exchange.peft_arrays import Imported, from_peft
+from safetrain.engine.exchange.peft_arrays import ImportedAdapter, from_peft
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.trainable import make_trainable, set_adapter_weights
 
@@ -33,7 +33,7 @@ class PeftImportJob:
 class PeftImportReport:
     """What was brought in. ``moved``: the most that it changes a logit of a few tokens, out of ``largest``."""
 
-    imported: Imported
+    imported: ImportedAdapter
     shape: PeftShape
     moved: float
     largest: float
@@ -65,7 +65,7 @@ def import_peft(job: PeftImportJob) -> PeftImportReport:
     return PeftImportReport(imported, shape, moved, largest)
 
 
-def put_on(model: BaseModel, source: Path, shape: PeftShape) -> Imported:
+def put_on(model: BaseModel, source: Path, shape: PeftShape) -> ImportedAdapter:
     """Put the adapter in ``source`` on an opened base, ready to compute; raises ModelError."""
     imported = from_peft(source, shape, model)
     make_trainable(model, imported.method, dataclasses.replace(imported.lora, dropout=0.0), seed=0)

@@ -94,9 +94,9 @@ def split(module: Any) -> SplitModel:
 
     def finish_of() -> tuple[LogitsTransform | None, int]:
         with few_words(module, {id(part): part for part in (embedding, weights)}.values()):
-            parts, whole = asked(lambda: head(trunk(ids))), asked(module, ids)
-            found = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), whole))
-            return next(found, None), whole.shape[-1]
+            parts, logits = asked(lambda: head(trunk(ids))), asked(module, ids)
+            fitting = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), logits))
+            return next(fitting, None), logits.shape[-1]
 
     finish, width = through_few_blocks(module, finish_of)
     if finish is None:

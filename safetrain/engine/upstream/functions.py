@@ -45,13 +45,13 @@ def delta_rule_in_stretches(
 
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]), mx.float32)
-    tokens, made = q.shape[1], list[mx.array]()
+    tokens, outputs = q.shape[1], list[mx.array]()
     size = math.isqrt(max(1, tokens - 1)) + 1
     for start in range(0, tokens, size):
         stretch = [each[:, start : start + size] for each in (q, k, v, a, b)]
         values, state = recomputed(step, 0)(*stretch, state, a_log, dt_bias)
-        made.append(values)
-    return made[0] if len(made) == 1 else mx.concatenate(made, axis=1), state
+        outputs.append(values)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), state
 
 
 OURS: Sequence[tuple[Function, Function]] = (

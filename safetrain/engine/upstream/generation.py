@@ -36,8 +36,8 @@ class Continuations:
     def __init__(self, module: Any, prompts: Sequence[Sequence[int]], *, padded: bool) -> None:
         """Reads all but the last token of each prompt; the first call of ``next_logits`` takes these."""
         self._module, self.rows_may_leave = module, padded
-        read = [prompt[:-1] for prompt in prompts]
-        alike = [list(group) for _, group in groupby(read, _like_length)] if padded else [read]
+        beginnings = [prompt[:-1] for prompt in prompts]
+        alike = [list(group) for _, group in groupby(beginnings, _like_length)] if padded else [beginnings]
         self._caches, *others = [self._read(group) for group in alike]
         for caches in others:
             for cache, other in zip(self._caches, caches, strict=True):
@@ -49,10 +49,10 @@ class Continuations:
 
     def keep(self, rows: Sequence[int], tokens: mx.array) -> mx.array:
         """Continue only these rows; gives their ``tokens``. Only for ``padded`` prompts."""
-        chosen = mx.array(list(rows))
+        places = mx.array(list(rows))
         for cache in self._caches:
-            cache.filter(chosen)
-        return tokens[chosen]
+            cache.filter(places)
+        return tokens[places]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
         """The caches of these prompts, which have equal lengths.
@@ -92,7 +92,7 @@ def _like_length(prompt: Sequence[int]) -> int:
     return -(-len(prompt) // CACHE_STEP)
 
 
-class KeptPrompt:
+class PromptCache:
     """One chat, of which a model keeps what it has read: the next prompt is read from where it differs."""
 
     def __init__(self, module: Any) -> None:
@@ -106,20 +106,20 @@ class KeptPrompt:
     def read(self, prompt: Sequence[int], stopped: Callable[[], bool]) -> int:
         """Read all but the last token of ``prompt``, until ``stopped``; how many of them were kept from before."""
         most = min(len(self.ids), len(prompt) - 1)
-        kept = next((place for place in range(most) if self.ids[place] != prompt[place]), most)
-        surplus = len(self.ids) - kept
+        same = next((place for place in range(most) if self.ids[place] != prompt[place]), most)
+        surplus = len(self.ids) - same
         if surplus and not (can_trim_prompt_cache(self._caches) and trim_prompt_cache(self._caches, surplus)):
             self._forget()
-            kept = 0
-        del self.ids[kept:]
-        for start in range(kept, len(prompt) - 1, PREFILL_TOKENS):
+            same = 0
+        del self.ids[same:]
+        for start in range(same, len(prompt) - 1, PREFILL_TOKENS):
             if stopped():
                 break
             part = prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)]
             self._module(mx.array([part]), cache=self._caches)
             mx.eval([cache.state for cache in self._caches])
             self.ids += part
-        return kept
+        return same
 
     def next_logits(self, token: mx.array) -> mx.array:
         """(1, vocabulary) after one more token, (1,), which the caller adds to ``ids``."""
@@ -149,15 +149,15 @@ def _agree(module: Any) -> bool:
     alone = [_numbers(asked(module, mx.array([row]))[0]) for row in PROBE_ROWS]
     with refusals():
         together = Continuations(module, [row[:-2] for row in PROBE_ROWS], padded=True)
-        found = [together.next_logits(mx.array([row[place] for row in PROBE_ROWS])) for place in (-3, -2)]
+        logits = [together.next_logits(mx.array([row[place] for row in PROBE_ROWS])) for place in (-3, -2)]
         last = together.keep([len(PROBE_ROWS) - 1], mx.array([row[-1] for row in PROBE_ROWS]))
-        found.append(together.next_logits(last))
-        mx.eval(found)
-    rounding = ROUNDING if found[0].dtype == mx.float32 else TOLERANCE_16_BIT
+        logits.append(together.next_logits(last))
+        mx.eval(logits)
+    rounding = ROUNDING if logits[0].dtype == mx.float32 else TOLERANCE_16_BIT
     tolerance = rounding * max(np.abs(values).max() for values in alone)
     expected = [np.stack([values[place] for values in alone]) for place in (-3, -2)]
     expected.append(alone[-1][-1:])
-    pairs = zip(map(_numbers, found), expected, strict=True)
+    pairs = zip(map(_numbers, logits), expected, strict=True)
     with np.errstate(invalid="ignore"):  # what is not a number does not agree
         return all(one.shape == other.shape and np.abs(one - other).max() <= tolerance for one, other in pairs)
 

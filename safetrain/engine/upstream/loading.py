@@ -21,7 +21,7 @@ from safetrain.engine.upstream.layers import complete, dequantize_experts_per_us
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 REBUILT_GROUP = 32
 NOT_TRAINED = {  # families, by the name in config.json
-    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens",
+    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens"
 }
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 

@@ -62,11 +62,11 @@ def packed_attention(
         raise Refusal("its attention has sinks")
     if not isinstance(mask, SlidingWindow):
         raise Refusal("its attention has its own mask")
-    made = [
+    outputs = [
         block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
         for block in cache.rows.blocks
     ]
-    return made[0] if len(made) == 1 else mx.concatenate(made)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
 def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:

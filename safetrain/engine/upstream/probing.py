@@ -72,10 +72,10 @@ def few_blocks(module: Any) -> Iterator[bool]:
         yield False
         return
     kinds = [_kind(block) for block in blocks]
-    kept = max(kinds.index(kind) for kind in kinds) + 1
-    trunk.layers = blocks[:kept]
+    count = max(kinds.index(kind) for kind in kinds) + 1
+    trunk.layers = blocks[:count]
     try:
-        yield kept < len(blocks)
+        yield count < len(blocks)
     finally:
         trunk.layers = blocks
 
@@ -87,24 +87,24 @@ def few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
     Where their rows are not the vocabulary of the model's arguments, they keep all.
     """
     words = getattr(getattr(module, "args", None), "vocab_size", 0)
-    kept = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]
-    if all("weight" in arrays and arrays["weight"].shape[0] == words for _, arrays in kept):
-        for part, arrays in kept:
+    weights = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]
+    if all("weight" in arrays and arrays["weight"].shape[0] == words for _, arrays in weights):
+        for part, arrays in weights:
             part.update({name: array[:FEW_WORDS] for name, array in arrays.items()})
     try:
         yield
     finally:
-        for part, arrays in kept:
+        for part, arrays in weights:
             part.update(arrays)
 
 
 def _kind(block: Any) -> tuple[tuple[str, str, str], ...]:
     """What a block is made of, and its settings except its number."""
-    found = []
+    parts = []
     for name, part in block.named_modules():
         settings = {key: value for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER}
-        found.append((name, type(part).__name__, str(sorted(settings.items(), key=str))))
-    return tuple(sorted(found))
+        parts.append((name, type(part).__name__, str(sorted(settings.items(), key=str))))
+    return tuple(sorted(parts))
 
 
 def trunk_of(module: Any) -> Any:

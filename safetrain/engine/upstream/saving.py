@@ -49,8 +49,8 @@ def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
 def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
     """Tokenizer, template and licence of a model, and its generation settings with further tokens that end answers."""
     for file in sorted(source.iterdir()):
-        wanted = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
-        if file.is_file() and wanted and not any(file.match(pattern) for pattern in OWN_FILES):
+        is_usual = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
+        if file.is_file() and is_usual and not any(file.match(pattern) for pattern in OWN_FILES):
             shutil.copyfile(file, folder / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     path = folder / GENERATION

@@ -37,7 +37,7 @@ IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model that answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
 
     name: str
@@ -51,7 +51,7 @@ class OneModel(ModelProvider):
     """Opens the model in the thread that computes, and returns it for every name."""
 
     def __init__(
-        self, served: Served, cache_bytes: int, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]
+        self, served: ServedModel, cache_bytes: int, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]
     ) -> None:
         """``cache_bytes``: of kept prompts. ``open_model`` gives mlx-lm's module.
 
@@ -82,7 +82,7 @@ class OneModel(ModelProvider):
         return self.model, self.tokenizer
 
 
-def _tokenizer_of(served: Served) -> Any:
+def _tokenizer_of(served: ServedModel) -> Any:
     """mlx-lm's tokenizer, which writes chats as ``served`` does."""
     from mlx_lm.tokenizer_utils import load
 
@@ -128,8 +128,8 @@ class _Handler(APIHandler):
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         """A prompt that cannot be made is 404 in mlx-lm, which clients take for a wrong address."""
-        known = self.command == "POST" and self.path.endswith("/completions")
-        super()._set_completion_headers(400 if status_code == 404 and known else status_code)
+        is_ours = self.command == "POST" and self.path.endswith("/completions")
+        super()._set_completion_headers(400 if status_code == 404 and is_ours else status_code)
 
 
 def may_name(header: str, host: str) -> bool:
@@ -144,7 +144,7 @@ def may_name(header: str, host: str) -> bool:
     return True
 
 
-class Listening(ThreadingHTTPServer):
+class ServerSocket(ThreadingHTTPServer):
     """A port that is bound, but not yet listened to."""
 
     request_queue_size = 64
@@ -153,10 +153,10 @@ class Listening(ThreadingHTTPServer):
         """Raises OSError where the port cannot be had."""
         import socket
 
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = addresses[0][0]
         self.asked_host = host
-        super().__init__((str(found[0][4][0]), port), _Handler, bind_and_activate=False)
+        super().__init__((str(addresses[0][4][0]), port), _Handler, bind_and_activate=False)
         try:
             self.server_bind()
         except OSError:
@@ -181,7 +181,7 @@ def kept_prompts(provider: OneModel) -> LRUPromptCache:
     return LRUPromptCache(provider.cli_args.prompt_cache_size, provider.cli_args.prompt_cache_bytes)
 
 
-def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[], None]) -> None:
+def serve(listening: ServerSocket, provider: OneModel, name: str, ready: Callable[[], None]) -> None:
     """Open the model, call ``ready``, and answer until a KeyboardInterrupt. Its threads may outlive it for a while.
 
     Raises SafetrainError where the model cannot be opened.

@@ -22,7 +22,7 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.shapes import TYPE_BYTES, TYPES, TensorHeader, tensors_of
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
-from safetrain.plan.creation.shapes import AskedShape, ModelShape, shape_for
+from safetrain.plan.creation.shapes import ModelShape, ShapeRequest, shape_for
 from safetrain.plan.creation.tokenizers import (
     OWN_IDS,
     SAMPLE_BYTES,
@@ -96,8 +96,8 @@ class InitialWeights:
         bits = np.random.Philox(key=int.from_bytes(key, "little"))
         for start in range(0, count, BLOCK):
             size = min(BLOCK, count - start)
-            chosen = bits.random_raw(-(-size // 4)).astype("<u8").view("<u2")[:size]
-            yield table[chosen].tobytes()
+            places = bits.random_raw(-(-size // 4)).astype("<u8").view("<u2")[:size]
+            yield table[places].tobytes()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class CreatedModel:
 
 def create_model(
     folder: Path,
-    asked: AskedShape,
+    asked: ShapeRequest,
     tokenizer: TokenizerOfText | Path,
     seed: int,
     dtype: str = "float32",
@@ -132,8 +132,8 @@ def create_model(
     if isinstance(tokenizer, Path):
         require_tokenizer(tokenizer)
         shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(tokenizer)))
-        made = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
-        return _written(made, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
+        model = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
+        return _written(model, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
     say(f"{tokenizer.where}: the text is read")
     sample = read_sample(tokenizer.texts, SAMPLE_BYTES)
     if not sample.sample_bytes:
@@ -144,13 +144,13 @@ def create_model(
     if asked.vocabulary is not None:
         require_vocabulary(trained, vocabulary, sample.sample_bytes)
     shape = shape_for(dataclasses.replace(asked, vocabulary=trained.tokens))
-    made = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0, sample, trained)
-    return _written(made, OWN_IDS, lambda into: write_trained(into, trained, shape.context))
+    model = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0, sample, trained)
+    return _written(model, OWN_IDS, lambda into: write_trained(into, trained, shape.context))
 
 
-def _written(made: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Path], None]) -> CreatedModel:
+def _written(model: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Path], None]) -> CreatedModel:
     """All files, in a hidden folder that is renamed; with the size of the weights."""
-    config, place = config_of(made.shape, ids, made.weights), made.folder.parent
+    config, place = config_of(model.shape, ids, model.weights), model.folder.parent
     tensors = tensors_of(config)
     size = sum(tensor.size_bytes for tensor in tensors)
     place.mkdir(parents=True, exist_ok=True)
@@ -159,11 +159,11 @@ def _written(made: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Pat
     def write(into: Path) -> None:
         write_json(into / "config.json", config)
         write_tokenizer(into)
-        write_weights(into, tensors, made.weights)
+        write_weights(into, tensors, model.weights)
 
     with full_disk_named("The disk is full.", place, FREE):
-        write_folder(made.folder, write)
-    return dataclasses.replace(made, size_bytes=size)
+        write_folder(model.folder, write)
+    return dataclasses.replace(model, size_bytes=size)
 
 
 def config_of(shape: ModelShape, ids: SpecialIds, rule: InitialWeights) -> dict[str, object]:
@@ -215,13 +215,13 @@ def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def write_weights(folder: Path, tensors: Sequence[TensorHeader], rule: InitialWeights) -> None:
     """model.safetensors, or shards and their index, as Hugging Face names them; raises OSError."""
-    shards, left = list[list[TensorHeader]](), 0
+    shards, room = list[list[TensorHeader]](), 0
     for tensor in tensors:
-        if not shards or tensor.size_bytes > left:
+        if not shards or tensor.size_bytes > room:
             shards.append([])
-            left = SHARD_BYTES
+            room = SHARD_BYTES
         shards[-1].append(tensor)
-        left -= tensor.size_bytes
+        room -= tensor.size_bytes
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -250,9 +250,9 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str, str]]:
+def reasons_of(model: CreatedModel, asked: ShapeRequest) -> Iterator[tuple[str, str, str]]:
     """Every value of a model with its reason: the request and what follows from it."""
-    shape, rule = made.shape, made.weights
+    shape, rule = model.shape, model.weights
     share = 100 * shape.embedding / shape.parameters
     yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"
     levine = "near ln(width) = 5.04 + 0.0555 layers (Levine et al. 2020)"
@@ -266,7 +266,7 @@ def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str
         yield "head", "tied", "the embedding again (Press and Wolf 2017)"
     else:
         yield "head", "its own", "from a billion parameters on"
-    yield from _reasons_of_text(made, asked)
+    yield from _reasons_of_text(model, asked)
     yield "context", f"{shape.context:,}", ASKED if asked.context else "tokens; --context for more"
     yield "rope_theta", f"{shape.rope_theta:,.0f}", "for this context (Su et al. 2021; Men et al. 2024)"
     yield "initial weights", f"std {rule.deviation:.4f}", "sqrt(2 / (5 x width)) (Nguyen and Salazar 2019)"
@@ -274,17 +274,17 @@ def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str
     yield "stored as", rule.dtype, f"seed {rule.seed}"
 
 
-def _reasons_of_text(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str, str]]:
-    vocabulary = f"{made.shape.vocabulary:,}"
-    if made.trained is None or made.sample is None:
+def _reasons_of_text(model: CreatedModel, asked: ShapeRequest) -> Iterator[tuple[str, str, str]]:
+    vocabulary = f"{model.shape.vocabulary:,}"
+    if model.trained is None or model.sample is None:
         yield "vocabulary", vocabulary, "copied with the tokenizer"
         return
-    size, total = size_text(made.sample.sample_bytes), size_text(made.sample.total_bytes)
+    size, total = size_text(model.sample.sample_bytes), size_text(model.sample.total_bytes)
     by_rule = "by model (Tao et al. 2024) and text (Gowda and May 2020)"
     yield "vocabulary", vocabulary, ASKED if asked.vocabulary else by_rule
-    whole = made.sample.sample_bytes == made.sample.total_bytes
-    sample = f"trained on {size}" if whole else f"trained on a sample, {size} of {total}"
-    yield "tokenizer", f"{made.trained.bytes_per_token:.2f} bytes per token", sample
-    wanted = count_text(TOKENS_PER_PARAMETER * made.shape.parameters)
-    there = count_text(made.sample.total_bytes / made.trained.bytes_per_token)
-    yield "text for it", f"{wanted} tokens", f"20 a parameter (Hoffmann et al. 2022); this text has {there}"
+    is_all = model.sample.sample_bytes == model.sample.total_bytes
+    sample = f"trained on {size}" if is_all else f"trained on a sample, {size} of {total}"
+    yield "tokenizer", f"{model.trained.bytes_per_token:.2f} bytes per token", sample
+    target = count_text(TOKENS_PER_PARAMETER * model.shape.parameters)
+    there = count_text(model.sample.total_bytes / model.trained.bytes_per_token)
+    yield "text for it", f"{target} tokens", f"20 a parameter (Hoffmann et al. 2022); this text has {there}"

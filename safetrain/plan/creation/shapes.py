@@ -31,7 +31,7 @@ BYTES_PER_TOKEN, SEEN = 3.5, 20
 
 
 @dataclass(frozen=True)
-class AskedShape:
+class ShapeRequest:
     """What a person has decided; the rest is derived. All are counts, ``context`` in tokens."""
 
     parameters: int | None = None
@@ -80,14 +80,14 @@ def parameters_named(text: str) -> int | None:
     return round(float(match[1]) * UNITS[match[2].lower()]) if match else None
 
 
-def shape_for(asked: AskedShape, text_bytes: int | None = None) -> ModelShape:
+def shape_for(asked: ShapeRequest, text_bytes: int | None = None) -> ModelShape:
     """The shape that comes nearest to what is ``asked``; raises ConfigError where there is none.
 
     The best vocabulary is a matter of the text too: ``text_bytes`` of it, or None.
     """
     _refuse_impossible(asked)
-    found = [shape for hidden in _widths(asked) if (shape := _of_width(asked, hidden, text_bytes)) is not None]
-    best = min(found, key=lambda shape: _distance(shape, asked.parameters), default=None)
+    shapes = [shape for hidden in _widths(asked) if (shape := _of_width(asked, hidden, text_bytes)) is not None]
+    best = min(shapes, key=lambda shape: _distance(shape, asked.parameters), default=None)
     if best is None:
         raise ConfigError(
             "No model of this size has such widths.",
@@ -105,13 +105,13 @@ def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) 
     arXiv:2004.02334), where token number r of T occurs T / (r (ln V + 0.58)) times (Zipf): 20 times, not the 100 of
     their translations, as small texts are read in several epochs.
     """
-    wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
+    size_wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
     if text_bytes is not None:
         rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
-        most = bisect.bisect_right(range(1, wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
-        wanted = min(wanted, max(most, SMALL_VOCABULARY))
-    step = VOCABULARY_STEP if wanted >= 2 * VOCABULARY_STEP else FINE_STEP
-    return max(-(-LEAST_VOCABULARY // FINE_STEP) * FINE_STEP, wanted // step * step)
+        most = bisect.bisect_right(range(1, size_wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
+        size_wanted = min(size_wanted, max(most, SMALL_VOCABULARY))
+    step = VOCABULARY_STEP if size_wanted >= 2 * VOCABULARY_STEP else FINE_STEP
+    return max(-(-LEAST_VOCABULARY // FINE_STEP) * FINE_STEP, size_wanted // step * step)
 
 
 def rope_theta_for(context: int) -> float:
@@ -124,7 +124,7 @@ def rope_theta_for(context: int) -> float:
     return float(max(10_000, round(least / digit) * digit))
 
 
-def _widths(asked: AskedShape) -> Iterator[int]:
+def _widths(asked: ShapeRequest) -> Iterator[int]:
     """To choose from: wide ones only with heads that can share keys and values."""
     if asked.hidden is not None:
         yield asked.hidden
@@ -135,7 +135,7 @@ def _widths(asked: AskedShape) -> Iterator[int]:
         yield from (width for width in widths if width < GROUPED_FROM or _group(width // HEAD) > 1)
 
 
-def _of_width(asked: AskedShape, hidden: int, text_bytes: int | None) -> ModelShape | None:
+def _of_width(asked: ShapeRequest, hidden: int, text_bytes: int | None) -> ModelShape | None:
     """The shape of this width; None where it has no layer left."""
     heads = asked.heads or hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
     step = WIDTH_STEP if hidden < MANY_FEATURES else 2 * WIDTH_STEP
@@ -146,8 +146,8 @@ def _of_width(asked: AskedShape, hidden: int, text_bytes: int | None) -> ModelSh
     vocabulary = asked.vocabulary or vocabulary_for(size, hidden, text_bytes)
     tied = size < UNTIED_FROM
     context = asked.context or (SHORT_CONTEXT if size < SMALL_MODEL else USUAL_CONTEXT)
-    left = (asked.parameters or 0) - vocabulary * hidden * (1 if tied else 2) - hidden
-    layers = asked.layers or round(left / block)
+    remaining = (asked.parameters or 0) - vocabulary * hidden * (1 if tied else 2) - hidden
+    layers = asked.layers or round(remaining / block)
     if layers < 1:
         return None
     return ModelShape(
@@ -172,7 +172,7 @@ def _distance(shape: ModelShape, parameters: int | None) -> float:
     return depth + miss + 20 * max(0.0, miss - SIZE_MISS)
 
 
-def _refuse_impossible(asked: AskedShape) -> None:
+def _refuse_impossible(asked: ShapeRequest) -> None:
     """Raise ConfigError for what no model can have."""
     width = asked.hidden or 0
     if asked.parameters is None and None in (asked.hidden, asked.layers):
@@ -195,7 +195,7 @@ def _refuse_impossible(asked: AskedShape) -> None:
         raise ConfigError("The vocabulary is too small.", expected=expected, got=str(asked.vocabulary))
 
 
-def _asked_text(asked: AskedShape) -> str:
-    said = (("parameters", asked.parameters), ("hidden size", asked.hidden), ("layers", asked.layers))
+def _asked_text(asked: ShapeRequest) -> str:
+    parts = (("parameters", asked.parameters), ("hidden size", asked.hidden), ("layers", asked.layers))
     more = (("heads", asked.heads), ("vocabulary", asked.vocabulary))
-    return ", ".join(f"{name} {value:,}" for name, value in (*said, *more) if value is not None)
+    return ", ".join(f"{name} {value:,}" for name, value in (*parts, *more) if value is not None)

@@ -137,8 +137,8 @@ def copied_vocabulary(source: Path) -> int:
 def copied_ids(source: Path) -> SpecialIds:
     """The special tokens of another model: by its config.json, else by its tokenizer; raises ModelError."""
     config, tokenizer = _json(source / "config.json"), ChatTokenizer(source)
-    found = [config.get(f"{name}_token_id", tokenizer.special_id(name)) for name in ("bos", "eos", "pad")]
-    begin, end, pad = (_ids(value) for value in found)
+    values = [config.get(f"{name}_token_id", tokenizer.special_id(name)) for name in ("bos", "eos", "pad")]
+    begin, end, pad = (_ids(value) for value in values)
     return SpecialIds(begin if isinstance(begin, int) else None, end, pad if isinstance(pad, int) else None)
 
 

@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 from safetrain.core.data.chatting import AnswerText, Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
-from safetrain.core.records.adapter_files import Taught, read_taught, write_taught
+from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
 from tests.conftest import EMBEDDED
 
 TOKENIZER = ChatTokenizer(EMBEDDED)
 QUESTION = [{"role": "user", "content": "Iron?"}]
 
 
-def prompts(**taught: str) -> Prompts:
-    return Prompts(
-        TOKENIZER, Taught((7,), taught.get("opening", ""), taught.get("asked", ""), taught.get("system", ""))
-    )
+def prompts(opening: str = "", asked: str = "", system: str = "") -> Prompts:
+    return Prompts(TOKENIZER, PromptFormat((7,), opening, asked, system))
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,13 +64,13 @@ def test_the_system_prompt_of_training_stands_in_front_unless_a_chat_has_its_own
 
 
 def test_what_was_taught_comes_back_also_from_before_there_were_system_prompts(tmp_path: Path) -> None:
-    write_taught(tmp_path, Taught((1,), "o", "a", "Be brief."))
-    assert read_taught(tmp_path) == Taught((1,), "o", "a", "Be brief.")
+    write_prompt_format(tmp_path, PromptFormat((1,), "o", "a", "Be brief."))
+    assert read_prompt_format(tmp_path) == PromptFormat((1,), "o", "a", "Be brief.")
     (tmp_path / "chat.json").write_text('{"stop_ids": [1], "opening": "o", "asked": "a"}')
-    assert read_taught(tmp_path) == Taught((1,), "o", "a", "")
+    assert read_prompt_format(tmp_path) == PromptFormat((1,), "o", "a", "")
     (tmp_path / "chat.json").write_text("[]")
     with pytest.raises(ModelError, match="cannot be read"):
-        read_taught(tmp_path)
+        read_prompt_format(tmp_path)
 
 
 def test_a_refusal_of_the_template_is_told() -> None:
@@ -81,7 +79,7 @@ def test_a_refusal_of_the_template_is_told() -> None:
 
 
 def test_a_model_of_documents_is_given_the_beginning_of_one() -> None:
-    prompts = Prompts(TOKENIZER, Taught((7,), "", documents=True))
+    prompts = Prompts(TOKENIZER, PromptFormat((7,), "", documents=True))
     asked = prompts.ids([{"role": "user", "content": "The capital of"}])
     assert asked == [TOKENIZER.end_id, *TOKENIZER.encode("The capital of")]
     assert prompts.continues
