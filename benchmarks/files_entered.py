@@ -169,7 +169,7 @@ def die() -> Doors:
         )  # fmt: skip
         supervisor._Watch.drain = drain  # type: ignore[method-assign]
         try:
-            keep_going.keep_going(job, options, lambda _event: None, lambda _text: None)
+            keep_going.keep_going(job, options, lambda _event: None)
         except RunDied as error:
             print(error)
         finally:

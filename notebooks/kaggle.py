@@ -58,7 +58,7 @@ os.chdir(PROJECT)
 # One forward and backward pass of a model, on the backend that was found, against mlx-lm's own layers.
 
 # %%
-from safetrain.notebook import call, follow, said, start, stop
+from safetrain.notebook import call, follow, printed_lines, start, stop
 
 call("selftest")
 
@@ -146,7 +146,7 @@ if before.is_dir():
     shutil.copytree(before, "checkpoints_qlora", dirs_exist_ok=True)
 pipeline = start(*OVERRIDES)
 follow(pipeline, 2 if ON_KAGGLE else 0.2)
-print("\n".join(said("continuing from step")))
+print("\n".join(printed_lines("continuing from step")))
 
 # %% [markdown]
 # ## The result

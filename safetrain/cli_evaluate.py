@@ -92,9 +92,9 @@ def _measured(
     from safetrain.core.records.evaluation import describe_evaluation
     from safetrain.core.records.scoring import evaluation_of
     from safetrain.engine.comparison import Material, compare, measure
-    from safetrain.watch.progress import EvaluationProgress, tell_on_terminal
+    from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 
-    tokenizer, progress = ChatTokenizer(files.folder), EvaluationProgress(tell_on_terminal)
+    tokenizer, progress = ChatTokenizer(files.folder), EvaluationProgress(say_on_terminal)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
     material, run = Material(rows, general), _run_shape(subjects, length)
     if len(subjects) == 1:

@@ -22,20 +22,20 @@ def start(*overrides: str) -> Pipeline:
 
 
 def follow(pipeline: Pipeline, every_seconds: float = 2.0, until: Callable[[], bool] = lambda: False) -> None:
-    """Show where it is, in place, to its end or until ``until`` says so. An interrupt ends only the looking."""
+    """Show its status, in place, to its end or until ``until()`` is true. An interrupt leaves the pipeline running."""
     from IPython.display import display
 
-    shown = display({"text/plain": where(pipeline)}, raw=True, display_id=True)
+    output = display({"text/plain": status_of(pipeline)}, raw=True, display_id=True)
     try:
         while pipeline.poll() is None and not until():
             time.sleep(every_seconds)
-            shown.update({"text/plain": where(pipeline)}, raw=True)
+            output.update({"text/plain": status_of(pipeline)}, raw=True)
     except KeyboardInterrupt:
         print("The training goes on. Run this cell again to look at it; stop(pipeline) saves and ends it.")
         return
-    shown.update({"text/plain": where(pipeline)}, raw=True)
+    output.update({"text/plain": status_of(pipeline)}, raw=True)
     if pipeline.poll():
-        print("\n".join(said()[-TAIL_LINES:]))
+        print("\n".join(printed_lines()[-TAIL_LINES:]))
 
 
 def stop(pipeline: Pipeline) -> None:
@@ -44,11 +44,11 @@ def stop(pipeline: Pipeline) -> None:
     pipeline.wait()
 
 
-def where(pipeline: Pipeline) -> str:
+def status_of(pipeline: Pipeline) -> str:
     """The stage or the end, and the last step of the training."""
-    stages, code = ["starting", *said("== ")], pipeline.poll()
+    stages, code = ["starting", *printed_lines("== ")], pipeline.poll()
     end = "finished" if code == 0 else f"ended with exit code {code}"
-    steps = [line for line in said("step ") if line.startswith("step ")]
+    steps = [line for line in printed_lines("step ") if line.startswith("step ")]
     if code is None:
         return "   ".join([stages[-1].replace("== ", "stage "), *steps[-1:]])
     return "   ".join([end, *(step.split(" · ", 1)[0] for step in steps[-1:])])
@@ -62,7 +62,7 @@ def call(*words: str) -> None:
     print(done.stdout.decode(errors="replace").strip())
 
 
-def said(words: str = "") -> list[str]:
-    """The lines with these words that the pipeline has printed."""
+def printed_lines(words: str = "") -> list[str]:
+    """The lines with these words in what the pipeline has printed."""
     lines = LOG.read_text(encoding="utf-8", errors="replace").splitlines() if LOG.is_file() else []
     return [line for line in lines if words in line]

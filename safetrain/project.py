@@ -33,7 +33,7 @@ OVERLAY = """# @package _global_
 train:
   num_epochs: 1
 """
-IGNORED = """# Your data and models; what you track with `dvc add` leaves its .dvc file here
+GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its .dvc file here
 /data/*
 !/data/*.dvc
 !/data/example/
@@ -104,9 +104,9 @@ def project_files(*, example: bool) -> dict[str, str]:
     params = shipped("params.yaml").read_text(encoding="utf-8")
     if not example:
         params = with_value(with_value(params, "data.path", "data/mine.jsonl"), "model.path", "models/mine")
-    made = {"params.yaml": params, "dvc.yaml": pipeline_text(), "README.md": README, ".gitignore": IGNORED}
-    made |= {".dvcignore": ".DS_Store\n", "conf/experiment/mine.yaml": OVERLAY}
-    return made | {name: shipped(name).read_text(encoding="utf-8") for name in COPIED}
+    texts = {"params.yaml": params, "dvc.yaml": pipeline_text(), "README.md": README, ".gitignore": GITIGNORE}
+    texts |= {".dvcignore": ".DS_Store\n", "conf/experiment/mine.yaml": OVERLAY}
+    return texts | {name: shipped(name).read_text(encoding="utf-8") for name in COPIED}
 
 
 def pipeline_text() -> str:
@@ -115,8 +115,8 @@ def pipeline_text() -> str:
     for line in shipped("dvc.yaml").read_text(encoding="utf-8").splitlines():
         if line.startswith("#") or line.startswith(("    - safetrain/", "    - stages/")):
             continue
-        if found := re.fullmatch(r"    cmd: python -m stages\.(\w+)", line):
-            stage = found[1]
+        if command := re.fullmatch(r"    cmd: python -m stages\.(\w+)", line):
+            stage = command[1]
             line = f"    cmd: safetrain stage {stage}"
         lines.append(line)
         if line == "    params:":
@@ -148,8 +148,8 @@ def _hash_of(files: Iterator[Path]) -> str:
 
 
 def _program(texts: dict[str, str], *, example: bool) -> Program:
-    made = {name: _digest(text) for name, text in texts.items()}
-    return Program(version("safetrain"), example, stage_hashes(), made)
+    digests = {name: _digest(text) for name, text in texts.items()}
+    return Program(version("safetrain"), example, stage_hashes(), digests)
 
 
 def _digest(text: str) -> str:
@@ -160,9 +160,9 @@ def require_current(folder: Path = Path()) -> None:
     """Raise ConfigError where another version of the program has made this project's files."""
     if not (folder / PROGRAM).is_file():
         return
-    made_by = _read_program(folder)
-    if made_by.stages != stage_hashes():
-        what = f"This project was made by safetrain {made_by.version}, and this is another ({version('safetrain')})."
+    program = _read_program(folder)
+    if program.stages != stage_hashes():
+        what = f"This project was made by safetrain {program.version}, whose code was different."
         raise ConfigError(what, where=str(folder / PROGRAM), do="safetrain update")
 
 
@@ -192,8 +192,8 @@ def update_project(folder: Path = Path()) -> list[str]:
             lines += [f"{name}: you have changed it, so the new one is {name}.new", *difference]
     now = _program(texts, example=before.example)
     write_record(folder / PROGRAM, now)
-    again = [name for name, code in now.stages.items() if before.stages.get(name) != code]
-    return [*lines, f"the next run makes again: {', '.join(again)}"] if again else lines
+    stages = [name for name, code in now.stages.items() if before.stages.get(name) != code]
+    return [*lines, f"the next run makes again: {', '.join(stages)}"] if stages else lines
 
 
 def _read_program(folder: Path) -> Program:
@@ -222,11 +222,11 @@ def with_value(text: str, key: str, value: object) -> str:
     """params.yaml with another value of ``section.key``; comments stay. Raises ConfigError where it has no such key."""
     section, _, name = key.partition(".")
     pattern = rf"^{section}:.*\n(?:[ #].*\n|\n)*?  {name}: *(?P<value>[^\n]*?)(?= *(?: #|$))"
-    found = re.search(pattern, text, re.MULTILINE)
-    if found is None:
+    place = re.search(pattern, text, re.MULTILINE)
+    if place is None:
         raise ConfigError(f"params.yaml has no {key}.", where="params.yaml", do="safetrain update adds missing keys")
-    shown = value if isinstance(value, str) and PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
-    return text[: found.start("value")] + str(shown) + text[found.end("value") :]
+    in_yaml = value if isinstance(value, str) and PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+    return text[: place.start("value")] + str(in_yaml) + text[place.end("value") :]
 
 
 def _start_version_control(folder: Path) -> str:
@@ -248,8 +248,8 @@ def _commit(folder: Path, names: list[str]) -> str:
     identity = nobody if _git(folder, "config", "user.email").returncode else []
     added = _git(folder, "add", "--", *names)
     done = _git(folder, *identity, "commit", "--quiet", "-m", "A safetrain project", "--", *names)
-    said = (added.stderr + done.stderr).strip()
-    return f"Git could not commit: {said}" if added.returncode or done.returncode else ""
+    message = (added.stderr + done.stderr).strip()
+    return f"Git could not commit: {message}" if added.returncode or done.returncode else ""
 
 
 def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":

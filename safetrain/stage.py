@@ -36,34 +36,36 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
     def command() -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, so one place reports
         with handling({signal.SIGTERM: terminate}):
-            sys.exit(report(lambda: _compose_and_call(function)))
+            sys.exit(_exit_code_of(lambda: _compose_and_call(function)))
 
     return command
 
 
-def report(action: Callable[[], None]) -> int:
-    """Run ``action``; print a SafetrainError to stderr. Returns the exit code."""
+def _exit_code_of(action: Callable[[], None]) -> int:
+    """Run ``action``; print its error to stderr, and return its exit code."""
     try:
         action()
     except SafetrainError as error:
-        print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return _print_error(error)
     except BrokenPipeError:  # stdout is closed, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            print(f"error: No permission: {error.strerror}.\n  where:    {error.filename}", file=sys.stderr, flush=True)
-            return 1
+            return _print_error(SafetrainError(f"No permission: {error.strerror}.", where=str(error.filename or "")))
         if error.errno not in DISK_FULL:
             raise
-        full = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do=FREE_AND_CONTINUE)
-        print(f"error: {full}", file=sys.stderr, flush=True)
-        return full.exit_code
-    except KeyboardInterrupt as stopped:
+        where = str(error.filename or Path.cwd())
+        return _print_error(DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE))
+    except KeyboardInterrupt as interrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
-        return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
+        return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
     return 0
+
+
+def _print_error(error: SafetrainError) -> int:
+    print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
@@ -71,16 +73,15 @@ def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
         do = "go to the project's root, or make a project here: safetrain init"
         raise ConfigError("No params.yaml found.", where=str(Path.cwd()), do=do)
     conf = Path("conf") if Path("conf/config.yaml").is_file() else shipped("conf")
-
-    composed: list[DictConfig] = []  # several with Hydra's --multirun; run outside Hydra, which reports errors twice
-    entry = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
+    configs: list[DictConfig] = []  # several with Hydra's --multirun; run outside Hydra, which reports errors twice
+    compose = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
     try:
-        entry(composed.append)()
-        pipelines = [to_pipeline(config) for config in composed]
+        compose(configs.append)()
+        pipelines = [to_pipeline(config) for config in configs]
     except YAMLError as error:
         raise broken_yaml(error) from None
     except (HydraException, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise explain(error) from None
+        raise config_error(error) from None
     for pipeline in pipelines:
         function(pipeline)
 
@@ -96,52 +97,48 @@ def to_pipeline(config: DictConfig) -> Pipeline:
     return dataclasses.replace(pipeline, model=model, data=data)  # data/mine/ and ./data/mine are one folder
 
 
-def explain(error: Exception) -> ConfigError:
+def config_error(error: Exception) -> ConfigError:
     """Turn what Hydra or OmegaConf says into the key's full name and what is allowed there."""
     text = "\n".join(str(part) for part in (error, error.__cause__) if part)
-    found = re.search(r"full_key: (\S+)", text)
-    if found is None:
-        summary = text.split("Config search path:")[0].strip()
+    key_match = re.search(r"full_key: (\S+)", text)
+    if key_match is None:
         return ConfigError(
-            f"The configuration cannot be read: {summary}",
+            f"The configuration cannot be read: {text.split('Config search path:')[0].strip()}",
             where="params.yaml, conf/, command line",
-            do=_quoted(error.override) if isinstance(error, OverrideParseException) else "",
+            do=_with_quotes(error.override) if isinstance(error, OverrideParseException) else "",
         )
-    full_key = found.group(1)
+    full_key = key_match[1]
     section, _, key = full_key.rpartition(".")
     allowed = describe_allowed(section, key)
     if "missing mandatory value" in text:
         return ConfigError(f"{full_key} has no value.", where="params.yaml", expected=allowed, do=f"add {full_key}")
+    if allowed.startswith(LIST):
+        override_match = re.search(rf"override {re.escape(full_key)}=(\S+)", text)
+        value = override_match[1] if override_match else ""
+        do = f"write '{full_key}=[{value or 'NAME'}]'"
+        return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value, do=do)
     if allowed:
-        got = re.search(r"Value '(.*)' of type|Invalid (?:value|type) assigned: (.*)", text)
-        value = next((group for group in got.groups() if group), "") if got else ""
-        if not allowed.startswith(LIST):
-            return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
-        given = re.search(rf"override {re.escape(full_key)}=(\S+)", text)
-        value, named = (given[1], given[1]) if given else ("", "NAME")
-        return ConfigError(
-            f"{full_key} has the wrong type.", expected=allowed, got=value, do=f"write '{full_key}=[{named}]'"
-        )
+        value_match = re.search(r"Value '(?P<one>.*)' of type|Invalid (?:value|type) assigned: (?P<other>.*)", text)
+        value = (value_match["one"] or value_match["other"] or "") if value_match else ""
+        return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
     if section == "data.columns":
         return ConfigError(
             "data.columns is one value: its keys are written together.",
             got=full_key,
             do="write 'data.columns={prompt: Frage, completion: Antwort}', with your own keys",
         )
-    return _no_such_key(section, key)
+    return _unknown_key(section, key)
 
 
-def _quoted(given: str) -> str:
+def _with_quotes(override_text: str) -> str:
     """How to write an override that Hydra cannot parse; empty where that is more than a value to be quoted."""
-    key, _, value = given.partition("=")
-    return (
-        ""
-        if re.search(r"[\[\](){}'\",]", value)
-        else f"quote the value for Hydra, and all for the shell: {override(key, value)}"
-    )
+    key, _, value = override_text.partition("=")
+    if re.search(r"[\[\](){}'\",]", value):
+        return ""
+    return f"quote the value for Hydra, and all for the shell: {override(key, value)}"
 
 
-def _no_such_key(section: str, key: str) -> ConfigError:
+def _unknown_key(section: str, key: str) -> ConfigError:
     prefix, names = f"{section}." if section else "", keys_of(section)
     near = difflib.get_close_matches(key, names, n=1)
     return ConfigError(

@@ -23,11 +23,8 @@ from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 
-ANSWERS, TEST_ROWS, GENERAL_TEXT = (
-    0.5,
-    0.3,
-    0.2,
-)  # of the time; two models read twice or three times as fast as one trains
+# Shares of the time; two models read twice or three times as fast as one trains
+ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2
 
 
 @stage

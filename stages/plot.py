@@ -17,17 +17,17 @@ def main(config: Pipeline) -> None:
     """One page, and its pictures."""
     run = read_run()
     write_report(run, paths.REPORT)
-    print(f"the report: {paths.REPORT}")
-    for found, path, read in (
+    print(f"Report: {paths.REPORT}")
+    for record, path, read in (
         (run.steps, paths.METRICS_CSV, read_csv),
         (run.plan, paths.RECOMMENDED_CONFIG, read_recommendation),
         (run.data, paths.DATA_REPORT, read_data_report),
     ):
-        if not found:
+        if not record:
             read(path)  # raises an error with what to do
     figures = pictures(run)
     write_pictures(figures, paths.PLOTS)
-    print(f"its pictures in {paths.PLOTS}: {', '.join(sorted(figures))}; as PNG and SVG")
+    print(f"Pictures: {len(figures)} in {paths.PLOTS}, as PNG and SVG")
     if config.watch.export is not None:
         print(export_apart(config.watch.export))
 

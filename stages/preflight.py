@@ -23,19 +23,19 @@ PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
 def main(config: Pipeline) -> None:
     """Fail here rather than at hour three."""
     require_no_training(paths.OUTPUT)
-    began, before = time.monotonic(), previous_machine()
-    lowered = config.preflight.downgrade or []
-    require_known(lowered, IDS)  # before anything is measured
-    say = functools.partial(print, file=sys.stderr, flush=True)  # beside the report
-    found, machine = examine(config, Path(config.model.path), before, PROBE, DRY_RUN, say)
-    checks, seconds = downgrade(found, lowered), time.monotonic() - began
+    start_seconds, previous = time.monotonic(), previous_machine()
+    downgraded_ids = config.preflight.downgrade or []
+    require_known(downgraded_ids, IDS)  # before anything is measured
+    say = functools.partial(print, file=sys.stderr, flush=True)  # the report goes to stdout
+    checks, machine = examine(config, Path(config.model.path), previous, PROBE, DRY_RUN, say)
     total = machine.total_memory_bytes if machine else None
-    report = summarise(checks, config.preflight.level, seconds, total)
+    checks = downgrade(checks, downgraded_ids)
+    report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds, total)
     write_record(paths.PREFLIGHT_REPORT, report)
     print(printable(render(report)), flush=True)
     if report.exit_code:
         raise failure(report)
-    if machine is not None and machine != before:
+    if machine is not None and machine != previous:
         write_record(paths.MACHINE, machine)
 
 

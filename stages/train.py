@@ -21,7 +21,7 @@ from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings
 from safetrain.stage import stage
-from safetrain.watch.progress import TrainProgress, say, show_end
+from safetrain.watch.progress import TrainProgress, show_end
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
 LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")
@@ -50,7 +50,6 @@ def main(config: Pipeline) -> None:
                 job.survival.memory_limit_bytes,
                 60 * train.hang_minutes,
                 locks,
-                keep_awake=True,
                 ranks=job.ranks,
                 backend=job.rank_backend,
                 hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
@@ -59,7 +58,7 @@ def main(config: Pipeline) -> None:
             may_shorten=train.oom_may_shorten,
             planned=PlannedUpdate(backend, largest, here, files.quantization_bits is not None),
         )
-        keep_going(job, options, TrainProgress().show, say)
+        keep_going(job, options, TrainProgress().show)
     show_end(read_summary(paths.SUMMARY))
 
 

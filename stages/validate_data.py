@@ -22,6 +22,7 @@ from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
 
 DOCUMENTS = ("text", FORMAT)  # formats without answers
+TABLE = "{:<6}{:>10}{:>14}{:>14}{:>12}{:>7}{:>7}{:>9}"
 
 
 @stage
@@ -29,20 +30,21 @@ def main(config: Pipeline) -> None:
     """Validate ``data.path`` with the tokenizer of ``model.path``."""
     require_no_training(paths.OUTPUT)
     if config.model.create is not None:
-        _create_or_take(config, Path(config.model.path), config.model.create)
+        _create_or_use(config, Path(config.model.path), config.model.create)
     report = _validated(config)
     write_record(paths.DATA_REPORT, report)
     lines = [
         f"{config.data.path}: {report.format}; {report.split}",
-        *(_described(name, split) for name, split in report.splits),
-        _ends(report),
+        TABLE.format("split", "rows", "tokens", "labels", "median row", "p90", "p99", "longest"),
+        *(_table_line(name, split) for name, split in report.splits),
+        _stop_tokens(report),
     ]
     if report.findings:
         lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all"))
     print("\n".join(lines))
 
 
-def _create_or_take(config: Pipeline, folder: Path, preset: str) -> None:
+def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
     """Create the model, or report that an existing one is used as it is, whatever its size and tokenizer."""
     if not folder.exists():
         _create(config, folder, preset)
@@ -65,9 +67,8 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
         )
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
     source = TokenizerOfText(texts, config.data.path)
-    asked = ShapeRequest(parameters_named(preset))
-    made = create_model(folder, asked, source, config.train.seed, say=say_on_terminal)
-    shape = made.shape
+    request = ShapeRequest(parameters_named(preset))
+    shape = create_model(folder, request, source, config.train.seed, say=say_on_terminal).shape
     print(
         f"{folder} is new: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
         f"{shape.vocabulary:,} tokens (model.create={preset})"
@@ -86,26 +87,20 @@ def _validated(config: Pipeline) -> DataReport:
             expected="train.method=pretrain",
             got=config.train.method,
         )
-    with still_working("reading and comparing rows", say_on_terminal):
+    with still_working("reading and comparing rows"):
         return validate([source], model, settings, paths.VALIDATED).report
 
 
-def _ends(report: DataReport) -> str:
+def _table_line(name: str, split: SplitReport) -> str:
+    lengths = split.lengths
+    counts = split.rows, split.tokens, split.trained_tokens, lengths.p50, lengths.p90, lengths.p99, lengths.max
+    return TABLE.format(name, *(f"{count:,}" for count in counts))
+
+
+def _stop_tokens(report: DataReport) -> str:
     """The stop tokens, and how prompts open an answer."""
     tokens = " ".join(report.stop_tokens)
-    if report.format in DOCUMENTS:
-        return f"end of a document: {tokens}"
-    return f"stop token: {tokens}; {report.opening}"
-
-
-def _described(name: str, split: SplitReport) -> str:
-    """A split in one line."""
-    lengths = split.lengths
-    return (
-        f"{name + ':':6} {split.rows:,} {'row' if split.rows == 1 else 'rows'}, {split.tokens:,} tokens "
-        f"({split.trained_tokens:,} labels); row length: median {lengths.p50}, p90 {lengths.p90}, p99 {lengths.p99}, "
-        f"max {lengths.max}"
-    )
+    return f"end of a document: {tokens}" if report.format in DOCUMENTS else f"stop token: {tokens}; {report.opening}"
 
 
 if __name__ == "__main__":

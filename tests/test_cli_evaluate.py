@@ -56,7 +56,7 @@ def test_each_part_says_on_a_terminal_how_far_it_is(
     tiny_model: Build, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = list[str]()
-    monkeypatch.setattr("safetrain.watch.progress.tell_on_terminal", told.append)
+    monkeypatch.setattr("safetrain.watch.progress.say_on_terminal", told.append)
     monkeypatch.setattr("safetrain.watch.progress.SAY_EVERY_SECONDS", -1.0)
     run("--model", tiny_model(), "--data", data, "--max-seq-length", 24, *FEW)
     for work in ("of 4 test rows read", "of 60 general texts read", "of 4 questions answered"):

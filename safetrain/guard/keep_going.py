@@ -36,7 +36,6 @@ from safetrain.guard.ladder import (
     gpu_environment,
     next_gpu_rung,
     next_settings,
-    on_rung,
     read_ladder,
 )
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
@@ -64,53 +63,52 @@ class RunOptions:
     planned: PlannedUpdate
 
 
-def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None], say: Callable[[str], None]) -> None:
+def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> None:
     """Train, over as many processes as it takes; raises RunDied when it cannot go on by itself."""
-    journal = Journal(options.output / FLIGHT / JOURNAL)
+    output, journal = options.output, Journal(options.output / FLIGHT / JOURNAL)
 
-    def show_and_keep(event: Event) -> None:
+    def record(event: Event) -> None:
         journal.take(event)
         show(event)
 
-    def say_and_keep(text: str) -> None:
-        journal.write(Said(text))
-        say(text)
+    def say(text: str) -> None:
+        record(Said(text))
 
-    before = explain_unclosed(options.output, command_again())
-    if before is not None:
-        say_and_keep(f"the training before this one ended suddenly:\n{describe(before)}")
-    asked, limit = job.settings, limit_now(job.survival.memory_limit_bytes)
-    ladder = read_ladder(options.output, asked, limit.size_bytes, may_shorten=options.may_shorten)
+    previous = explain_unclosed(output, command_again())
+    if previous is not None:
+        say(f"the training before this one ended suddenly:\n{describe(previous)}")
+    planned, limit = memory_shape(job.settings), limit_now(job.survival.memory_limit_bytes)
+    ladder = read_ladder(output, job.settings, limit.size_bytes, may_shorten=options.may_shorten)
     if ladder is not None:
-        job = _where_it_stood(job, ladder, say_and_keep)
-    job = fit_to_available_memory(job, options.planned, say_and_keep)
-    restarts, has_begun = job.survival.restart, False  # once a restart has begun, another attempt must continue it
+        job = _on_ladder(job, ladder, say)
+    job = fit_to_available_memory(job, options.planned, say)
+    restarts, has_begun = job.survival.restart, False
     while True:
         journal.write(Started())
-        ending = _attempt(job, options, show_and_keep)
-        if _is_complete(options.output, ending):
-            close_marker(options.output)
-            (options.output / LADDER).unlink(missing_ok=True)
+        ending = _attempt(job, options, record)
+        if _is_complete(output, ending):
+            close_marker(output)
+            (output / LADDER).unlink(missing_ok=True)
             return
         has_begun = has_begun or ending.began
-        again = with_override(command_again(), "train.restart=false") if restarts and has_begun else command_again()
-        death = explain(options.output, ending, again, starts_over=job.survival.restart and not ending.began)
+        command = command_again()
+        if restarts and has_begun:  # a restart that has begun is continued, not begun once more
+            command = with_override(command, "train.restart=false")
+        death = explain(output, ending, command, starts_over=restarts and not has_begun)
         journal.write(Died(death.title, death.step))
-        close_marker(options.output)
+        close_marker(output)
         relief = None if ending.signal_passed_on else _relief(job, options, death)
         if relief is None:
-            raise _error(_advised(job, options, death), ending)
+            raise _error(_with_advice(job, options, death), ending)
         job, change = relief
-        advice = f"nothing: it went on by itself with {change}"
-        write_postmortem(options.output, dataclasses.replace(death, advice="", next_command=advice, went_on=True))
-        survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
-        job = dataclasses.replace(job, survival=survival)
-        now = memory_shape(job.settings)
-        ladder_now = Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs)
-        write_record(options.output / LADDER, ladder_now)  # for the next time that the same command is run
-        happened = "the training ran out of memory" if death.is_memory else "the training died"
-        say_and_keep(f"{happened}:\n{describe(death, with_next=False)}")
-        say_and_keep(f"going on by itself with {change}")
+        job = dataclasses.replace(job, survival=dataclasses.replace(job.survival, restart=restarts and not has_begun))
+        next_step = f"nothing: it went on by itself with {change}"
+        write_postmortem(output, dataclasses.replace(death, advice="", next_command=next_step, went_on=True))
+        rungs = Ladder(planned, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
+        write_record(output / LADDER, rungs)  # for the next time that the same command is run
+        cause = "the training ran out of memory" if death.is_memory else "the training died"
+        say(f"{cause}:\n{describe(death, with_next=False)}")
+        say(f"going on by itself with {change}")
 
 
 def command_again() -> str:
@@ -159,11 +157,11 @@ def _is_complete(output: Path, ending: Ending) -> bool:
     return ending.began and is_finished(output) and (output / paths.SUMMARY.name).is_file()
 
 
-def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
-    """The job with what its unfinished run had already given up."""
+def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
+    """The job on the rung that its unfinished run had reached."""
     if ladder.rungs:
         say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
-        settings = on_rung(job.settings, ladder.now)
+        settings = dataclasses.replace(job.settings, **dataclasses.asdict(ladder.now))
         job = dataclasses.replace(job, settings=settings, rungs=ladder.rungs, mlx_limit_bytes=None)
     if ladder.gpu_rungs:
         say(f"the GPU watchdog has ended this run before; it goes on as then ({ladder.gpu_rungs[-1]})")
@@ -173,54 +171,51 @@ def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -
 def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[TrainJob, str] | None:
     """The job to go on with, and the change in words; None where only a person can decide."""
     if death.cause in GPU_CAUSES:
-        rung = next_gpu_rung(len(job.gpu_rungs))
-        if rung is None:
+        gpu_rung = next_gpu_rung(len(job.gpu_rungs))
+        if gpu_rung is None:
             return None
-        taken = f"step {death.step}: {death.title}: {rung}"
-        return dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, taken)), str(rung)
+        line = f"step {death.step}: {death.title}: {gpu_rung}"
+        return dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, line)), str(gpu_rung)
     smaller = _smaller(job, options, death) if death.is_memory else None
     if smaller is None:
         return None
-    failed = Rung(memory_shape(job.settings), death.step, death.title)
-    change = describe_change(failed.failed, memory_shape(smaller))
-    return dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, failed), mlx_limit_bytes=None), change
+    rung = Rung(memory_shape(job.settings), death.step, death.title)
+    change = describe_change(rung.failed, memory_shape(smaller))
+    return dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None), change
 
 
 def _smaller(job: TrainJob, options: RunOptions, death: PostMortem) -> TrainSettings | None:
+    """The settings of the next rung whose micro-batches are smaller than the one that died; None at the bottom."""
     if len(job.rungs) >= MOST_RUNGS:
         return None
-    quantized = options.planned.is_quantized
-    loading = _is_loading(death)
+    quantized, loading = options.planned.is_quantized, _is_loading(death)
     smaller = next_settings(job.settings, quantized=quantized, may_shorten=options.may_shorten, loading=loading)
-    while smaller is not None and smaller.batch_size > 1 and _makes_it_again(smaller, death, options.planned):
+    while smaller is not None and smaller.batch_size > 1:
+        longest = min(smaller.max_seq_length - 1, options.planned.largest_update.longest)
+        if not 0 < death.tokens <= smaller.batch_size * padded(longest):
+            break
         smaller = next_settings(smaller, quantized=quantized, may_shorten=options.may_shorten)
     return smaller
 
 
-def _advised(job: TrainJob, options: RunOptions, death: PostMortem) -> PostMortem:
+def _with_advice(job: TrainJob, options: RunOptions, death: PostMortem) -> PostMortem:
     """The post-mortem with advice, where the training does not go on by itself."""
     if death.cause == "bad_update":
         return write_postmortem(options.output, dataclasses.replace(death, advice=REPAIR_ROWS))
     if not death.is_memory:
         return death
-    raised = f"a larger {OWN_LIMIT}, or " if death.limit_name == OWN_LIMIT else ""
-    at_the_end = next_settings(job.settings, quantized=False, may_shorten=True) is None
-    if at_the_end or options.may_shorten or _is_loading(death):
-        advice, again = f"{raised}a smaller or more strongly quantized model, or more memory", death.next_command
+    or_limit = f"a larger {OWN_LIMIT}, or " if death.limit_name == OWN_LIMIT else ""
+    is_at_bottom = next_settings(job.settings, quantized=False, may_shorten=True) is None
+    if is_at_bottom or options.may_shorten or _is_loading(death):
+        advice, command = f"{or_limit}a smaller or more strongly quantized model, or more memory", death.next_command
     else:
-        advice = f"{raised}shorter rows, the last thing left to try, which needs your consent"
-        again = with_override(death.next_command, "train.oom_may_shorten=true")
-    return write_postmortem(options.output, dataclasses.replace(death, advice=advice, next_command=again))
+        advice = f"{or_limit}shorter rows, the last thing left to try, which needs your consent"
+        command = with_override(death.next_command, "train.oom_may_shorten=true")
+    return write_postmortem(options.output, dataclasses.replace(death, advice=advice, next_command=command))
 
 
 def _is_loading(death: PostMortem) -> bool:
     return death.phase.removeprefix("after ") in LOADING
-
-
-def _makes_it_again(settings: TrainSettings, death: PostMortem, planned: PlannedUpdate) -> bool:
-    """Whether a micro-batch as large as the one that died would be made again."""
-    longest = min(settings.max_seq_length - 1, planned.largest_update.longest)
-    return 0 < death.tokens <= settings.batch_size * padded(longest)
 
 
 def _error(death: PostMortem, ending: Ending) -> RunDied:

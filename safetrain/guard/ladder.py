@@ -36,20 +36,15 @@ class Ladder:
     gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog
 
 
-def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
+def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
     """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
     try:
         ladder = read_record(output / LADDER, Ladder)
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    same = ladder.asked == memory_shape(asked)
-    allowed = may_shorten or ladder.now.max_seq_length == asked.max_seq_length
-    return ladder if same and allowed and limit_bytes <= ladder.limit_bytes else None
-
-
-def on_rung(settings: TrainSettings, shape: MemoryShape) -> TrainSettings:
-    """The settings with another memory shape."""
-    return dataclasses.replace(settings, **dataclasses.asdict(shape))
+    is_same = ladder.asked == memory_shape(settings)
+    is_allowed = may_shorten or ladder.now.max_seq_length == settings.max_seq_length
+    return ladder if is_same and is_allowed and limit_bytes <= ladder.limit_bytes else None
 
 
 def next_settings(
@@ -121,8 +116,8 @@ def next_gpu_rung(count: int) -> GpuRung | None:
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Variables for the training process after ``count`` rungs; those already set in ``ours`` stay."""
-    variables = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1].environment if count else {}
-    return {name: value for name, value in variables.items() if name not in ours}
+    environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1].environment if count else {}
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 @dataclass(frozen=True)
@@ -147,9 +142,9 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, job, planned) > available.size_bytes:
         settings = next_settings(settings, quantized=planned.is_quantized, may_shorten=False)
-    need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings == job.settings:
         return job
+    need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
         if job.survival.oversize:
             say(f"warning: {available.text} and {need}; train.oversize lets it try")

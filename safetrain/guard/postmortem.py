@@ -29,18 +29,18 @@ from safetrain.guard.sampling import MACHINE, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
-ENDS_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # causes that are not a single rank's
+CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not a single rank's
 REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
 REBOOTED = ("the system's boot id has changed since the training started",)
 UNCLOSED = ("no process wrote down an end", "the system was not restarted since")
 
 
-def open_marker(output: Path, again: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
+def open_marker(output: Path, command: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
     """Write down that a training runs, and by which command; the next training takes a marker for a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
-    write_marker(output, RunMarker(boot_id(), again, time.time(), time.monotonic(), hang_seconds, *most))
+    write_marker(output, RunMarker(boot_id(), command, time.time(), time.monotonic(), hang_seconds, *most))
 
 
 def close_marker(output: Path) -> None:
@@ -49,7 +49,7 @@ def close_marker(output: Path) -> None:
         (output / FLIGHT / name).unlink(missing_ok=True)
 
 
-def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = False) -> PostMortem:
+def explain(output: Path, ending: Ending, command: str, *, starts_over: bool = False) -> PostMortem:
     """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began.
 
     ``starts_over``: the next attempt begins from the start, so no checkpoint counts.
@@ -59,20 +59,19 @@ def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = Fal
     footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
-    death = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
-    rank = None if cause.name in ENDS_ALL_RANKS else ending.rank
-    death = dataclasses.replace(death, rank=rank, ranks=ending.ranks, host=ending.host)
-    if starts_over:
-        death = dataclasses.replace(death, resumes_from_step=0)
+    verdict = _assemble(output, cause, last, footprint, ending.limit, command, exit_code_of(ending, cause))
+    rank = None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank
+    step = 0 if starts_over else verdict.resumes_from_step
+    verdict = dataclasses.replace(verdict, rank=rank, ranks=ending.ranks, host=ending.host, resumes_from_step=step)
     if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem stays
-        return death
-    return write_postmortem(output, death)
+        return verdict
+    return write_postmortem(output, verdict)
 
 
-def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
+def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
     """The verdict on a training that died together with its supervisor (reboot, panic, kill); else None.
 
-    The next command is the one that started it, or ``usual`` where that is unknown.
+    The next command is the one that started it, or ``default_command`` where that is unknown.
     """
     if not (output / FLIGHT / MARKER).is_file():
         return None
@@ -83,18 +82,18 @@ def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
     marker = read_marker(output)
     cause = _sudden_end(output / FLIGHT, marker)
     limit = Limit(psutil.virtual_memory().total, MACHINE)
-    again = marker.command if marker is not None and marker.command else usual
-    death = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 128 + signal.SIGKILL)
+    command = marker.command if marker is not None and marker.command else default_command
+    verdict = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, command, 128 + signal.SIGKILL)
     close_marker(output)
-    return write_postmortem(output, death)
+    return write_postmortem(output, verdict)
 
 
-def write_postmortem(output: Path, death: PostMortem) -> PostMortem:
+def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
     """Write the verdict, on a full disk into the room kept for it; where even that fails, it is only printed."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
-        write_record(output / POSTMORTEM, death)
-    return death
+        write_record(output / POSTMORTEM, verdict)
+    return verdict
 
 
 def exit_code_of(ending: Ending, cause: Cause) -> int:
@@ -160,16 +159,16 @@ def _kernel_log(
 
 
 def _assemble(
-    output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, again: str, exit_code: int
+    output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, command: str, exit_code: int
 ) -> PostMortem:
-    checkpoint, unread = (None, ()) if is_finished(output) else _newest(output)
+    checkpoint, remarks = (None, ()) if is_finished(output) else _newest_checkpoint(output)
     work = last.work if last is not None else NO_WORK
     return PostMortem(
         cause=cause.name,
         title=cause.title,
         confidence=cause.confidence,
         is_memory=cause.is_memory,
-        evidence=(*cause.evidence, *unread),
+        evidence=(*cause.evidence, *remarks),
         advice=cause.advice,
         phase=last.phase_label if last is not None else Phase.START.label,
         **vars(work),
@@ -181,14 +180,14 @@ def _assemble(
         mlx_peak_bytes=last.allocator.peak_bytes if last else 0,
         loss=last.loss if last and math.isfinite(last.loss) else None,
         resumes_from_step=checkpoint.step if checkpoint else 0,
-        next_command=again,
+        next_command=command,
         exit_code=exit_code,
         ended_seconds=time.time(),
         quoted=cause.quoted,
     )
 
 
-def _newest(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+def _newest_checkpoint(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The checkpoint to continue from, or why it is unknown: a failing disk must not prevent the verdict."""
     try:
         return newest_whole(output), ()

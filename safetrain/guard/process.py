@@ -19,7 +19,7 @@ import psutil
 from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
 from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase, allowed_seconds
 from safetrain.core.storage.run_files import RECORDER
-from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Recent, Sampler
+from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, RecentSamples, Sampler
 
 TAIL_BYTES = 64 * 1024
 RING_PREFIX = b"[ring] "  # mlx's lines when another rank is gone; the supervisor knows that already
@@ -36,7 +36,6 @@ class WatchSettings:
     hang_seconds: float  # no phase counts as hung before
     locks: tuple[int, ...]  # descriptors that the processes inherit
     capped_by_kernel: bool = sys.platform == "linux"  # RLIMIT_DATA enforces the memory limit
-    keep_awake: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
     ranks: int = 1
     backend: str = "ring"  # mlx's, for the exchange between ranks
@@ -63,7 +62,7 @@ class Ending:
     oom_kills: int
     limit: Limit
     last: MemorySample | None
-    recent: Recent
+    recent: RecentMemory
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
     rank: int | None = None  # that ended it; None: a single process, or the same reason for all
@@ -95,10 +94,8 @@ class Heartbeat:
 
         A record from before the pause may still come after it, because it waits in the ring meanwhile.
         """
-        before = self._pauses[-1][1] if self._pauses else start_seconds
-        if self._pauses and start_seconds <= before:
-            self._pauses[-1] = (self._pauses[-1][0], max(before, end_seconds))
-        else:
+        start_seconds = max([start_seconds, *(end for _, end in self._pauses[-1:])])  # the same pause, seen twice
+        if start_seconds < end_seconds:
             self._pauses.append((start_seconds, end_seconds))
 
     def allowed_seconds(self) -> float | None:
@@ -135,7 +132,7 @@ class WatchedProcess:
         self._sampler = Sampler(settings.memory_limit_bytes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
-        self._recent = LastSeconds()
+        self._samples = RecentSamples()
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")
         self._readers = [
@@ -200,7 +197,7 @@ class WatchedProcess:
     def remember(self, sample: MemorySample) -> None:
         """Keep a sample as evidence."""
         self.last = sample
-        self._recent.add(time.monotonic(), sample, self._sampler.oom_kills())
+        self._samples.add(time.monotonic(), sample, self._sampler.oom_kills())
 
     def new_events(self) -> list[Event]:
         """Events since the last call."""
@@ -214,10 +211,6 @@ class WatchedProcess:
                 self.failed = self.failed or event
             events.append(event)
         return events
-
-    def request_stop(self, number: int) -> None:
-        """Send a signal that asks it to save and end."""
-        self.send(number)
 
     def send(self, number: int) -> None:
         """Send a signal to the whole process group, so that nothing is left behind."""
@@ -245,7 +238,7 @@ class WatchedProcess:
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """Everything known of its end; ``started``: wall clock and monotonic clock."""
-        recent = self._recent.summary()
+        recent = self._samples.summary()
         return Ending(
             pid=self.pid,
             return_code=self.return_code,
@@ -264,8 +257,8 @@ class WatchedProcess:
             started_monotonic_seconds=started[1],
         )
 
-    def is_shown(self, line: bytes) -> bool:
-        """Whether people see a line that it has written."""
+    def take_line(self, line: bytes) -> bool:
+        """Take in a line that it has written; returns whether people see it."""
         return self.settings.ranks == 1 or not line.startswith(RING_PREFIX)
 
     def read_events(self, source: int | Path) -> None:
@@ -290,10 +283,10 @@ class WatchedProcess:
     def _read_stderr(self, pipe: BinaryIO) -> None:
         with pipe:
             for line in pipe:
-                is_shown = self.is_shown(line)
-                if is_shown or not self.settings.hostfile:
+                is_visible = self.take_line(line)
+                if is_visible or not self.settings.hostfile:
                     self._tail.append(line)
-                if is_shown:
+                if is_visible:
                     with contextlib.suppress(OSError):  # the terminal may be gone; the tail stays
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()

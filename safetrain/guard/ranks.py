@@ -40,6 +40,8 @@ PARENT = "0"  # the worker's argument for: my supervisor is the process that sta
 RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 RANK_KILLED = re.compile(rb"Node with rank \d+ was killed")
 REFUSED = BadUpdateError.exit_code  # also the code of a rank that lost the others
+ENDS_RANK_0 = (signal.SIGINT, signal.SIGTERM)
+TO_RANK_0 = (*ENDS_RANK_0, signal.SIGUSR1)  # SIGUSR1: its stacks. mlx.launch itself would end with these
 ENDS_ALL = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after these rank 0 still writes
 READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first one
@@ -88,19 +90,19 @@ def _start(command: Sequence[str], settings: WatchSettings, number: int, environ
 
 def _environments(settings: WatchSettings) -> list[dict[str, str]]:
     """The variables of each rank on this machine, added to ours."""
-    count, usual = settings.ranks, dict(settings.environment)
+    count, common = settings.ranks, dict(settings.environment)
     if count == 1:
-        return [usual]
-    usual |= cores_of_each(count)
+        return [common]
+    common |= cores_of_each(count)
     ports = free_ports(count)
     if settings.backend == "nccl":  # a device each
         visible = [each for each in os.environ.get(CUDA_DEVICES, "").split(",") if each]
         devices = visible or [str(rank) for rank in range(count)]
-        usual |= {"NCCL_HOST_IP": LOOPBACK, "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(count)}
-        return [{**usual, "MLX_RANK": str(rank), CUDA_DEVICES: devices[rank % len(devices)]} for rank in range(count)]
+        common |= {"NCCL_HOST_IP": LOOPBACK, "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(count)}
+        return [{**common, "MLX_RANK": str(rank), CUDA_DEVICES: devices[rank % len(devices)]} for rank in range(count)]
     hosts = settings.flight / RING
     write_text(hosts, json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]))
-    return [{**usual, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts.resolve())} for rank in range(count)]
+    return [{**common, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts.resolve())} for rank in range(count)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -162,34 +164,31 @@ class LaunchedRanks(WatchedProcess):
         """Take in its new records; send rank 0 the signal that came before it had started."""
         super().feed()
         if self._pending_signal and self._rank_0() is not None:
-            self.request_stop(self._pending_signal)
+            self.send(self._pending_signal)
             self._pending_signal = 0
 
-    def request_stop(self, number: int) -> None:
-        """Signal rank 0, which tells the others."""
-        rank_0 = self._rank_0()
-        if rank_0 is None:
-            self._pending_signal = number
-            return
-        with contextlib.suppress(psutil.Error):
-            rank_0.send_signal(number)
-
     def send(self, number: int) -> None:
-        """Signal mlx.launch's whole process group; SIGTERM and SIGUSR1 only rank 0, because mlx.launch would end."""
-        if number in (signal.SIGUSR1, signal.SIGTERM) and self._rank_0() is not None:
-            self.request_stop(number)
+        """Ask rank 0 to end or to write its stacks; it tells the others. Other signals are for the process group.
+
+        Once rank 0 is gone, SIGTERM ends mlx.launch and with it the others.
+        """
+        rank_0 = self._rank_0()
+        if rank_0 is not None and number in TO_RANK_0:
+            with contextlib.suppress(psutil.Error):
+                rank_0.send_signal(number)
+        elif self.flight.header is None and number in ENDS_RANK_0:
+            self._pending_signal = number
         elif number != signal.SIGUSR1:
             super().send(number)
 
-    def is_shown(self, line: bytes) -> bool:
-        """Tell lines about a rank's end, from mlx.launch or the rank itself, from output meant for people."""
-        match = RANK_ENDED.search(line)
-        if match:
-            self._codes.append((int(match[1]), int(match[2])))
-        event = parse_event(line)
+    def take_line(self, line: bytes) -> bool:
+        """Take in what mlx.launch or a rank says of a rank's end; other lines are for people."""
+        end, event = RANK_ENDED.search(line), parse_event(line)
+        if end:
+            self._codes.append((int(end[1]), int(end[2])))
         if isinstance(event, Failed):
             self._failed_elsewhere = self._failed_elsewhere or event
-        return not (match or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
+        return not (end or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
 
     def read_events(self, source: int | Path) -> None:
         """Read from every process that opens the FIFO, one after the other: each waits for a reader."""
@@ -211,17 +210,17 @@ class LaunchedRanks(WatchedProcess):
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """The ending of the rank that ended the training, as far as it is known."""
-        result = super().ending(started, ended_by_us, overdue, passed_on)
+        ending = super().ending(started, ended_by_us, overdue, passed_on)
         rank, code = self._first()
         if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
-            return result
+            return ending
         failures = (self.failed,) if rank == 0 else (self._failed_elsewhere, self.failed)
         failed = next((each for each in failures if each is not None and each.exit_code == code), None)
         if rank == 0:
-            return dataclasses.replace(result, rank=0, failed=failed)
+            return dataclasses.replace(ending, rank=0, failed=failed)
         header = read_flight(rank_folder(self.settings.flight, rank) / RECORDER).header  # on this machine after all?
         pid = header.pid if header is not None else 0
-        return dataclasses.replace(result, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
+        return dataclasses.replace(ending, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
 
     def _rank_0(self) -> psutil.Process | None:
         """Rank 0's process, while it runs."""

@@ -45,8 +45,8 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Recent:
-    """What was seen in a process's last seconds, in bytes."""
+class RecentMemory:
+    """Highest and lowest readings of a process's last seconds, in bytes."""
 
     peak_footprint_bytes: int = 0
     peak_data_bytes: int = 0
@@ -56,7 +56,7 @@ class Recent:
     oom_kills_before: int = 0  # that the kernel had counted when these seconds began
 
 
-class LastSeconds:
+class RecentSamples:
     """The samples of the last RECENT_SECONDS."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class LastSeconds:
         while self._samples[0][0] < seconds - RECENT_SECONDS:
             self._samples.popleft()
 
-    def summary(self) -> Recent:
+    def summary(self) -> RecentMemory:
         """Maxima and minima of the samples."""
         samples = [sample for _, sample, _ in self._samples]
         if not samples:
-            return Recent()
-        return Recent(
+            return RecentMemory()
+        return RecentMemory(
             peak_footprint_bytes=max(sample.footprint_bytes for sample in samples),
             peak_data_bytes=max(sample.data_bytes for sample in samples),
             least_available_bytes=min(sample.available_bytes for sample in samples),

@@ -43,7 +43,7 @@ def supervise(command: Sequence[str], settings: WatchSettings, show: Callable[[E
     ranks = start_ranks(command, settings)
     try:
         watch = _Watch(ranks, settings, starter)
-        with _signals(watch), _awake(ranks[0].process.pid, wanted=settings.keep_awake):
+        with _signals(watch), _awake(ranks[0].process.pid):
             while watch.goes_on():
                 watch.look(show)
                 time.sleep(POLL_SECONDS)
@@ -65,7 +65,7 @@ class _Watch:
         self._next_sample = 0.0
         self._looked_at, self._was_stopped = time.monotonic(), False
         self._ended_by_us, self._overdue = "", 0.0
-        self._blamed: WatchedProcess | None = None  # the rank because of which we ended all
+        self._culprit: WatchedProcess | None = None  # the rank because of which we ended all
         self._ended_first: list[WatchedProcess] = []  # ranks that ended before we ended the others
         self._end_others_at: float | None = None
         self._kill_at: float | None = None
@@ -117,7 +117,7 @@ class _Watch:
             return
         self._signal, self._signal_at = number, time.monotonic()
         for rank in self._running():
-            rank.request_stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            rank.send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def suspend(self) -> None:
         """Ctrl-Z: stop the training with us, and let it go on with us."""
@@ -132,14 +132,13 @@ class _Watch:
 
     def ending(self, started: tuple[float, float]) -> Ending:
         """Everything that is known of the end."""
-        first = self._ranks[0]
-        cause = None
+        first, cause = self._ranks[0], None
         if first.finished is None and len(self._ranks) > 1:
-            badly = [rank for rank in self._ended_first if rank.return_code or rank is first]
-            cause = self._blamed if self._ended_by_us else culprit(badly)
-        result = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
-        number = cause.number if cause is not None else result.rank
-        return dataclasses.replace(result, rank=number, ranks=self._settings.ranks, began=first.began)
+            suspects = [rank for rank in self._ended_first if rank.return_code or rank is first]
+            cause = self._culprit if self._ended_by_us else culprit(suspects)
+        ending = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
+        number = cause.number if cause is not None else ending.rank
+        return dataclasses.replace(ending, rank=number, ranks=self._settings.ranks, began=first.began)
 
     def _sample(self) -> None:
         samples = [(rank, sample) for rank in self._ranks if (sample := rank.sample()) is not None]
@@ -164,14 +163,14 @@ class _Watch:
 
     def _end_the_others(self, now: float) -> None:
         """A rank that has ended leaves the others nothing to do: they get a moment to end by themselves."""
-        over = self._ended_first
-        bad = any(rank.return_code and not rank.ended_with_all for rank in over)
-        bad = bad or any(rank.others_have_gone for rank in self._ranks)
-        is_over = self._ranks[0] in over or (self._settings.ranks > 1 and self._ranks[0].finished is not None)
-        if not bad and not is_over:  # rank 0 may still have to write
+        has_died = any(rank.return_code and not rank.ended_with_all for rank in self._ended_first)
+        has_died = has_died or any(rank.others_have_gone for rank in self._ranks)
+        first = self._ranks[0]
+        is_done = first in self._ended_first or (self._settings.ranks > 1 and first.finished is not None)
+        if not has_died and not is_done:  # rank 0 may still have to write
             return
         if self._end_others_at is None:
-            self._end_others_at = now + (OTHERS_SECONDS if bad else LAST_SECONDS)
+            self._end_others_at = now + (OTHERS_SECONDS if has_died else LAST_SECONDS)
         elif now >= self._end_others_at:
             self._kill_at = now + OTHERS_SECONDS
             self._send(signal.SIGTERM)
@@ -188,18 +187,19 @@ class _Watch:
         """The rank that is overdue. One that waits for others does not count, unless all wait."""
         running = self._running()
         at_work = [rank for rank in running if not rank.waits_for_others]
-        late = [rank for rank in at_work or running if rank.heartbeat.overdue_seconds()]
+        overdue = [rank for rank in at_work or running if rank.heartbeat.overdue_seconds()]
         if at_work:
-            return late[0] if late else None
-        return min(late, key=lambda rank: rank.heartbeat.overdue_seconds()) if late and late == running else None
+            return overdue[0] if overdue else None
+        all_wait = overdue and overdue == running
+        return min(overdue, key=lambda rank: rank.heartbeat.overdue_seconds()) if all_wait else None
 
     def _end_if_orphaned(self) -> None:
         if self._starter is not None and not self._signal and not _is_alive(self._starter):
             self._end("orphan", ORPHAN_SECONDS)
 
-    def _end(self, why: str, grace_seconds: float, blamed: WatchedProcess | None = None) -> None:
-        """Ask the processes to end, and kill them later."""
-        self._ended_by_us, self._blamed = why, blamed if len(self._ranks) > 1 else None
+    def _end(self, reason: str, grace_seconds: float, rank: WatchedProcess | None = None) -> None:
+        """Ask the processes to end, because of this rank, and kill them later."""
+        self._ended_by_us, self._culprit = reason, rank if len(self._ranks) > 1 else None
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + grace_seconds
 
@@ -241,12 +241,12 @@ def _signals(watch: _Watch) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _awake(pid: int, *, wanted: bool) -> Iterator[None]:
+def _awake(pid: int) -> Iterator[None]:
     """Keep a Mac from idle sleep (caffeinate -i) until process ``pid`` ends (-w); it sleeps on mains power too.
 
     The display may sleep, which keeps the GPU watchdog quiet. A closed lid still puts a laptop to sleep.
     """
-    if not (wanted and CAFFEINATE.is_file()):
+    if not CAFFEINATE.is_file():
         yield
         return
     process = subprocess.Popen(

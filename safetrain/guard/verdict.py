@@ -155,20 +155,21 @@ def _text_says(evidence: Evidence) -> Cause | None:
     last_lines = "\n".join(ending.stderr_tail.splitlines()[-LAST_LINES:])
     text = (failed.message if failed is not None else "") + "\n" + last_lines
     for pattern, cause in MESSAGES:
-        if (match := re.search(pattern, text, re.MULTILINE)) is not None:
-            line = (_line_around(text, match.start()),)
+        if (place := re.search(pattern, text, re.MULTILINE)) is not None:
+            line = (_line_around(text, place.start()),)
             return dataclasses.replace(cause, evidence=line, quoted=line)
     own = MENTIONS_MEMORY.search(failed.message) if failed is not None else None  # mlx's own exception
     memory = own or MENTIONS_MEMORY.search(text)
     if memory is not None and (own is not None or _was_short_of_memory(evidence)):
         line = (_line_around(memory.string, memory.start()),)
-        sure = CONFIRMED if own is not None else LIKELY
-        return Cause("out_of_memory", "out of memory", sure, (*line, *_memory_seen(evidence)), True, quoted=line)
+        confidence = CONFIRMED if own is not None else LIKELY
+        lines = (*line, *_memory_readings(evidence))
+        return Cause("out_of_memory", "out of memory", confidence, lines, True, quoted=line)
     for words, what in NO_ROOM if ending.limit.name == OWN_LIMIT else ():
-        if (place := text.find(words)) >= 0:
-            line = (_line_around(text, place),)
-            evidence_texts = (*line, *_memory_seen(evidence))
-            return Cause("allocation_failed", f"out of memory: {what}", LIKELY, evidence_texts, True, quoted=line)
+        if (start := text.find(words)) >= 0:
+            line = (_line_around(text, start),)
+            lines = (*line, *_memory_readings(evidence))
+            return Cause("allocation_failed", f"out of memory: {what}", LIKELY, lines, True, quoted=line)
     if failed is not None:
         first, *rest = failed.message.splitlines()
         traceback = [line.strip() for line in rest if line.strip().startswith("traceback:")]
@@ -181,24 +182,24 @@ def _killed(evidence: Evidence) -> Cause | None:
     ending, last = evidence.ending, evidence.last
     if ending.return_code != -signal.SIGKILL:
         return None
-    memory, log = _memory_seen(evidence), evidence.kernel_log
+    readings, log = _memory_readings(evidence), evidence.kernel_log
     if ending.oom_kills > 0:
         kills = counted(ending.oom_kills, "kill")
         count = f"the kernel counted {kills} for lack of memory in this memory group in its last seconds"
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *memory), True)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
     if log:
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *memory), True, quoted=log)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True, quoted=log)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
     critical = ending.recent.most_pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
         had = f"it had {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
-        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *memory), True)
-    return Cause("killed", "killed from outside (SIGKILL); memory was not the cause", LIKELY, memory)
+        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *readings), True)
+    return Cause("killed", "killed from outside (SIGKILL); memory was not the cause", LIKELY, readings)
 
 
 def _crashed(evidence: Evidence) -> Cause | None:
     """mlx's CPU backend does not check allocations: out of memory is then a segmentation fault (measured)."""
-    ending, memory = evidence.ending, _memory_seen(evidence)
+    ending, readings = evidence.ending, _memory_readings(evidence)
     if ending.return_code >= 0:
         return None
     name, passed_on = _name_of(-ending.return_code), ending.signal_passed_on
@@ -207,13 +208,13 @@ def _crashed(evidence: Evidence) -> Cause | None:
         if not ending.began and ending.return_code == -number:  # it came before the process could handle it
             early = f"{_name_of(passed_on)} came before the training had begun"
             return Cause("stopped", "it was stopped before there was anything to save", CONFIRMED, (early,))
-        return Cause("killed", f"it was ended by {name}", CONFIRMED, memory)
+        return Cause("killed", f"it was ended by {name}", CONFIRMED, readings)
     where = _where(evidence)
     if _was_short_of_memory(evidence):
         title = f"out of memory: an allocation failed ({name})"
-        return Cause("allocation_failed", title, LIKELY, (*memory, *where), True)
+        return Cause("allocation_failed", title, LIKELY, (*readings, *where), True)
     title = f"mlx or a library crashed ({name}), with memory to spare"
-    return Cause("crash", title, LIKELY, (*memory, *where))
+    return Cause("crash", title, LIKELY, (*readings, *where))
 
 
 def _ssh_failed(evidence: Evidence) -> Cause | None:
@@ -238,7 +239,7 @@ def _python_error(evidence: Evidence) -> Cause | None:
 
 
 def _expected_data_bytes(evidence: Evidence) -> int:
-    """The most private memory: as seen, or as at the phase's beginning plus what mlx was predicted to add."""
+    """The highest private memory: measured, or at the phase's start plus what mlx was predicted to add."""
     ending, last = evidence.ending, evidence.last
     expected = 0
     if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):
@@ -257,20 +258,21 @@ def _machine_was_empty(evidence: Evidence) -> bool:
     return 0 < evidence.ending.recent.least_available_bytes < LITTLE_LEFT * evidence.total_memory_bytes
 
 
-def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
+def _memory_readings(evidence: Evidence) -> tuple[str, ...]:
     ending, recent = evidence.ending, evidence.ending.recent
-    texts = list[str]()
+    readings = list[str]()
     if ending.limit.name == OWN_LIMIT:
         data = _expected_data_bytes(evidence)
-        texts.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
+        readings.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
     if ending.last is not None:
-        texts.append(f"the machine had {size_text(recent.least_available_bytes)} left at the least in its last seconds")
+        least = size_text(recent.least_available_bytes)
+        readings.append(f"lowest free memory of the machine in the last seconds: {least}")
     if recent.most_stalled_percent >= MUCH_STALLED:
-        texts.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
+        readings.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
     if recent.most_pressure_level >= WARNING:
         level = "critical" if recent.most_pressure_level >= CRITICAL else "warning"
-        texts.append(f"macOS reported memory pressure ({level})")
-    return tuple(texts)
+        readings.append(f"macOS reported memory pressure ({level})")
+    return tuple(readings)
 
 
 def _where(evidence: Evidence) -> tuple[str, ...]:

@@ -93,28 +93,22 @@ def _report_paths(folder: Path, kind: str) -> list[Path]:
 
 def _reports(folder: Path, kind: str) -> list[Report | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
-    reports = list[Report | None]()
-    for path in _report_paths(folder, kind):
-        form, again = REPORTS[kind]
-        report = read_beside(path, form, again) if path.is_file() else None
-        if isinstance(report, FuseReport) and report.chosen not in {each.name for each in report.tried}:
-            raise ConfigError(f"{path.name} has no figures of {report.chosen}.", where=str(path), do=again)
-        reports.append(report)
-    return reports
+    paths_of_reports = _report_paths(folder, kind)
+    return [read_beside(path, *REPORTS[kind]) if path.is_file() else None for path in paths_of_reports]
 
 
-def _adapter_of(folder: Path, kind: str, setting: Path | None, prints: list[str | None]) -> Path:
+def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:
     """The adapter in the folder, checked by the fingerprints in its reports; raises ConfigError for another one."""
     if kind == "mlx-adapter":
-        if setting is not None and fingerprint(setting) != fingerprint(folder):
-            what = "This folder is an adapter by itself, and another one than --adapter."
+        if adapter is not None and fingerprint(adapter) != fingerprint(folder):
+            what = "This folder is an adapter by itself, and not the one of --adapter."
             raise ConfigError(what, where=str(folder), do="leave --adapter out")
         return folder
-    if setting is None and not all(prints):
-        what = "Nothing in this folder says which adapter it was made from."
+    if adapter is None and not all(fingerprints):
+        what = "No file in this folder says which adapter it was made from."
         raise ConfigError(what, where=str(folder), do="name that adapter with --adapter")
-    adapter = setting or paths.ADAPTERS
-    if {each for each in prints if each} - {fingerprint(adapter)}:
+    adapter = adapter or paths.ADAPTERS
+    if {each for each in fingerprints if each} - {fingerprint(adapter)}:
         what = "This folder was made from another adapter."
         raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right one with --adapter")
     return adapter

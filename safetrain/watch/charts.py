@@ -220,12 +220,12 @@ def _bins(edges: Sequence[int], counts: Sequence[int]) -> tuple[list[float], lis
 
 def _evaluation(run: Run) -> Any:
     """Exact match of base and tuned model, of all questions and of each category, with the tuned model's interval."""
-    evaluation = run.evaluation
-    if evaluation is None or evaluation.tuned.exact_match is None:
+    scores = run.evaluation
+    if scores is None or scores.tuned.exact_match is None:
         return None
-    low, high = evaluation.tuned.exact_match_low or 0.0, evaluation.tuned.exact_match_high or 1.0
-    overall = evaluation.base.exact_match or 0.0, evaluation.tuned.exact_match, low, high, evaluation.improvement
-    groups = (GroupScore("all", evaluation.answered, *overall), *evaluation.groups)
+    low, high = scores.tuned.exact_match_low or 0.0, scores.tuned.exact_match_high or 1.0
+    total = scores.base.exact_match or 0.0, scores.tuned.exact_match, low, high, scores.improvement
+    groups = (GroupScore("all", scores.answered, *total), *scores.groups)
     base, tuned = ([100 * getattr(each, f"{name}_exact_match") for each in groups] for name in ("base", "tuned"))
     below = [max(0.0, share - 100 * each.tuned_exact_match_low) for share, each in zip(tuned, groups, strict=True)]
     above = [max(0.0, 100 * each.tuned_exact_match_high - share) for share, each in zip(tuned, groups, strict=True)]

@@ -42,11 +42,11 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # name, place in
 
 
 class RevisionFiles:
-    """A run's files at a Git revision or in a DVC experiment. ``lost``: files whose contents DVC does not have."""
+    """A run's files at a Git revision or in a DVC experiment. ``missing``: files whose contents DVC does not have."""
 
     def __init__(self, root: Path, revision: str) -> None:
         """Raises ConfigError for an unknown revision, or one without results."""
-        self.name, self.lost = revision, list[str]()
+        self.name, self.missing = revision, list[str]()
         self._files = _open(root, revision)
         if not self._files.exists("dvc.lock"):
             raise ConfigError(
@@ -64,7 +64,7 @@ class RevisionFiles:
         try:
             content: bytes = self._files.read_bytes(path)
         except FileNotFoundError:  # in no cache and no remote
-            self.lost.append(path)
+            self.missing.append(path)
             return None
         return content
 
@@ -97,15 +97,15 @@ def _open(root: Path, revision: str) -> "DVCFileSystem":
 
 def compare(revisions: Sequence[str], target: Path) -> str:
     """Write the page about two revisions, or about one and this folder; return the verdict. Raises ConfigError."""
-    revisions_read = [RevisionFiles(Path(), revision) for revision in revisions]
-    runs = [RunReader(files).read() for files in revisions_read]
+    sources = [RevisionFiles(Path(), revision) for revision in revisions]
+    runs = [RunReader(files).read() for files in sources]
     runs += [RunReader(FolderFiles(name="this folder")).read()] if len(runs) == 1 else []
-    absent = [f"{files.name}: DVC has no copy of {file}." for files in revisions_read for file in files.lost]
-    return write_comparison(runs[0], runs[1], target, absent)
+    missing = [f"{files.name}: DVC has no copy of {file}." for files in sources for file in files.missing]
+    return write_comparison(runs[0], runs[1], target, missing)
 
 
-def write_comparison(first: Run, second: Run, target: Path, absent: Sequence[str] = ()) -> str:
-    """Write the page about two runs; the verdict. ``absent``: outputs that DVC may still fetch."""
+def write_comparison(first: Run, second: Run, target: Path, missing: Sequence[str] = ()) -> str:
+    """Write the page about two runs; return the verdict. ``missing``: outputs that DVC may still fetch."""
     verdict, tone = verdict_on(first, second)
     answers = _answers(first, second)
     parts = [("Result", _results(first, second))]
@@ -116,7 +116,7 @@ def write_comparison(first: Run, second: Run, target: Path, absent: Sequence[str
     page = report.render(
         "compare.html", title=f"{first.name} and {second.name}", first=first, second=second, verdict=verdict, tone=tone,
         is_comparable=not obstacle(first, second), shared=len(answers),
-        absent=[*((text, "dvc fetch --all-commits") for text in absent), *_absent(first), *_absent(second)],
+        absent=[*((text, "dvc fetch --all-commits") for text in missing), *_absent(first), *_absent(second)],
         parts=[(title, [row for row in rows if row[1] != row[2]]) for title, rows in parts],
         same=[row[:2] for _, rows in parts for row in rows if row[1] == row[2]],
         pictures=[inline_svg(figure) for figure in comparison(first, second)],
@@ -143,9 +143,9 @@ def obstacle(first: Run, second: Run) -> str:
 
 def verdict_on(first: Run, second: Run) -> tuple[str, str]:
     """Which of the two is better, as far as the intervals tell, and the colour of that."""
-    refused = obstacle(first, second)
-    if refused or first.evaluation is None or second.evaluation is None:
-        return f"{refused}: their results cannot be compared.", report.OPEN
+    reason = obstacle(first, second)
+    if reason or first.evaluation is None or second.evaluation is None:
+        return f"{reason}: their results cannot be compared.", report.OPEN
     one, other = first.evaluation.improvement, second.evaluation.improvement
     gains = [
         f"{each.nats_per_label:.3f}" + (f" ± {each.plus_minus:.3g}" if each.plus_minus is not None else "")
@@ -169,13 +169,13 @@ def _absent(run: Run) -> list[tuple[str, str]]:
         why = "its evaluation measured another adapter" if run.has_stale_evaluation else "it has no evaluation"
         parts.append((f"{run.name}: {why}.", "safetrain stage evaluate"))
     if run.summary is None:
-        parts.append((f"{run.name}: no training has finished ({report.state_of(run)[0]}).", "dvc repro"))
+        parts.append((f"{run.name}: no training has finished ({report.status_of(run)[0]}).", "dvc repro"))
     unreadable = [report.cut(f"{run.name}: {file} is unreadable: {why}.") for file, why in run.unreadable]
     return parts + [(text, "dvc repro") for text in unreadable]
 
 
 def _results(first: Run, second: Run) -> list[report.Row]:
-    """Name, both values and, where both are numbers, the change, with a percentage while that says something."""
+    """Name, both values and, where both are numbers, the change, with a percentage up to MOST_TIMES."""
     rows = list[report.Row]()
     for name, path, text in FIGURES:
         one, other = _number(first, path), _number(second, path)

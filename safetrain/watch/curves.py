@@ -16,11 +16,11 @@ def points_of(steps: Sequence[StepRecord], field: str) -> Points:
 
     The learning rate of step 0 and the first speed, which includes compiling, are left out.
     """
-    points = [(float(record.step), getattr(record, field)) for record in steps]
-    finite = tuple((step, float(value)) for step, value in points if value is not None and math.isfinite(value))
+    values = [(float(record.step), getattr(record, field)) for record in steps]
+    points = tuple((step, float(value)) for step, value in values if value is not None and math.isfinite(value))
     if field == "learning_rate":
-        return tuple(point for point in finite if point[0])
-    return finite[1:] if field == "labels_per_second" else finite
+        return tuple(point for point in points if point[0])
+    return points[1:] if field == "labels_per_second" else points
 
 
 def smoothed(points: Points) -> Points:
@@ -28,11 +28,11 @@ def smoothed(points: Points) -> Points:
     if len(points) < LEAST_SMOOTHED:
         return ()
     decay = 1 - 1 / (1 + SMOOTHING_SHARE * len(points))
-    mean, weight, curve = 0.0, 0.0, list[tuple[float, float]]()
+    mean, weight, averages = 0.0, 0.0, list[tuple[float, float]]()
     for step, value in points:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
-        curve.append((step, mean / weight))
-    return tuple(curve)
+        averages.append((step, mean / weight))
+    return tuple(averages)
 
 
 def thinned(points: Points, most: int) -> Points:
@@ -40,9 +40,9 @@ def thinned(points: Points, most: int) -> Points:
     if len(points) <= most:
         return points
     size = -(-4 * len(points) // most)
-    curve = list[tuple[float, float]]()
+    extremes = list[tuple[float, float]]()
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
         low, high = min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])
-        curve += sorted({stretch[0], low, high, stretch[-1]})
-    return tuple(curve)
+        extremes += sorted({stretch[0], low, high, stretch[-1]})
+    return tuple(extremes)

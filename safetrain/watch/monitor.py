@@ -1,89 +1,33 @@
-"""What a run is doing or how it ended: state, phase, time left, events, and all of it as a line of JSON."""
+"""What the monitor shows of a run: state, phase, time left, losses, memory, events, and all of it as JSON."""
 
 import contextlib
 import dataclasses
-import enum
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from pathlib import Path
 
 import psutil
 
 from safetrain.core.events import Begun, Died, Failed, Finished, JournalEntry, JournalEvent, Progress, Said, Started
 from safetrain.core.formatting import counted
-from safetrain.core.recorder import FlightRecord, Phase, allowed_seconds
+from safetrain.core.recorder import Phase
 from safetrain.core.records.evaluation import evaluation_seconds
 from safetrain.core.records.job import TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.curves import points_of
+from safetrain.watch.state import PhaseAge, State, phase_age, since_start, state_of
 from safetrain.watch.time_left import TimeLeft, time_left
 
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
-SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # a phase is slow that exceeds both: times its longest so far, seconds
-FIRST_SECONDS = 300.0  # the same for a phase's first time
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
-
-
-class State(enum.Enum):
-    """What the run is doing, or how it ended."""
-
-    NOTHING = "no training"
-    STAGE = "no training now"  # another stage of the pipeline runs
-    STARTING = "starting"
-    LOADING = "loading"
-    TRAINING = "training"
-    EVALUATING = "evaluating"
-    SAVING = "saving"
-    WAITING = "waiting for the disk"
-    VERIFYING = "checking the adapter"
-    PAUSED = "paused"
-    HUNG = "hung"
-    ENDING = "ending"  # the process is gone, its supervisor finds out why
-    FINISHED = "finished"
-    STOPPED = "stopped"  # on request, and saved
-    DIED = "died"
-    GONE = "gone"  # together with its supervisor
-    LEFT = "not running"  # unfinished, for an unknown reason
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a training, or the pipeline before or after it, is at work."""
-        return self not in ENDED
-
-
-STAGE = re.compile(r"(safetrain\.)?stages\.\w+")  # its module
-ENDED = (State.NOTHING, State.FINISHED, State.STOPPED, State.DIED, State.GONE, State.LEFT)
+STAGE_MODULE = re.compile(r"(safetrain\.)?stages\.\w+")
 STANDING_STILL = (State.STAGE, State.PAUSED, State.HUNG, State.ENDING)  # without a time left
-STATES = {
-    Phase.EVALUATE: State.EVALUATING,
-    Phase.SAVE: State.SAVING,
-    Phase.WAIT: State.WAITING,
-    Phase.VERIFY: State.VERIFYING,
-    Phase.FINISH: State.SAVING,
-    **dict.fromkeys((Phase.START, Phase.LOAD_DATA, Phase.LOAD_MODEL, Phase.RESUME), State.LOADING),
-}
-
-
-@dataclass(frozen=True)
-class PhaseAge:
-    """The phase that was recorded last, over all its micro-batches."""
-
-    label: str
-    step: int  # 0: before the first
-    micro_batch: int
-    rows: int
-    tokens: int
-    age_seconds: float  # since it began; of a training that has ended, until its end
-    longest_seconds: float | None  # that this phase has taken so far; None: its first time
-    is_slow: bool  # far longer than ever
-    is_silent: bool  # without a record for so long that the supervisor ends it
 
 
 @dataclass(frozen=True)
@@ -141,83 +85,21 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
         run = dataclasses.replace(run, flight=(), header=None)
     marks = [entry.event for entry in run.journal if isinstance(entry.event, Started | Begun)]
     if is_before or (marks and isinstance(marks[-1], Started)):  # so do the metrics
-        run = dataclasses.replace(run, steps=(), journal=() if is_before else _since_start(run.journal))
-    moves = state.is_running and state not in STANDING_STILL
-    left = time_left(run.journal, run.read_at_monotonic_seconds) if moves else None
-    phase = _phase_age(run) if run.flight and state is not State.STAGE else None
+        run = dataclasses.replace(run, steps=(), journal=() if is_before else since_start(run.journal))
+    makes_steps = state.is_running and state not in STANDING_STILL
+    left = time_left(run.journal, run.read_at_monotonic_seconds) if makes_steps else None
+    phase = phase_age(run) if run.flight and state is not State.STAGE else None
     return MonitorView(run, state, stage, phase, left, available_bytes)
 
 
-def state_of(run: Run, stage: str = "") -> State:
-    """A training at work comes first, then another stage at work, then how the last training ended."""
-    if run.marker is not None and run.is_running:
-        is_new = run.header is not None and run.header.started_seconds >= run.marker.started_seconds
-        return _running_state(run) if is_new and run.flight else State.STARTING
-    if stage:
-        return State.STAGE
-    has_ended = any(isinstance(entry.event, Finished) for entry in _since_start(run.journal))
-    if run.marker is not None and not (run.is_finished and has_ended):
-        return State.GONE
-    death, started = run.postmortem, run.header.started_seconds if run.header is not None else 0.0
-    if death is not None and death.ended_seconds >= started and not death.went_on:
-        return State.STOPPED if death.cause == "stopped" else State.DIED
-    if run.is_finished or (run.state is None and run.summary is not None):
-        return State.FINISHED
-    return State.LEFT if run.flight or run.steps or run.state is not None else State.NOTHING
-
-
-def _running_state(run: Run) -> State:
-    if not run.processes.worker_lives:
-        return State.ENDING
-    if run.processes.worker_is_stopped:
-        return State.PAUSED
-    if _phase_age(run).is_silent:
-        return State.HUNG
-    phase = run.flight[-1].phase
-    has_checked = phase is Phase.LOAD_MODEL and any(record.phase is Phase.VERIFY for record in run.flight)
-    return State.VERIFYING if has_checked else STATES.get(phase, State.TRAINING)  # the check loads the base again
-
-
 def running_stage(project: Path) -> str:
-    """The stage of the pipeline that runs in a project; empty without one."""
+    """The stage of the pipeline that a process runs in this project; empty without one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
-            module = next((word for word in process.cmdline() if STAGE.fullmatch(word)), "")
+            module = next((word for word in process.cmdline() if STAGE_MODULE.fullmatch(word)), "")
             if module and Path(process.cwd()) == project:
                 return module.rpartition(".")[2]
     return ""
-
-
-def _since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
-    """The entries of the newest process."""
-    started = [number for number, entry in enumerate(journal) if isinstance(entry.event, Started)]
-    return journal[started[-1] :] if started else journal
-
-
-def _phase_age(run: Run) -> PhaseAge:
-    last, processes, marker = run.flight[-1], run.processes, run.marker
-    begins = [next(records) for _, records in groupby(run.flight, lambda record: (record.phase, record.work.step))]
-    longest = _longest_seconds(begins, lambda record: record.phase)
-    age, silence = last.monotonic_seconds - begins[-1].monotonic_seconds, run.read_at_seconds - last.wall_seconds
-    is_alive = run.is_running and processes.worker_lives
-    if is_alive:
-        silence = run.read_at_monotonic_seconds - last.monotonic_seconds
-    elif run.postmortem is not None and run.postmortem.ended_seconds >= last.wall_seconds:
-        silence = run.postmortem.ended_seconds - last.wall_seconds
-    age += max(0.0, silence)
-    floor = marker.hang_seconds if marker is not None else 0.0
-    allowed = allowed_seconds(last, floor, _longest_seconds(run.flight, lambda record: (record.phase, record.edge)))
-    usual = FIRST_SECONDS if longest is None else max(SLOW_SECONDS, SLOW_TIMES * longest)
-    can_hang = is_alive and not processes.worker_is_stopped and allowed is not None
-    work, is_silent = last.work, allowed is not None and can_hang and floor > 0 and silence > max(floor, allowed)
-    return PhaseAge(last.phase_label, work.step, work.micro_batch, work.rows, work.tokens, age, longest,
-                    is_slow=can_hang and age > usual, is_silent=is_silent)  # fmt: skip
-
-
-def _longest_seconds(records: Sequence[FlightRecord], kind: Callable[[FlightRecord], object]) -> float | None:
-    """The longest time from a record of the last one's kind to the next record."""
-    same = ((before, after) for before, after in pairwise(records) if kind(before) == kind(records[-1]))
-    return max((after.monotonic_seconds - before.monotonic_seconds for before, after in same), default=None)
 
 
 def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
@@ -249,25 +131,24 @@ def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
     if not steps:
         return dict.fromkeys(("epoch", "step_seconds", "labels_per_second", "learning_rate", "grad_norm"))
     before, last = steps[-2:][0], steps[-1]
-    updates = last.step - before.step
-    values = {
+    count = last.step - before.step
+    numbers = {
         "epoch": last.epoch,
-        "step_seconds": (last.elapsed_seconds - before.elapsed_seconds) / updates if updates > 0 else None,
+        "step_seconds": (last.elapsed_seconds - before.elapsed_seconds) / count if count > 0 else None,
         "labels_per_second": last.labels_per_second,
         "learning_rate": last.learning_rate if last.step else None,
         "grad_norm": last.grad_norm,
     }
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def batch_parts(job: TrainJob) -> tuple[str, ...]:
     """``batch size 2 x accumulation 8 since step 12 (planned 4 x 4)``, then what did not fit."""
     now = memory_shape(job.settings)
-    text = f"batch size {now.batch_size} x accumulation {now.gradient_accumulation}"
+    changes = [f"batch size {now.batch_size} x accumulation {now.gradient_accumulation}"]
     if not job.rungs:
-        return (f"{text} (as planned)", *job.gpu_rungs[-1:])
+        return (f"{changes[0]} (as planned)", *job.gpu_rungs[-1:])
     planned, last = job.rungs[0].failed, job.rungs[-1]
-    changes = [text]
     changes += ["activations recomputed"] if now.gradient_checkpointing > planned.gradient_checkpointing else []
     changes += ["base kept quantized"] if now.dequantize_base < planned.dequantize_base else []
     changes += [f"rows cut to {now.max_seq_length} tokens"] if now.max_seq_length < planned.max_seq_length else []
@@ -278,8 +159,8 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
 
 def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
     """Wall clock and text of the last events."""
-    entries = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
-    return [(entry.wall_seconds, _event_text(entry.event)) for entry in entries]
+    newest = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
+    return [(entry.wall_seconds, _event_text(entry.event)) for entry in newest]
 
 
 def _event_text(event: JournalEvent) -> str:
@@ -301,7 +182,7 @@ def _event_text(event: JournalEvent) -> str:
 
 def json_line(view: MonitorView) -> str:
     """One object; null for what is unknown."""
-    run, job, header, saved = view.run, view.run.job, view.run.header, view.run.checkpoint
+    run, job, header, checkpoint = view.run, view.run.job, view.run.header, view.run.checkpoint
     limit, total = run.marker or run.postmortem, run.begun.total_steps if run.begun else None
     position = {"step": view.step, "total_steps": total, "left": view.left}
     values = {
@@ -318,9 +199,9 @@ def json_line(view: MonitorView) -> str:
         "memory": memory_of(run)
         | {"process_limit_name": limit.limit_name if limit else "", "available_bytes": view.available_bytes},
         "checkpoints": {
-            "last_step": saved.step if saved else None,
-            "last_age_seconds": max(0.0, run.read_at_seconds - saved.wall_seconds) if saved else None,
-            "last_folder": saved.folder if saved else "",
+            "last_step": checkpoint.step if checkpoint else None,
+            "last_age_seconds": max(0.0, run.read_at_seconds - checkpoint.wall_seconds) if checkpoint else None,
+            "last_folder": checkpoint.folder if checkpoint else "",
         },
         "rung": len(job.rungs) + len(job.gpu_rungs) if job else 0,
         "rung_parts": batch_parts(job) if job else (),

@@ -11,15 +11,16 @@ from rich.text import Text
 from safetrain.core.formatting import counted, duration_text, printable, size_text
 from safetrain.core.records.postmortem import describe_rows
 from safetrain.watch.curves import Points, points_of, smoothed, thinned
-from safetrain.watch.monitor import MonitorView, PhaseAge, State, batch_parts, events_of, losses_of, memory_of, speed_of
+from safetrain.watch.monitor import MonitorView, batch_parts, events_of, losses_of, memory_of, speed_of
+from safetrain.watch.state import PhaseAge, State
 from safetrain.watch.time_left import clock_text, time_left_text
 
-WIDE = 120  # columns from which the curve stands next to the rows
 LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
 MOST_POINTS = 1000  # of the curve
 EARLY_SHARE, MANY_POINTS = 0.1, 20  # of many points, the first tenth does not stretch the axis
+MARK = "◆"  # a validation
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter: 4 rows of 2
-MARK_STYLE = "bold magenta"  # validation; another letter too
+MARK_STYLE = "bold magenta"
 LOOK, WRONG = "look: ", "!! "  # in front of what needs attention
 BAD = (State.DIED, State.GONE, State.HUNG, State.ENDING)
 
@@ -42,13 +43,13 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
 
 
 def _ending_rows(view: MonitorView) -> list[tuple[str, str]]:
-    following = [("next", view.next_command)]
+    next_row = ("next", view.next_command)
     if view.stopped_early:
-        return [("early", f"stopped at step {view.step}: validation no longer improved"), *following]
+        return [("early", f"stopped at step {view.step}: validation no longer improved"), next_row]
     if view.verdict is None:
-        return following
-    first, *others = describe_rows(view.verdict)
-    return [first, *following, *others]
+        return [next_row]
+    title, *details = describe_rows(view.verdict)
+    return [title, next_row, *details]
 
 
 def _phase_text(phase: PhaseAge) -> str:
@@ -63,21 +64,25 @@ def _phase_text(phase: PhaseAge) -> str:
 
 def _loss_text(view: MonitorView) -> str:
     losses = losses_of(view.run.steps)
-    forms = {"train": "train {train:.4f}", "valid": "valid {valid:.4f} (step {valid_step:.0f})",
-             "best": "best {best:.4f} (step {best_step:.0f})", "base": "before training {base:.4f}"}  # fmt: skip
+    forms = {
+        "train": "train {train:.4f}",
+        "valid": "valid {valid:.4f}",
+        "best": "best {best:.4f} (step {best_step:.0f})",
+        "base": "base {base:.4f}",
+    }
     return ", ".join(form.format(**losses) for name, form in forms.items() if losses[name] is not None)
 
 
 def _numbers(view: MonitorView) -> list[tuple[str, str]]:
     """Speed, memory and batch size."""
-    job, memory, now = view.run.job, memory_of(view.run), speed_of(view.run.steps)
+    job, memory, numbers = view.run.job, memory_of(view.run), speed_of(view.run.steps)
     forms = {
-        "step_seconds": "{:.3g} s per update",
+        "step_seconds": "{:.3g} s/step",
         "labels_per_second": "{:,.0f} labels/s",
-        "learning_rate": "learning rate {:.2e}",
+        "learning_rate": "learning rate {:.1e}",
         "grad_norm": "gradient norm {:.2f}",
     }
-    speed = ", ".join(form.format(now[name]) for name, form in forms.items() if now[name] is not None)
+    speed = ", ".join(form.format(numbers[name]) for name, form in forms.items() if numbers[name] is not None)
     batch = "; ".join(batch_parts(job)) if job is not None else ""
     is_changed = job is not None and bool(job.rungs or job.gpu_rungs)
     return [
@@ -89,13 +94,13 @@ def _numbers(view: MonitorView) -> list[tuple[str, str]]:
 
 
 def _process_text(view: MonitorView, memory: dict[str, int]) -> str:
-    used, most = memory["process_bytes"], memory["process_limit_bytes"]
-    job, limit = view.run.job, view.run.marker
-    text = _sign(used, most) + (f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else "")
+    used, limit = memory["process_bytes"], memory["process_limit_bytes"]
+    job, marker = view.run.job, view.run.marker
+    text = _sign(used, limit) + (f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else "")
     text += size_text(used)
-    if limit is not None and most:
-        text += f" of {size_text(most)} ({limit.limit_name})"
-    return f"{text}, {size_text(view.available_bytes)} free on the machine" if view.available_bytes else text
+    if marker is not None and limit:
+        text += f" of {size_text(limit)} ({marker.limit_name})"
+    return f"{text}; machine: {size_text(view.available_bytes)} free" if view.available_bytes else text
 
 
 def _mlx_text(memory: dict[str, int]) -> str:
@@ -104,11 +109,11 @@ def _mlx_text(memory: dict[str, int]) -> str:
     return f"{sign}peak {size_text(peak)}, predicted {size_text(predicted)}, budget {size_text(budget)}"
 
 
-def _sign(used: int, most: int) -> str:
-    """What stands in front of memory next to its limit; 0 is an unknown limit."""
-    if used > most > 0:
+def _sign(used: int, limit: int) -> str:
+    """The mark in front of memory; a limit of 0 is unknown."""
+    if used > limit > 0:
         return WRONG
-    return LOOK if used > 0.9 * most > 0 else ""
+    return LOOK if used > 0.9 * limit > 0 else ""
 
 
 def age_text(seconds: float) -> str:
@@ -117,26 +122,30 @@ def age_text(seconds: float) -> str:
 
 
 def position_text(view: MonitorView) -> str:
-    """``step 120 of 312, 38 %, epoch 1.15, about 3 min left, until 14:32, then evaluation, at most 2 min``."""
-    begun, epoch, after = view.run.begun, speed_of(view.run.steps)["epoch"], view.evaluation_seconds
-    total = begun.total_steps if begun is not None else 0
-    parts = [f"step {view.step}"] if view.step or total else []
+    """``step 120 of 312, 38 %, epoch 1.15``."""
+    epoch, total = speed_of(view.run.steps)["epoch"], view.run.begun.total_steps if view.run.begun is not None else 0
+    parts = [f"step {view.step}"] if view.step else []
     parts = [f"step {view.step} of {total}", f"{100 * view.step / total:.0f} %"] if total else parts
-    parts += [f"epoch {epoch:.2f}"] if epoch is not None else []
-    parts += [time_left_text(view.left, view.run.read_at_seconds)] if view.left is not None else []
-    parts += [f"then evaluation, at most {duration_text(after)}"] if after is not None else []
-    return ", ".join(parts)
+    return ", ".join([*parts, *([f"epoch {epoch:.2f}"] if epoch is not None else [])])
+
+
+def end_text(view: MonitorView) -> str:
+    """``about 3 min left (2 min to 4 min), until 14:32, then evaluation, at most 2 min``; empty while unknown."""
+    if view.left is None:
+        return ""
+    text, seconds = time_left_text(view.left, view.run.read_at_seconds), view.evaluation_seconds
+    return f"{text}, then evaluation, at most {duration_text(seconds)}" if seconds is not None else text
 
 
 def plain_line(view: MonitorView) -> str:
     """One line, the most important first."""
-    begin = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
-    parts = [begin, position_text(view), *(f"{name}: {text}" for name, text in rows_of(view))]
+    start = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
+    parts = [start, position_text(view), end_text(view), *(f"{name}: {text}" for name, text in rows_of(view))]
     return "  ".join(" ".join(part.split()) for part in parts if part)
 
 
 class MonitorScreen:
-    """Fills the terminal. ``braille``: whether it has such letters."""
+    """Fills the terminal. ``braille``: whether it has such letters; without them there is no curve."""
 
     def __init__(self, view: MonitorView, *, braille: bool) -> None:
         self._view, self._braille = view, braille
@@ -149,24 +158,21 @@ class MonitorScreen:
         yield from console.render(self._layout(console, options), options)
 
     def _layout(self, console: Console, options: ConsoleOptions) -> Layout:
-        """The rows first; what is left goes to the curve and the events."""
-        width, height, is_wide = options.max_width, options.height or 0, options.max_width >= WIDE
+        """The rows first; the curve and the events get the lines that are left."""
+        height, events = options.height or 0, events_of(self._view.run.journal)
 
-        def lines_of(events_shown: RenderableType, columns: int) -> int:
-            return len(console.render_lines(events_shown, options.update(width=columns, height=None)))
+        def line_count(part: RenderableType) -> int:
+            return len(console.render_lines(part, options.update(height=None)))
 
-        head, rows, events = self._head(width), self._rows(), events_of(self._view.run.journal)
-        top, columns = lines_of(head, width), width // 2 if is_wide else width
-        body = min(height - top, max(lines_of(rows, columns), height // 2 if is_wide else 0))
+        head, rows = self._head(options.max_width), self._rows()
+        top = line_count(head)
+        body = min(height - top, line_count(rows))
         spare = height - top - body
-        plot = 0 if is_wide else min(MOST_PLOT, spare - min(len(events) + 1, max(4, spare // 3)))
-        plot = plot if plot >= LEAST_PLOT and len(self._view.run.steps) > 1 else 0
-        events_shown = events[len(events) - max(0, spare - plot - 1) :] if spare > plot + 1 else []
-        screen, middle = Layout(), Layout(rows, size=body)
-        if is_wide:
-            middle.split_row(Layout(rows, size=columns), Layout(self._plot()))
-        curve = [Layout(self._plot(), size=plot)] if plot else []
-        screen.split_column(Layout(head, size=top), middle, *curve, Layout(self._events(events_shown)))
+        plot = min(MOST_PLOT, spare - min(len(events) + 1, max(4, spare // 3)))
+        plot = plot if self._braille and plot >= LEAST_PLOT and len(self._view.run.steps) > 1 else 0
+        newest = events[len(events) - max(0, spare - plot - 1) :] if spare > plot + 1 else []
+        screen, curve = Layout(), [Layout(self._plot(), size=plot)] if plot else []
+        screen.split_column(Layout(head, size=top), Layout(rows, size=body), *curve, Layout(self._events(newest)))
         return screen
 
     def _head(self, width: int) -> Group:
@@ -174,10 +180,11 @@ class MonitorScreen:
         names = [job.base if job is not None else "", header.device if header is not None else ""]
         names += [f"{job.ranks} ranks"] if job is not None and job.ranks > 1 else []
         now = clock_text(view.run.read_at_seconds, view.run.read_at_seconds)
-        first = Text(f" {view.state.value.upper()} ", style="bold reverse" if view.state in BAD else "reverse")
-        line = Text.assemble(first, f"  {printable('  '.join(filter(None, names)))}", end="")
+        state = Text(f" {view.state.value.upper()} ", style="bold reverse" if view.state in BAD else "reverse")
+        line = Text.assemble(state, f"  {printable('  '.join(filter(None, names)))}", end="")
         line.truncate(width - len(now) - 1, pad=True)
-        lines: list[RenderableType] = [Text.assemble(line, f" {now}"), Text(position_text(view))]
+        lines: list[RenderableType] = [Text.assemble(line, f" {now}")]
+        lines += [Text(text) for text in (position_text(view), end_text(view)) if text]
         if view.run.begun is not None:
             lines.append(ProgressBar(view.run.begun.total_steps, view.step, style="dim", complete_style="bold"))
         return Group(*lines)
@@ -187,8 +194,8 @@ class MonitorScreen:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in rows_of(self._view):
-            value = text if self._braille else text.replace("…", "...")
-            table.add_row(name, Text(value, style="bold" if text.startswith((LOOK, WRONG)) else ""))
+            letters = text if self._braille else text.replace("…", "...")
+            table.add_row(name, Text(letters, style="bold" if text.startswith((LOOK, WRONG)) else ""))
         return table
 
     def _events(self, events: list[tuple[float, str]]) -> Text:
@@ -199,16 +206,15 @@ class MonitorScreen:
         return lines
 
     def _plot(self) -> "Plot":
-        mark = "◆" if self._braille else "o"
-        title = Text.assemble(("loss", "bold"), "  line: training, ", (mark, MARK_STYLE), ": validation")
-        return Plot(title, self._train, self._valid, braille=self._braille)
+        title = Text.assemble(("loss", "bold"), "  line: training, ", (MARK, MARK_STYLE), ": validation")
+        return Plot(title, self._train, self._valid)
 
 
 class Plot:
-    """A curve and single points in the lines and columns that it is given; of plain letters without braille."""
+    """A curve and single points, drawn in braille letters into the lines and columns that it is given."""
 
-    def __init__(self, title: Text, curve: Points, marks: Points, *, braille: bool) -> None:
-        self._title, self._curve, self._marks, self._braille = title, curve, marks, braille
+    def __init__(self, title: Text, curve: Points, marks: Points) -> None:
+        self._title, self._curve, self._marks = title, curve, marks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns, lines = options.max_width - LABEL_CELLS - 1, (options.height or 0) - 2
@@ -224,29 +230,26 @@ class Plot:
             shares = [((x - first) / max(1.0, last - first), (high - y) / (high - low)) for x, y in points]
             return [(round(x * (across - 1)), round(max(0.0, y) * (down - 1))) for x, y in shares]
 
-        wide, tall = (2, 4) if self._braille else (1, 1)  # dots of a letter
-        mark, corner, base = ("◆", "└", "─") if self._braille else ("o", "+", "-")
-        letters = self._letters(places(self._curve, wide * columns, tall * lines))
-        letters |= dict.fromkeys(places(self._marks, columns, lines), mark)
+        letters = _braille_line(places(self._curve, 2 * columns, 4 * lines))
+        letters |= dict.fromkeys(places(self._marks, columns, lines), MARK)
         yield self._title
         for row in range(lines):
             is_labelled = row in (0, lines - 1) or (lines >= 7 and row == lines // 2)
             label = f"{high - (high - low) * row / (lines - 1):.4g}" if is_labelled else ""
             line = Text(f"{label:>{LABEL_CELLS}} " + "".join(letters.get((x, row), " ") for x in range(columns)))
-            line.highlight_words([mark], MARK_STYLE)
+            line.highlight_words([MARK], MARK_STYLE)
             yield line
-        axis = f"{' ' * LABEL_CELLS}{corner}{first:.0f}"
-        yield Text(axis + f"{last:.0f}".rjust(options.max_width - len(axis), base))
+        axis = f"{' ' * LABEL_CELLS}└{first:.0f}"
+        yield Text(axis + f"{last:.0f}".rjust(options.max_width - len(axis), "─"))
 
-    def _letters(self, places: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
-        """The letters of a line through these dots, by column and row."""
-        dots = set(places)
-        for (x, y), (to_x, to_y) in pairwise(places):
-            count = max(abs(to_x - x), abs(to_y - y))
-            dots |= {(x + (to_x - x) * n // count, y + (to_y - y) * n // count) for n in range(1, count)}
-        if not self._braille:
-            return dict.fromkeys(dots, ".")
-        bits = dict[tuple[int, int], int]()
-        for x, y in dots:
-            bits[x // 2, y // 4] = bits.get((x // 2, y // 4), 0) | DOTS[y % 4][x % 2]
-        return {cell: chr(0x2800 + found) for cell, found in bits.items()}
+
+def _braille_line(places: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    """The letters of a line through these dots, by column and row; a letter has 2 x 4 dots."""
+    dots = set(places)
+    for (x, y), (to_x, to_y) in pairwise(places):
+        count = max(abs(to_x - x), abs(to_y - y))
+        dots |= {(x + (to_x - x) * n // count, y + (to_y - y) * n // count) for n in range(1, count)}
+    bits = dict[tuple[int, int], int]()
+    for x, y in dots:
+        bits[x // 2, y // 4] = bits.get((x // 2, y // 4), 0) | DOTS[y % 4][x % 2]
+    return {cell: chr(0x2800 + bit_mask) for cell, bit_mask in bits.items()}

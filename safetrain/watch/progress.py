@@ -84,13 +84,7 @@ def show_end(summary: TrainingSummary) -> None:
 
 
 def say_on_terminal(text: str) -> None:
-    """Print what only a waiting person needs; a pipe or a log gets only the result."""
-    if sys.stdout.isatty():
-        say(text)
-
-
-def tell_on_terminal(text: str) -> None:
-    """The same on stderr, because the output may be for a program."""
+    """Print what only a waiting person needs: on stderr, because the output may be for a program, and not to a log."""
     if sys.stderr.isatty():
         with contextlib.suppress(OSError, UnicodeError):
             print(text, file=sys.stderr, flush=True)
@@ -101,34 +95,35 @@ class EvaluationProgress:
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
-        self._part, self._began, self._said, self._before = ("", ""), 0.0, 0.0, 0.0
+        self._part = ("", "")  # model and work
+        self._start_seconds, self._line_seconds, self._start_done = 0.0, 0.0, 0.0  # of this part
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
         """Take how much of this model's ``work`` (``questions answered``) is done, questions begun in parts."""
         now = self._clock()
         if (name, work) != self._part:
-            self._part, self._began, self._said, self._before = (name, work), now, now, done
-        elif now - self._said >= SAY_EVERY_SECONDS and done > self._before:
-            self._said = now
-            seconds = (now - self._began) * (total - done) / (done - self._before)
-            self._say(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(seconds)} left")
+            self._part, self._start_seconds, self._line_seconds, self._start_done = (name, work), now, now, done
+        elif now - self._line_seconds >= SAY_EVERY_SECONDS and done > self._start_done:
+            self._line_seconds = now
+            left = (now - self._start_seconds) * (total - done) / (done - self._start_done)
+            self._say(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(left)} left")
 
 
 @contextmanager
 def still_working(
-    what: str, tell: Callable[[str], None] = tell_on_terminal, every_seconds: float = SAY_EVERY_SECONDS
+    activity: str, say: Callable[[str], None] = say_on_terminal, every_seconds: float = SAY_EVERY_SECONDS
 ) -> Iterator[None]:
-    """Tell every ten seconds how long a block has run that cannot report its progress."""
-    ended, began = threading.Event(), time.monotonic()
+    """Say every ten seconds how long a block has run that cannot report its progress."""
+    end, start_seconds = threading.Event(), time.monotonic()
 
-    def tell_again() -> None:
-        while not ended.wait(every_seconds):
-            tell(f"{what}, for {duration_text(time.monotonic() - began)} so far")
+    def repeat() -> None:
+        while not end.wait(every_seconds):
+            say(f"{activity}, for {duration_text(time.monotonic() - start_seconds)} so far")
 
-    teller = threading.Thread(target=tell_again, daemon=True)
-    teller.start()
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        ended.set()
-        teller.join()
+        end.set()
+        thread.join()

@@ -19,6 +19,7 @@ from safetrain.core.records.settings import ALL_LINEAR, Recommendation, TrainSet
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted_peak, rungs_of
+from safetrain.watch.state import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
@@ -28,13 +29,21 @@ HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
     "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
 )
+STATUSES = {
+    State.NOTHING: ("not trained yet", OPEN),
+    State.STOPPED: ("stopped", OPEN),
+    State.LEFT: ("unfinished", OPEN),
+    State.DIED: ("ended badly", BAD),
+    State.FINISHED: ("finished", GOOD),  # with a summary that cannot be read
+    State.GONE: ("ended without a word: safetrain diagnose says why", BAD),
+}
 Row = tuple[str, ...]
 
 
 def write_report(run: Run, path: Path) -> None:
     """Write the page about a run, whole or not at all. The same records give the same bytes."""
-    figures = {name: inline_svg(figure) for name, figure in pictures(run).items()}
-    write_text(path, render("report.html", run=run, title=title_of(run), pictures=figures))
+    drawings = {name: inline_svg(figure) for name, figure in pictures(run).items()}
+    write_text(path, render("report.html", run=run, title=title_of(run), pictures=drawings))
 
 
 def render(template: str, **values: Any) -> str:
@@ -42,11 +51,11 @@ def render(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    spell = functools.partial(HIDDEN.sub, lambda found: ascii(found[0])[1:-1])
-    environment.finalize = lambda value: spell(value) if type(value) is str else value
-    environment.filters |= {
+    pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    spell = functools.partial(HIDDEN.sub, lambda letter: ascii(letter[0])[1:-1])
+    pages.finalize = lambda value: spell(value) if type(value) is str else value
+    pages.filters |= {
         "cut": cut,
         "size": size_text,
         "duration": duration_text,
@@ -57,11 +66,11 @@ def render(template: str, **values: Any) -> str:
     }
     functions = (
         answer_lists, command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
-        describe_place, describe_proof, environment_of, exact_text, has_death, has_gone_on, history_of, length_limit,
-        memory_sizes, state_of, verdict_of,
+        describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of, length_limit,
+        memory_sizes, status_of, verdict_of,
     )  # fmt: skip
-    environment.globals |= {function.__name__: function for function in functions}
-    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(**values))
+    pages.globals |= {function.__name__: function for function in functions}
+    return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
@@ -82,28 +91,25 @@ def title_of(run: Run) -> str:
     return " on ".join(names) or "A run of safetrain"
 
 
-def state_of(run: Run) -> tuple[str, str]:
+def status_of(run: Run) -> tuple[str, str]:
     """How far the run is, and the colour of that."""
     if run.summary is not None:
         rungs = len(rungs_of(run)) + len(run.summary.outcome.gpu_rungs)
         return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
-    if run.marker is not None:
-        return ("running", OPEN) if run.is_running else ("ended without a word: safetrain diagnose says why", BAD)
-    if run.postmortem is not None and not has_gone_on(run):
-        if run.postmortem.cause != "stopped":
-            return "ended badly", BAD
-        return ("stopped, saved" if run.postmortem.resumes_from_step else "stopped"), OPEN
-    return ("unfinished", OPEN) if run.steps else ("not trained yet", OPEN)
+    state = state_of(run)
+    if state is State.STOPPED and run.postmortem is not None and run.postmortem.resumes_from_step:
+        return "stopped, saved", OPEN
+    return ("running", OPEN) if state.is_running else STATUSES[state]
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
     """What was learned, in one sentence with its interval, and the colour of that."""
-    evaluation = run.evaluation
-    if evaluation is not None:
-        gain, half = evaluation.improvement.nats_per_label, evaluation.improvement.plus_minus
+    scores = run.evaluation
+    if scores is not None:
+        gain, half = scores.improvement.nats_per_label, scores.improvement.plus_minus
         tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
-        text = f"{describe_loss(evaluation)}."
-        empty = empty_answers(evaluation)
+        text = f"{describe_loss(scores)}."
+        empty = empty_answers(scores)
         return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
@@ -114,16 +120,16 @@ def verdict_of(run: Run) -> tuple[str, str]:
     return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
 
 
-def empty_answers(evaluation: Evaluation | None) -> str:
-    """``7 of its 8 recorded answers are empty``, said of most of the tuned model's answers; otherwise empty."""
-    with_answer = [each for each in samples_of(evaluation) if each.expected.strip()]
-    empty = sum(not each.tuned.strip() for each in with_answer)
-    return f"{empty} of its {len(with_answer)} recorded answers are empty" if 2 * empty > len(with_answer) else ""
+def empty_answers(scores: Evaluation | None) -> str:
+    """``7 of its 8 recorded answers are empty``, where most of the tuned model's are; otherwise empty."""
+    samples = [each for each in samples_of(scores) if each.expected.strip()]
+    empty = sum(not each.tuned.strip() for each in samples)
+    return f"{empty} of its {len(samples)} recorded answers are empty" if 2 * empty > len(samples) else ""
 
 
-def samples_of(evaluation: Evaluation | None) -> list[Sample]:
+def samples_of(scores: Evaluation | None) -> list[Sample]:
     """All rows whose answers an evaluation keeps, each once."""
-    samples = (*evaluation.samples, *evaluation.worst, *evaluation.most_changed) if evaluation is not None else ()
+    samples = (*scores.samples, *scores.worst, *scores.most_changed) if scores is not None else ()
     return list({(each.where, each.question): each for each in samples}.values())
 
 
@@ -135,8 +141,8 @@ def exact_text(score: Score) -> str:
     return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
 
 
-def has_gone_on(run: Run) -> bool:
-    """Whether a training process worked after the one that the post-mortem explains."""
+def was_continued(run: Run) -> bool:
+    """Whether another training process began after the one that the post-mortem explains."""
     if run.summary is not None or run.marker is not None:
         return True
     death = run.postmortem
@@ -146,7 +152,7 @@ def has_gone_on(run: Run) -> bool:
 
 def has_death(run: Run) -> bool:
     """Whether the post-mortem is about this run, not about an earlier one in the same folder."""
-    if run.postmortem is None or not has_gone_on(run):
+    if run.postmortem is None or not was_continued(run):
         return run.postmortem is not None
     return bool(run.journal) and run.postmortem.ended_seconds >= run.journal[0].wall_seconds
 
@@ -168,12 +174,12 @@ def history_of(run: Run) -> list[str]:
     return [cut(line) for line in lines[:MOST_LINES]]
 
 
-def answer_lists(evaluation: Evaluation) -> list[tuple[str, list[Sample]]]:
+def answer_lists(scores: Evaluation) -> list[tuple[str, list[Sample]]]:
     """Samples, worst rows and those that changed most, each answer in the first list that it belongs to."""
     earlier = set[tuple[str, str]]()
     lists = list[tuple[str, list[Sample]]]()
     titles = ("", "Rows with the highest loss of the tuned model", "Rows that changed most")
-    for title, samples in zip(titles, (evaluation.samples, evaluation.worst, evaluation.most_changed), strict=True):
+    for title, samples in zip(titles, (scores.samples, scores.worst, scores.most_changed), strict=True):
         new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in earlier]
         earlier |= {(each.where, each.question) for each in new}
         lists.append((title, new))

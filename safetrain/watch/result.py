@@ -43,11 +43,12 @@ def describe_result(run: Run, command: str = "dvc repro", *, activate: bool = Tr
         return "\n".join(
             [*lines, *(["", *texts] if texts else []), "", *_listed(_next_of_pretrained(command), activate=activate)]
         )
-    sample = next(iter(scores.samples), None)
+    first = next(iter(scores.samples), None)
+    sample = next((each for each in scores.samples if _can_be_typed(each.question)), first)
     if sample:
         lines += ["", describe_sample(sample.question, sample.base, sample.tuned)]
-    following = _next(sample, command, run.data.source if run.data else EXAMPLE)
-    return "\n".join([*lines, "", *_listed(following, activate=activate)])
+    commands = _next(sample, command, run.data.source if run.data else EXAMPLE)
+    return "\n".join([*lines, "", *_listed(commands, activate=activate)])
 
 
 def describe_scores(scores: Evaluation) -> list[str]:
@@ -72,33 +73,33 @@ def unmeasured(run: Run) -> str:
 def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     if run.summary is not None and run.evaluation is not None:
         return run.summary, run.evaluation
-    broken = [
+    damage = [
         f"{name}: {reason}" for name, reason in run.unreadable if name in (str(paths.SUMMARY), str(paths.EVALUATION))
     ]
     if run.summary is None:
         raise ConfigError(
             "No run has finished yet.",
             where=str(paths.SUMMARY),
-            got="; ".join(broken),
-            do="run 'dvc repro', or the command that began the run: it continues",
+            got="; ".join(damage),
+            do="repeat the command that began it ('safetrain run' or 'dvc repro'): it continues",
         )
     raise ConfigError(
         "The last training has not been evaluated.",
         where=str(paths.EVALUATION),
-        got="; ".join(broken) or ("scores of another adapter" if run.has_stale_evaluation else ""),
-        do=f"'{MEASURE}' measures it, 'dvc repro' puts the recorded result back",
+        got="; ".join(damage) or ("scores of another adapter" if run.has_stale_evaluation else ""),
+        do=f"{MEASURE}; after 'git checkout': dvc checkout",
     )
 
 
 def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
     """Commands for after a pretraining, each with what it is for."""
-    own = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
-    longer = f"{command.removesuffix(' repro')} exp run -S" if _is_by_dvc(command) else own
+    repeat = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
+    longer = f"{command.removesuffix(' repro')} exp run -S" if _is_by_dvc(command) else repeat
     return [
-        ('safetrain ask "The "', "it continues a text; it has not learned to answer"),
+        ('safetrain ask "The "', "it continues a text"),
         ("open checkpoints_qlora/report.html", ""),
-        ("safetrain fuse models/mine", "a fused model; then model.path=models/mine"),
-        (f"{longer} train.max_steps=…", "a longer run; its results replace these"),
+        ("safetrain fuse models/mine", "then model.path=models/mine"),
+        (f"{longer} train.max_steps=…", "longer; replaces these results"),
     ]
 
 
@@ -107,31 +108,35 @@ def _next(sample: Sample | None, command: str, data: str) -> list[tuple[str, str
     question = sample.question if sample and _can_be_typed(sample.question) else "..."
     lines = [
         (f'safetrain ask "{question}" --base', ""),
-        ("safetrain chat --compare", "talk with base and tuned; a server: safetrain serve"),
+        ("safetrain chat --compare", "talk with base and tuned"),
         ("open checkpoints_qlora/report.html", ""),
-        ("safetrain fuse fused", "merge the adapter into the base model"),
+        ("safetrain fuse fused", "merge the adapter into the base"),
     ]
     if _is_by_dvc(command):
         dvc = command.removesuffix(" repro")
         lines += [
-            ("git add -A && git commit -m first", "keep this; come back: git checkout . && dvc checkout"),
-            (f"{dvc} exp run -S train.learning_rate=2e-3", f"another run; compare: {dvc} exp show"),
+            ("git add -A && git commit -m first", "keep this run"),
+            ("git checkout . && dvc checkout", "come back to it"),
+            (f"{dvc} exp run -S train.learning_rate=2e-3", "another run"),
+            (f"{dvc} exp show", "compare the runs"),
         ]
     else:
         lines += [
-            (f"{command} train.learning_rate=2e-3", "another run; its results replace these"),
-            ("safetrain repro", "the same with DVC, which keeps every run to compare and to come back to"),
+            (f"{command} train.learning_rate=2e-3", "replaces these results"),
+            ("safetrain repro", "the same with DVC: keeps them"),
         ]
     if data.split("/")[:2] == EXAMPLE.split("/"):
-        lines.append(("safetrain run --data FILE", "your own data; --model FOLDER: another model"))
+        lines.append(("safetrain run --data FILE", "your own data; also --model PATH"))
     return lines
 
 
 def _listed(lines: list[tuple[str, str]], *, activate: bool) -> list[str]:
-    """The commands below each other, the first behind ``Next:``."""
+    """The commands below each other, the first one after ``Next:``."""
     lines = [("source .venv/bin/activate", ""), *lines] if activate else lines
-    texts = [f"       {f'{command:<40} # {note}' if note else command}" for command, note in lines]
-    return [f"Next:{texts[0][5:]}", *texts[1:]]
+    return [
+        f"{'' if number else 'Next:':<6} {f'{command:<38} # {note}' if note else command}"
+        for number, (command, note) in enumerate(lines)
+    ]
 
 
 def _is_by_dvc(command: str) -> bool:
@@ -139,5 +144,5 @@ def _is_by_dvc(command: str) -> bool:
 
 
 def _can_be_typed(question: str) -> bool:
-    """Whether it is short and a shell does not change it inside double quotes."""
-    return len(question) <= 80 and not set(question) & set('"$`\\!\n')
+    """Whether its command fits a line, and a shell does not change it inside double quotes."""
+    return len(question) <= 50 and not set(question) & set('"$`\\!\n')

@@ -38,6 +38,7 @@ MACHINE_FACTS = ("backend", "chip", "device", "system", "mlx", "mlx_lm", "total_
 SCORES = ("loss", "exact_match", "token_f1", "chrf")
 GIB = 2**30
 
+Settings = dict[str, Any]
 Point = tuple[int, float, dict[str, float]]  # step, wall clock in seconds, numbers by name
 
 
@@ -72,19 +73,19 @@ def export(target: Target, run: Run | None = None) -> str:
     path, last = FOLDER / f"{tracker}.json", run.steps[-1]
     began = run.journal[0].wall_seconds if run.journal else run.read_at_seconds - last.elapsed_seconds
     run_id = hashlib.sha256(repr(first).encode()).hexdigest()[:16]  # its time and speed make it unique
-    sent = TrackerProgress(run_id, CREDENTIALS.sub("//", _place(target)), began)
+    progress = TrackerProgress(run_id, CREDENTIALS.sub("//", _place(target)), began)
     with suppress(OSError, ValueError, TypeError):  # nothing sent yet, or by an older version
         before = read_record(path, TrackerProgress)
-        sent = before if (before.run_id, before.place) == (sent.run_id, sent.place) else sent
-    new = [record for record in run.steps if record.step > sent.last_step]
-    points = [(record.step, sent.began_seconds + record.elapsed_seconds, _numbers(record)) for record in new]
-    results = dict(_results(run)) or sent.results
-    new_results = results if results != sent.results else {}
+        progress = before if (before.run_id, before.place) == (progress.run_id, progress.place) else progress
+    new = [record for record in run.steps if record.step > progress.last_step]
+    points = [(record.step, progress.began_seconds + record.elapsed_seconds, _numbers(record)) for record in new]
+    results = dict(_results(run)) or progress.results
+    new_results = results if results != progress.results else {}
     if not points and not new_results:
         return f"{tracker} is up to date"
-    end = (last.step, sent.began_seconds + last.elapsed_seconds, new_results)
-    where = SEND[tracker](target, sent, dict(_settings(run)), points, end)
-    write_record(path, dataclasses.replace(sent, last_step=max(sent.last_step, last.step), results=results))
+    end = (last.step, progress.began_seconds + last.elapsed_seconds, new_results)
+    where = SEND[tracker](target, progress, dict(_settings(run)), points, end)
+    write_record(path, dataclasses.replace(progress, last_step=max(progress.last_step, last.step), results=results))
     also = f" and {counted(len(new_results), 'result')}" if new_results else ""
     return f"{counted(len(points), 'step')}{also} sent to {tracker}: {where}"
 
@@ -106,16 +107,16 @@ def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> 
 
 def export_apart(tracker: str) -> str:
     """Export in a separate process, which may fail or hang; return its last line, or a warning."""
-    again = f"try again: safetrain track {tracker}"
+    remedy = f"try again: safetrain track {tracker}"
     try:
         process = subprocess.run(
             [sys.executable, "-m", "safetrain.watch.trackers", tracker], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=EXPORT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"warning: {tracker} did not answer for {EXPORT_SECONDS:.0f} s; {again}"
+        return f"warning: {tracker} did not answer for {EXPORT_SECONDS:.0f} s; {remedy}"
     text = process.stdout.strip()
-    return f"warning: not sent to {tracker}; {again}\n{text}" if process.returncode else text.rpartition("\n")[2]
+    return f"warning: not sent to {tracker}; {remedy}\n{text}" if process.returncode else text.rpartition("\n")[2]
 
 
 def _numbers(record: StepRecord) -> dict[str, float]:
@@ -164,9 +165,7 @@ def _place(target: Target) -> str:
     return target.place or (usual if target.tracker == "mlflow" else str(FOLDER / "tensorboard"))
 
 
-def _send_wandb(
-    target: Target, sent: TrackerProgress, settings: dict[str, Any], points: list[Point], end: Point
-) -> str:
+def _send_wandb(target: Target, progress: TrackerProgress, settings: Settings, points: list[Point], end: Point) -> str:
     import wandb
 
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -175,16 +174,16 @@ def _send_wandb(
         x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
     )  # fmt: skip
     try:
-        run = wandb.init(
-            project=_place(target).rpartition(" ")[0], id=sent.run_id, name=target.name or None, resume="allow",
+        wandb_run = wandb.init(
+            project=_place(target).rpartition(" ")[0], id=progress.run_id, name=target.name or None, resume="allow",
             config=settings, dir=str(FOLDER.resolve()), settings=private,
         )  # fmt: skip
         for step, seconds, values in points:
-            run.log(values | {"_timestamp": seconds}, step=step)
-        run.summary.update(end[2])
-        folder = run.settings.sync_dir
-        where = f"{folder}; to the server: wandb sync {folder}" if run.offline else run.url
-        run.finish()
+            wandb_run.log(values | {"_timestamp": seconds}, step=step)
+        wandb_run.summary.update(end[2])
+        folder = wandb_run.settings.sync_dir
+        where = f"{folder}; to the server: wandb sync {folder}" if wandb_run.offline else wandb_run.url
+        wandb_run.finish()
         wandb.teardown()  # finish does not wait until everything is written
     except wandb.errors.Error as error:
         do = "wandb login, or without an account WANDB_MODE=offline"
@@ -192,9 +191,7 @@ def _send_wandb(
     return str(where)
 
 
-def _send_mlflow(
-    target: Target, sent: TrackerProgress, settings: dict[str, Any], points: list[Point], end: Point
-) -> str:
+def _send_mlflow(target: Target, progress: TrackerProgress, settings: Settings, points: list[Point], end: Point) -> str:
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
@@ -209,9 +206,9 @@ def _send_mlflow(
         client = MlflowClient(tracking_uri=here if address == MLFLOW_HERE else address)
         experiment = client.get_experiment_by_name(PROJECT)
         number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
-        same = client.search_runs([number], f"tags.safetrain = '{sent.run_id}'")
-        run = same[0] if same else client.create_run(number, tags={"safetrain": sent.run_id}, run_name=name)
-        run_id = run.info.run_id
+        same = client.search_runs([number], f"tags.safetrain = '{progress.run_id}'")
+        mlflow_run = same[0] if same else client.create_run(number, tags={"safetrain": progress.run_id}, run_name=name)
+        run_id = mlflow_run.info.run_id
         if not same:  # MLflow takes a setting once, and a training that ran out of memory changes some
             client.log_batch(run_id, params=[Param(key, str(value)) for key, value in settings.items()])
         for start in range(0, len(points) + 1, MLFLOW_BATCH):
@@ -222,28 +219,28 @@ def _send_mlflow(
             client.set_terminated(run_id)
     except MlflowException as error:
         text = CREDENTIALS.sub("//", str(error))
-        failure = ConfigError(f"MLflow refused the run: {text}", where=sent.place, do="check that the server runs")
+        failure = ConfigError(f"MLflow refused the run: {text}", where=progress.place, do="check that the server runs")
         raise failure from None  # the traceback has the password
-    return f"run {run_id} of {PROJECT!r} in {sent.place}"
+    return f"run {run_id} of {PROJECT!r} in {progress.place}"
 
 
 def _send_tensorboard(
-    target: Target, sent: TrackerProgress, settings: dict[str, Any], points: list[Point], end: Point
+    target: Target, progress: TrackerProgress, settings: Settings, points: list[Point], end: Point
 ) -> str:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    place = Path(sent.place)
-    new_folder = place / (f"{target.name}-{sent.run_id}" if target.name else sent.run_id)
-    folder = next(place.glob(f"*{sent.run_id}"), new_folder)  # with the name that it got first
+    place = Path(progress.place)
+    new_folder = place / (f"{target.name}-{progress.run_id}" if target.name else progress.run_id)
+    folder = next(place.glob(f"*{progress.run_id}"), new_folder)  # with the name that it got first
     writer = EventFileWriter(str(folder))
     start = SessionLog(status=SessionLog.START)  # TensorBoard drops what an interrupted export wrote from here on
-    writer.add_event(Event(step=sent.last_step + 1, wall_time=sent.began_seconds, session_log=start))
-    if sent.last_step < 0:
+    writer.add_event(Event(step=progress.last_step + 1, wall_time=progress.began_seconds, session_log=start))
+    if progress.last_step < 0:
         table = "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in settings.items())])
-        writer.add_event(Event(step=0, wall_time=sent.began_seconds, summary=text_pb("settings", table)))
+        writer.add_event(Event(step=0, wall_time=progress.began_seconds, summary=text_pb("settings", table)))
     for step, seconds, values in [*points, end]:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         writer.add_event(Event(step=step, wall_time=seconds, summary=summary))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import RunDied
-from safetrain.core.events import Event
+from safetrain.core.events import Event, Said
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.postmortem import read_postmortem
@@ -52,10 +52,11 @@ def train(output: Path, text: str, needed: str, said: list[str]) -> None:
     watch = WatchSettings(output / FLIGHT, None, 60.0, ())
     options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, may_shorten=False, planned=planned)
 
-    def show(_event: Event) -> None:
-        pass
+    def show(event: Event) -> None:
+        if isinstance(event, Said):
+            said.append(event.text)
 
-    keep_going(job, options, show, said.append)
+    keep_going(job, options, show)
 
 
 def tried(output: Path) -> list[str]:

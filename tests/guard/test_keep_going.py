@@ -127,7 +127,7 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: obje
     def show(_event: Event) -> None:
         pass
 
-    keep_going(job, options, show, lambda _text: None)
+    keep_going(job, options, show)
 
 
 @pytest.mark.parametrize("longest", [512, 256, 64])

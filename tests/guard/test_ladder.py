@@ -15,7 +15,6 @@ from safetrain.guard.ladder import (
     SHORTEST_ROWS,
     Ladder,
     next_settings,
-    on_rung,
     read_ladder,
 )
 from tests.support.settings import SETTINGS
@@ -111,7 +110,6 @@ def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_pat
     ladder = written(tmp_path)
     assert read_ladder(tmp_path, settings(), LIMIT, may_shorten=True) == ladder
     assert read_ladder(tmp_path, settings(), LIMIT // 2, may_shorten=True) == ladder
-    assert on_rung(settings(), ladder.now) == next_settings(settings(), quantized=True, may_shorten=False)
 
 
 def test_other_settings_or_more_memory_start_at_the_top(tmp_path: Path) -> None:

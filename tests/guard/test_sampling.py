@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from safetrain.guard.sampling import (
     RECENT_SECONDS,
-    LastSeconds,
     MemorySample,
-    Recent,
+    RecentMemory,
+    RecentSamples,
     Sampler,
 )
 
@@ -24,13 +24,13 @@ def test_a_sample_keeps_share_of_time_and_level_apart() -> None:
 
 def test_what_was_seen_hours_ago_is_no_evidence() -> None:
     """Another program took all memory for a moment, and one of its processes was killed for it."""
-    seen, usual = LastSeconds(), MemorySample(2 * MIB, 3 * MIB, 900 * MIB, 0, 0.0, 1)
-    assert seen.summary() == Recent()
+    seen, usual = RecentSamples(), MemorySample(2 * MIB, 3 * MIB, 900 * MIB, 0, 0.0, 1)
+    assert seen.summary() == RecentMemory()
     seen.add(0.0, usual, 0)
     seen.add(1.0, MemorySample(80 * MIB, 90 * MIB, MIB, 0, 70.0, 4), 1)
-    dip = Recent(80 * MIB, 90 * MIB, MIB, 70.0, 4, 0)
+    dip = RecentMemory(80 * MIB, 90 * MIB, MIB, 70.0, 4, 0)
     assert seen.summary() == dip
     seen.add(1.0 + RECENT_SECONDS, usual, 1)
     assert seen.summary() == replace(dip, oom_kills_before=1)
     seen.add(3600.0, usual, 1)
-    assert seen.summary() == Recent(2 * MIB, 3 * MIB, 900 * MIB, 0.0, 1, 1)
+    assert seen.summary() == RecentMemory(2 * MIB, 3 * MIB, 900 * MIB, 0.0, 1, 1)

@@ -229,21 +229,18 @@ def test_the_process_gets_variables_of_its_own_beside_ours(flight: Path, monkeyp
     assert "ITS_OWN" not in os.environ
 
 
-@pytest.mark.parametrize("keep_awake", [True, False])
 def test_a_mac_is_kept_awake_for_the_training_process(
-    flight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_awake: bool
+    flight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On mains power too; a guard that is not asked to leaves it to the system."""
+    """On mains power too."""
     caffeinate, asked = tmp_path / "caffeinate", tmp_path / "asked"
     caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
     caffeinate.chmod(0o755)
     monkeypatch.setattr("safetrain.guard.supervisor.CAFFEINATE", caffeinate)
     program = [sys.executable, "-c", START + "time.sleep(0.5)"]
-    ending = supervise(program, WatchSettings(flight, None, 60.0, (), keep_awake=keep_awake), print)
+    ending = supervise(program, WatchSettings(flight, None, 60.0, ()), print)
     assert ending.return_code == 0
-    assert (asked.read_text().split() if asked.exists() else None) == (
-        ["-i", "-w", str(ending.pid)] if keep_awake else None
-    )
+    assert asked.read_text().split() == ["-i", "-w", str(ending.pid)]
 
 
 @pytest.mark.parametrize("shell", ["sh", "zsh", "fish", "ksh", "tcsh"])

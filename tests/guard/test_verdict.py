@@ -31,7 +31,7 @@ from safetrain.guard.postmortem import (
     open_marker,
 )
 from safetrain.guard.process import Ending
-from safetrain.guard.sampling import Limit, MemorySample, Recent
+from safetrain.guard.sampling import Limit, MemorySample, RecentMemory
 from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
 
 GIB = 2**30
@@ -76,7 +76,7 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
         "oom_kills": 0,
         "limit": MACHINE,
         "last": sample(footprint, available),
-        "recent": Recent(footprint, footprint, available, **seen),
+        "recent": RecentMemory(footprint, footprint, available, **seen),
         "started_seconds": 0.0,
         "started_monotonic_seconds": 0.0,
     }

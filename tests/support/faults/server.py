@@ -28,7 +28,7 @@ from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.engine.job import load_job
 from safetrain.guard import keep_going
 from safetrain.guard.process import Ending, WatchSettings
-from safetrain.guard.sampling import Recent, limit_now
+from safetrain.guard.sampling import RecentMemory, limit_now
 from safetrain.plan import dry_run as planned
 from tests.support.faults.limits import files_of_at_most
 
@@ -93,7 +93,7 @@ def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[
         oom_kills=0,
         limit=limit_now(None),
         last=None,
-        recent=Recent(),
+        recent=RecentMemory(),
         started_seconds=began[0],
         started_monotonic_seconds=began[1],
     )
