@@ -26,6 +26,7 @@ from safetrain.core.data.store import open_store, store_path
 from safetrain.core.formatting import counted
 from safetrain.core.records.settings import Recommendation, read_recommendation, updates_per_epoch
 from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import discard_run
 from tests.support.chaos.project import Project
 
 BATCHES, ROWS_PER_UPDATE = (16, 8, 4, 2, 1), 16
@@ -162,7 +163,8 @@ def stage(project: Project, name: str, *overrides: str, must: bool = True) -> in
 
 def train(project: Project, way: Way, limit: float | None = None, *, planned: bool = False) -> tuple[str, float]:
     """Train in this way: ``ran``, or what happened (a rung of the ladder, or the exit code), and tokens per second."""
-    pins: dict[str, object] = {"restart": "true", "max_steps": UPDATES}
+    discard_run(project.output)
+    pins: dict[str, object] = {"max_steps": UPDATES}
     pins |= {} if limit is None else {"memory_limit_gb": limit}
     if not planned:
         pins |= {

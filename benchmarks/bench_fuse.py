@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
             call(project, "dvc", "repro", "-q")
         rows = rows_of(project, "the default run")
         for rate in SMALL_RATES:
-            few = (f"train.max_steps={FEW}", f"train.learning_rate={rate}", "train.restart=true")
+            few = (f"train.max_steps={FEW}", f"train.learning_rate={rate}")
             call(project, sys.executable, "-m", "stages.train", *few)
             rows += rows_of(project, f"{FEW} updates at {rate}")
     write_result("bench_fuse", "An adapter folded into its base: what is left of it", HEADER, rows, NOTES)

@@ -123,7 +123,7 @@ def compare(name: str) -> Iterator[Compared]:
         stage(project, "preflight", "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
         for pins in configurations(name, config):
             stage(project, "recommend_config", *pins)
-            stage(project, "train", "train.restart=true", *pins)
+            stage(project, "train", *pins)
             plan = read_recommendation(project.output / "recommended_config.json")
             yield compared(name, plan, json.loads((project.output / "training_summary.json").read_text()))
 

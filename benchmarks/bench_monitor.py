@@ -129,7 +129,7 @@ def watched(times: int) -> list[str]:
             beside.append(train(project, monitor=("--plain", "--refresh", "5")))
         seen, endings = list[Attached](), list[Fingerprint | None]()
         while len(seen) < times:
-            process = project.start_training("train.restart=true")
+            process = project.start_training(anew=True)
             seen += attach_and_kill(project, process, times - len(seen), LOOK_SECONDS)
             endings.append(project.fingerprint() if project.finish(process).code == 0 else None)
     same = {*endings, *(each.fingerprint for each in (*alone, *beside))} == {alone[0].fingerprint}
@@ -173,7 +173,7 @@ class Trained:
 def train(project: Project, monitor: tuple[str, ...] = ()) -> Trained:
     """From the beginning to the end; with a monitor beside it, if one is named."""
     began, cpu = time.monotonic(), 0.0
-    process = project.start_training("train.restart=true")
+    process = project.start_training(anew=True)
     watching = None
     if monitor:
         time.sleep(3)  # until there is something to see

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import write_result
+from safetrain.core.storage.run_files import discard_run
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 1000  # texts that the library tokenizes at a time
@@ -153,8 +154,9 @@ def trained(project: Path, data: Path) -> list[str]:
     stage(project, "recommend_config", *overrides)
     found = []
     for _ in range(3):
+        discard_run(project / "checkpoints_qlora")
         began = time.perf_counter()
-        command = [sys.executable, "-u", "-m", "stages.train", *overrides, "train.restart=true"]
+        command = [sys.executable, "-u", "-m", "stages.train", *overrides]
         environment = {**os.environ, "PYTHONPATH": str(project), "SAFETRAIN_LOCK_DIR": str(project.parent)}
         with subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or ():

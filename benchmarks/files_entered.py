@@ -153,7 +153,7 @@ def die() -> Doors:
 
     doors, watched = Doors(set), supervisor._Watch.drain
     settings = dataclasses.replace(SETTINGS, batch_size=1, gradient_checkpointing=True, dequantize_base=False)
-    survival = Survival(False, False, 2, None)
+    survival = Survival(False, 2, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
 
     def drain(self: supervisor._Watch, show: Callable[[Event], None]) -> None:

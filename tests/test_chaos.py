@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attached import attach_and_kill
-from tests.support.chaos.chains import RESTART, Chain, Reference, finish_chain, kill_once, undisturbed
+from tests.support.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
 from tests.support.chaos.disk import damaged
 from tests.support.chaos.ending import Ground
 from tests.support.chaos.inject.chaos_sites import SITES
@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(ground: Ground)
 
 
 def test_a_training_that_is_watched_ends_as_one_that_is_not(ground: Ground) -> None:
-    process = ground.project.start_training(RESTART)
+    process = ground.project.start_training(anew=True)
     seen = list(attach_and_kill(ground.project, process, 4, 0.1))
     done = ground.project.finish(process)
     assert done.code == 0, done.out

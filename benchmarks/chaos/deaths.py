@@ -5,7 +5,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.chaos.chains import RESTART
 from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
 from tests.support.chaos.project import Project, chat, sums
 from tests.support.chaos.weights import NO_LEARNING, difference_of_movement
@@ -24,7 +23,6 @@ def deaths(ground: Ground) -> Iterator[Ending]:
     yield hang(ground)
     yield python_error(ground)
     yield named_command(ground)
-    yield restart_that_never_began(ground)
     yield driver_abort(ground, WATCHDOG, "gpu_watchdog", goes_on=True)
     yield driver_abort(ground, HANDLES, "resource_limit", goes_on=False)
     yield driver_out_of_memory(ground)
@@ -60,29 +58,15 @@ def python_error(ground: Ground) -> Ending:
 
 
 def named_command(ground: Ground) -> Ending:
-    """A training that was told to start over dies; the command that the post-mortem names must not start over."""
+    """The command that the post-mortem names continues the training."""
     project = ground.project
-    ending = Ending(f"{RESTART}, kill -9, then the command that the post-mortem names")
+    ending = Ending("kill -9, then the command that the post-mortem names")
     _, truth, told = train_hit(project, hit("signal", signal=int(signal.SIGKILL)))
     ending.expect(told, cause="killed", exit_code=137, phase="gradient", step=truth["step"] + 1)
     done = project.finish(project.start(*shlex.split(told["next_command"])))
     ending.compare(project, ground.reference, done)
     promised, found = told["resumes_from_step"], done.continued_from
     ending.require(found == promised, f"continued from step {found}, promised was {promised}")
-    return ending
-
-
-def restart_that_never_began(ground: Ground) -> Ending:
-    """A training that was told to start over dies before it has thrown the old one away: it must still start over."""
-    project = ground.project
-    ending = Ending(f"an unfinished training, {RESTART}, kill -9 while rows are read, then the command that is named")
-    plan = hit("signal", signal=int(signal.SIGKILL))
-    train_hit(project, plan)
-    _, _, told = train_hit(project, plan | {"site": "read rows", "occurrence": 1})
-    ending.expect(told, cause="killed", exit_code=137, phase="load data")
-    done = project.finish(project.start(*shlex.split(told["next_command"])))
-    ending.compare(project, ground.reference, done)
-    ending.require(not done.continued_from, f"it continued the old one, from step {done.continued_from}")
     return ending
 
 
@@ -107,8 +91,8 @@ def driver_abort(ground: Ground, text: str, cause: str, *, goes_on: bool) -> End
 def driver_out_of_memory(ground: Ground) -> Ending:
     """Last words that do: it goes on by itself with less at a time, to the same weights but for rounding."""
     project = ground.project
-    initial = project.adapter_after(RESTART, f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
-    undisturbed = project.adapter_after(RESTART)
+    initial = project.adapter_after(f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
+    undisturbed = project.adapter_after()
     ending = Ending(f"stderr says '{OUT_OF_MEMORY}', then abort")
     done, truth, told = train_hit(project, hit("last words", text=OUT_OF_MEMORY))
     ending.expect(
@@ -144,7 +128,7 @@ def bad_numbers(ground: Ground) -> Ending:
     project = Project(ground.folder / "bad-numbers", rows=rows, model={"tie_word_embeddings": False, "bits": None})
     poison(project)
     project.plan()
-    done = project.train(RESTART)
+    done = project.train(anew=True)
     told = project.json("postmortem.json")
     ending.expect(told, cause="bad_update", confidence="confirmed", is_memory=False, exit_code=7)
     ending.require(done.code == 7, f"exit code {done.code} and not 7")

@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.chaos.deaths import MOST_DIFFERENCE
 from safetrain.core.recorder import Edge, FlightRecord, Phase, read_flight
-from tests.support.chaos.chains import RESTART
 from tests.support.chaos.ending import Ending, Ground
 from tests.support.chaos.project import Done, Project, chat, left_over
 from tests.support.chaos.weights import NO_LEARNING, Adapter, difference_of_movement
@@ -54,8 +53,8 @@ def free_run(ground: Ground) -> Free:
     rows = [chat(f"What is {n}?", f"{n} and {n + 1} " * (80 + n % 5)) for n in range(32)]
     project = Project(ground.folder / "memory", rows=rows, model=LARGE, train=SETTINGS)
     project.plan()
-    initial = project.adapter_after(RESTART, f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
-    adapter = project.adapter_after(RESTART)
+    initial = project.adapter_after(f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
+    adapter = project.adapter_after()
     flight = read_flight(project.flight / "recorder.bin")
     if flight.last is None:
         raise RuntimeError("the training has left no recorder")
@@ -79,7 +78,7 @@ def own_limit(free: Free) -> Ending:
     for share in SHARES:
         limit = share * free.data_bytes / GIB
         (project.output / "postmortem.json").unlink(missing_ok=True)
-        done = project.train(RESTART, f"train.memory_limit_gb={limit:.4f}")
+        done = project.train(f"train.memory_limit_gb={limit:.4f}", anew=True)
         if done.code or project.json("training_summary.json").get("memory_rungs"):
             break
     ending = Ending(f"train.memory_limit_gb={limit:.2f}, too little for 16 rows at a time")
@@ -95,7 +94,8 @@ def kernel_kill(free: Free, group: Path) -> Ending:
     project = free.project
     (project.output / "postmortem.json").unlink(missing_ok=True)
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-    done = project.finish(project.start("sh", "-c", enter, "sh", sys.executable, "-m", "stages.train", RESTART))
+    project.discard()
+    done = project.finish(project.start("sh", "-c", enter, "sh", sys.executable, "-m", "stages.train"))
     told = project.json("postmortem.json")
     if told:
         ending.expect(told, cause="oom_kill", confidence="confirmed", is_memory=True, exit_code=137)

@@ -109,7 +109,7 @@ def _open(job: Job, scratch: Path) -> "TrainingRun":
     output = scratch / "output"
     output.mkdir()
     settings = dataclasses.replace(job.settings, max_loss_jump=None)
-    survival = dataclasses.replace(job.asked.survival, restart=True, trace=False)
+    survival = dataclasses.replace(job.asked.survival, trace=False)
     trial = dataclasses.replace(
         job,
         asked=dataclasses.replace(job.asked, settings=settings, survival=survival),

@@ -42,7 +42,7 @@ RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, on
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
 START = Cursor(0, 0)
 MLX = importlib.metadata.version("mlx")
-START_OVER = "'safetrain discard' or train.restart=true throws it away"
+START_OVER = "'safetrain discard' throws it away"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
 

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -43,7 +42,6 @@ from safetrain.guard.process import Ending, WatchSettings
 from safetrain.guard.sampling import limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
 
-SET_PARAM = ("-S", "--set-param")  # of dvc exp run
 LOADING = ("start", "load data", "load model", "resume")
 REPORTED = ("stopped", "refused", "bad_update", "disk_full")  # causes that the training process explains itself
 REPAIR_ROWS = (
@@ -82,7 +80,6 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
     if ladder is not None:
         job = _on_ladder(job, ladder, say)
     job = fit_to_available_memory(job, options.planned, say)
-    restarts, has_begun = job.survival.restart, False
     while True:
         journal.write(Started())
         ending = _attempt(job, options, record)
@@ -90,18 +87,13 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
             close_marker(output)
             (output / LADDER).unlink(missing_ok=True)
             return
-        has_begun = has_begun or ending.began
-        command = command_again()
-        if restarts and has_begun:  # a restart that has begun is continued, not begun once more
-            command = with_override(command, "train.restart=false")
-        death = explain(output, ending, command, starts_over=restarts and not has_begun)
+        death = explain(output, ending, command_again())
         journal.write(Died(death.title, death.step))
         close_marker(output)
         relief = None if ending.signal_passed_on else _relief(job, options, death)
         if relief is None:
             raise _error(_with_advice(job, options, death), ending)
         job, change = relief
-        job = dataclasses.replace(job, survival=dataclasses.replace(job.survival, restart=restarts and not has_begun))
         next_step = f"nothing: it went on by itself with {change}"
         write_postmortem(output, dataclasses.replace(death, advice="", next_command=next_step, went_on=True))
         rungs = Ladder(planned, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
@@ -131,13 +123,10 @@ def _dvc_command() -> str:
 
 
 def with_override(command: str, override: str) -> str:
-    """The same command with another value for one key."""
-    key = override.partition("=")[0]
-    words = [word for word in shlex.split(command) if not word.startswith((f"{key}=", f"--set-param={key}="))]
+    """The same command with another value for one key: of two for a key, the last counts."""
+    words = shlex.split(command)
     if words[0] == dvc() and words[1:2] in (["repro"], ["exp"]):
         rest = words[3:] if words[1:3] == ["exp", "run"] else []
-        pairs = pairwise([*rest, ""])  # the -S of the replaced key has lost its value above
-        rest = [word for word, value in pairs if word not in SET_PARAM or "=" in value]
         return shlex.join([dvc(), "exp", "run", *rest, "-S", override])
     return shlex.join([*words, override])
 

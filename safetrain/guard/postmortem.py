@@ -49,11 +49,8 @@ def close_marker(output: Path) -> None:
         (output / FLIGHT / name).unlink(missing_ok=True)
 
 
-def explain(output: Path, ending: Ending, command: str, *, starts_over: bool = False) -> PostMortem:
-    """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began.
-
-    ``starts_over``: the next attempt begins from the start, so no checkpoint counts.
-    """
+def explain(output: Path, ending: Ending, command: str) -> PostMortem:
+    """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began."""
     evidence = _evidence(rank_folder(output / FLIGHT, ending.rank or 0), ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
@@ -61,8 +58,7 @@ def explain(output: Path, ending: Ending, command: str, *, starts_over: bool = F
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     verdict = _assemble(output, cause, last, footprint, ending.limit, command, exit_code_of(ending, cause))
     rank = None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank
-    step = 0 if starts_over else verdict.resumes_from_step
-    verdict = dataclasses.replace(verdict, rank=rank, ranks=ending.ranks, host=ending.host, resumes_from_step=step)
+    verdict = dataclasses.replace(verdict, rank=rank, ranks=ending.ranks, host=ending.host)
     if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem stays
         return verdict
     return write_postmortem(output, verdict)

@@ -72,7 +72,7 @@ def examine(
     probe, why_not = ask_engine(probe_module, model, level, own_limit_bytes(train.memory_limit_gb))
     data, rows, data_found = _data(config, model)
     last = [*model_found, *data_found, *environment_checks(model.static_bytes if model else 0)]
-    last += [*disk_checks(config, data, model), previous_run_check(paths.OUTPUT, _identity(train, model, rows))]
+    last += [*disk_checks(config, data, model), previous_run_check(paths.OUTPUT, _identity(model, rows))]
     hosts_found, hosts = host_checks(train, folder) if is_shared(train) else ([], None)
     last += [*hosts_found, *tracker_checks(config.watch.export)]
     if probe is None:
@@ -352,9 +352,9 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
     return data, rows, data_checks(data, min((limit for limit in limits if limit), default=None))
 
 
-def _identity(train: Train, model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentity | None:
-    """Of the training that is planned; None where it starts over anyway, or it is not known."""
-    if model is None or rows is None or train.restart:
+def _identity(model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentity | None:
+    """Of the training that is planned; None where it is not known."""
+    if model is None or rows is None:
         return None
     return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "", order_fingerprint())
 

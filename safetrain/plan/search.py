@@ -152,7 +152,7 @@ class _Search:
         """The job of the dry run: the same settings, under a slightly smaller memory limit."""
         train, plan = self._question.train, recommendation_of(self._question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
-        survival = Survival(True, False, 1, None if limit is None else int(limit * (1 - SPARED)))
+        survival = Survival(False, 1, None if limit is None else int(limit * (1 - SPARED)))
         return TrainJob(
             str(self._question.model.folder), resolve(train, self._lora, plan), False, plan.memory_budget, None,
             survival, (), plan.mlx_limit_bytes,

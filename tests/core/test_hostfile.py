@@ -57,9 +57,7 @@ def test_a_file_that_mlx_launch_could_not_use_is_refused(hostfile: Path, content
 
 
 def job(total_bytes: int, limit_bytes: int | None) -> TrainJob:
-    return TrainJob(
-        "model", SETTINGS, True, MemoryBudget(total_bytes), None, Survival(False, False, 2, limit_bytes), ()
-    )
+    return TrainJob("model", SETTINGS, True, MemoryBudget(total_bytes), None, Survival(False, 2, limit_bytes), ())
 
 
 def test_ranks_on_one_machine_share_its_memory() -> None:

@@ -20,7 +20,7 @@ def test_a_run_that_max_steps_ends_early_validates_on_fewer_rows(
     rows = [token_row(range(5, 55), [True] * 50)] * 600
     write_stores(tmp_path / "data" / "validated", EMBEDDED, rows, rows)
     monkeypatch.chdir(tmp_path)
-    survival = Survival(restart=False, trace=False, keep_checkpoints=2, memory_limit_bytes=None)
+    survival = Survival(trace=False, keep_checkpoints=2, memory_limit_bytes=None)
     asked = TrainJob(str(EMBEDDED), SETTINGS, False, MemoryBudget(2**40), None, survival, ())
     short = dataclasses.replace(asked, settings=dataclasses.replace(SETTINGS, max_steps=1))
     whole, few = (

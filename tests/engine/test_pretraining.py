@@ -29,7 +29,7 @@ from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import ShardGradient
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
-from tests.support.jobs import job_of, with_rows, with_survival
+from tests.support.jobs import job_of, with_rows
 from tests.support.random_models import TINY, build_model
 
 END = 0
@@ -154,7 +154,7 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
     assert (result.metrics.steps, result.state.trained_tokens) == (len(train), sum(labels))
     nothing = dataclasses.replace(with_rows(job, valid=TokenRows.of([hidden])), output=tmp_path / "c")
     with pytest.raises(DataError, match="no token is a label"):
-        run(with_survival(nothing, restart=True))
+        run(nothing)
 
 
 def test_a_file_of_samples_that_is_torn_stops_nothing(tmp_path: Path) -> None:

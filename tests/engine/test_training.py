@@ -18,7 +18,7 @@ from safetrain.core.records.adapter_files import PromptFormat, read_prompt_forma
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.core.storage.run_files import remove_half_written
+from safetrain.core.storage.run_files import discard_run, remove_half_written
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.job import Job
@@ -28,7 +28,7 @@ from safetrain.engine.state import mark_finished
 from safetrain.engine.trainable import make_trainable
 from safetrain.engine.training import Result, train
 from tests.engine.exact import SETTINGS
-from tests.support.jobs import job_of, with_rows, with_survival
+from tests.support.jobs import job_of, with_rows
 
 Build = Callable[..., Path]
 
@@ -47,10 +47,10 @@ def with_first_token(data: TokenRows, row: int, token: int) -> TokenRows:
     return TokenRows.of([*data[:row], changed, *data[row + 1 :]])
 
 
-def job_in(folder: Path, base: Path, settings: TrainSettings = SETTINGS, restart: bool = False) -> Job:
+def job_in(folder: Path, base: Path, settings: TrainSettings = SETTINGS) -> Job:
     identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
     job = job_of(folder, base, rows(18, 1), rows(5, 2), settings, identity)
-    return with_survival(job, restart=True) if restart else job
+    return job
 
 
 def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print) -> Result:
@@ -177,7 +177,8 @@ def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Buil
     other = dataclasses.replace(SETTINGS, learning_rate=1e-4)
     with pytest.raises(TrainingError, match=r"learning_rate \(0\.005 before, 0\.0001 now\)"):
         run(job_in(tmp_path / "a", base, other))
-    result = run(job_in(tmp_path / "a", base, other, restart=True))
+    discard_run(tmp_path / "a")
+    result = run(job_in(tmp_path / "a", base, other))
     assert (result.state.resumed_from_step, result.metrics.steps) == (0, 15)
 
 

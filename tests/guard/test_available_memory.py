@@ -24,7 +24,7 @@ SETTINGS = dataclasses.replace(
 )  # fmt: skip
 LARGEST = worst_update(100, 16)
 PLANNED = PlannedMemory(SETTINGS, LARGEST, 3 * GIB)
-JOB = TrainJob(str(EMBEDDED), SETTINGS, True, MemoryBudget(8 * GIB), PLANNED, Survival(False, False, 2, None), ())
+JOB = TrainJob(str(EMBEDDED), SETTINGS, True, MemoryBudget(8 * GIB), PLANNED, Survival(False, 2, None), ())
 UPDATE = PlannedUpdate("cpu", LARGEST)
 IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percent=54)
 

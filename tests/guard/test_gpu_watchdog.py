@@ -47,7 +47,7 @@ NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 
 def train(output: Path, text: str, needed: str, said: list[str]) -> None:
     """Train with that child."""
-    job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, False, 2, None), ())
+    job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, 2, None), ())
     planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
     watch = WatchSettings(output / FLIGHT, None, 60.0, ())
     options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, may_shorten=False, planned=planned)

@@ -118,7 +118,7 @@ def train(output: Path, most_rows: int, **changed: object) -> list[str]:
 def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> None:
     """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
-    survival = Survival(False, False, 2, None)
+    survival = Survival(False, 2, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
     watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
@@ -172,18 +172,10 @@ def test_after_a_bad_update_the_advice_comes_before_the_same_command(
 @pytest.mark.parametrize(
     ("command", "then"),
     [
-        ("python -m stages.train train.seed=3", "python -m stages.train train.seed=3 train.restart=false"),
-        ("dvc repro", "dvc exp run -S train.restart=false"),
-        ("dvc repro -f train", "dvc exp run -S train.restart=false"),
-        (
-            "dvc exp run -S train.seed=3 -S train.restart=true -n again",
-            "dvc exp run -S train.seed=3 -n again -S train.restart=false",
-        ),
-        (
-            "dvc exp run --set-param=train.restart=true --set-param train.seed=3",
-            "dvc exp run --set-param train.seed=3 -S train.restart=false",
-        ),
+        ("python -m stages.train train.seed=3", "python -m stages.train train.seed=3 train.oom_may_shorten=true"),
+        ("dvc repro -f train", "dvc exp run -S train.oom_may_shorten=true"),
+        ("dvc exp run -S train.seed=3 -n again", "dvc exp run -S train.seed=3 -n again -S train.oom_may_shorten=true"),
     ],
 )
-def test_a_command_with_one_key_set_otherwise_keeps_the_others(command: str, then: str) -> None:
-    assert with_override(command, "train.restart=false") == then
+def test_a_command_with_one_more_key_keeps_the_others(command: str, then: str) -> None:
+    assert with_override(command, "train.oom_may_shorten=true") == then

@@ -368,13 +368,6 @@ def test_a_disk_that_fails_does_not_take_the_verdict_with_it(tmp_path: Path) -> 
     assert explain(tmp_path, own(ending(-9, oom_kills=1)), "dvc repro").cause == "oom_kill"
 
 
-def test_a_restart_that_dies_before_it_begins_keeps_nothing_of_the_run_before(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 40)
-    died = own(ending(-9))
-    assert explain(tmp_path, died, "").resumes_from_step == 40
-    assert explain(tmp_path, died, "", starts_over=True).resumes_from_step == 0
-
-
 def test_rows_to_validate_on_have_no_line_numbers(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / FLIGHT / RECORDER)
     recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(41, 1, 3, 96))

@@ -43,7 +43,7 @@ def job(model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
     settings = dataclasses.replace(
         SETTINGS, lora=ALL_LAYERS, batch_size=2, gradient_accumulation=4, dequantize_base=True, max_seq_length=128
     )
-    survival = Survival(True, False, 2, None)
+    survival = Survival(False, 2, None)
     return TrainJob(str(model.folder), settings, False, MemoryBudget(2**40), None, survival, (), 2**40)
 
 

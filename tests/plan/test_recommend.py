@@ -27,7 +27,7 @@ GIB = 2**30
 OPEN = Train(
     batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
-    max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam",
+    max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,
     hang_minutes=2.0, trace="none", oversize=False, ranks=1, hostfile=None,
@@ -162,9 +162,7 @@ def test_pins_that_the_model_cannot_take_are_errors() -> None:
 
 
 def test_learning_rate_and_logging_change_no_plan() -> None:
-    free = dataclasses.replace(
-        OPEN, learning_rate=0.5, warmup_steps=9, save_steps=9, eval_steps=9, log_steps=9, seed=9, restart=True
-    )
+    free = dataclasses.replace(OPEN, learning_rate=0.5, warmup_steps=9, save_steps=9, eval_steps=9, log_steps=9, seed=9)
     assert plan(free) == plan()
 
 

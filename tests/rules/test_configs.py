@@ -39,7 +39,7 @@ SURVIVAL = (
     "hostfile",
 )
 NOT_IN_DVC = (
-    {f"train.{key}" for key in ("log_steps", "max_days", "restart", "save_steps", *SURVIVAL)}
+    {f"train.{key}" for key in ("log_steps", "max_days", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result

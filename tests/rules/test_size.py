@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 CEILINGS = {
     "program lines": 31_790,
     "program tokens": 236_670,
-    "program files": 196,
+    "program files": 197,
     "files under 60 lines": 22,
     "dataclasses": 228,
     "helper modules with one importer": 22,

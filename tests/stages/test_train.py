@@ -46,7 +46,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows[:3], 16, 2, None)
-    survival, planned = Survival(False, False, 2, None), PlannedMemory(settings, largest, 10**8)
+    survival, planned = Survival(False, 2, None), PlannedMemory(settings, largest, 10**8)
     asked = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
 
     def memory(**changes: Any) -> RunMemory:
@@ -78,7 +78,7 @@ def test_another_method_than_the_plan_s_needs_more() -> None:
     need = PlannedUpdate("cpu", dataclasses.replace(PLAN.largest_update, longest=longest_row - 1))
 
     def needed(settings: TrainSettings) -> int:
-        planned, survival = planned_memory(settings, PLAN), Survival(False, False, 2, None)
+        planned, survival = planned_memory(settings, PLAN), Survival(False, 2, None)
         return needed_bytes(
             model, settings, TrainJob("", settings, True, PLAN.memory_budget, planned, survival, ()), need
         )

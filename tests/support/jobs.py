@@ -19,7 +19,7 @@ def job_of(
     folder: Path, base: Path, train: TrainRows, valid: TokenRows, settings: TrainSettings, identity: RunIdentity
 ) -> Job:
     """A job that leaves everything in ``folder``, with as much memory as there is."""
-    survival = Survival(restart=False, trace=False, keep_checkpoints=2, memory_limit_bytes=None)
+    survival = Survival(trace=False, keep_checkpoints=2, memory_limit_bytes=None)
     asked = TrainJob(str(base), settings, False, MemoryBudget(10**12), None, survival, ())
     return Job(asked, TrainingRows(train, valid), identity, read_model_files(base), folder, folder / "adapters")
 

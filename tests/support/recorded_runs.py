@@ -27,7 +27,7 @@ TOTAL, SAVED_AT, ENDS_AT = 40, 20, 30  # updates
 JOB_OF_ALL = TrainJob(
     "models/encyclopedia-3m",
     dataclasses.replace(SETTINGS, batch_size=2, gradient_accumulation=8, eval_steps=10),
-    True, MemoryBudget(GIB), None, Survival(False, False, 2, None), (),
+    True, MemoryBudget(GIB), None, Survival(False, 2, None), (),
 )  # fmt: skip
 RUNG = Rung(MemoryShape(4, 4, SETTINGS.gradient_checkpointing, SETTINGS.dequantize_base, SETTINGS.max_seq_length), 12,
             "out of memory")  # fmt: skip

@@ -49,7 +49,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(12, 1, 4, 512, (7, 8)))
     write_record(output / "postmortem.json", DEATH)
     write_record(output / "data_report.json", data_report((Finding("NEAR-COPIES", "warning", 3, (ROW,), ROW, NAME),)))
-    survival = Survival(False, False, 2, None)
+    survival = Survival(False, 2, None)
     write_record(output / "flight" / "job.json", TrainJob(PATH, SETTINGS, True, MemoryBudget(9), None, survival, ()))
     write_marker(output, RunMarker(TOKEN, f"dvc repro {ROW}", 1.0, 1.0, 0.0, 9, NAME))
     texts = ({"type": "Said", "text": ROW}, {"type": "Died", "title": NAME, "step": 12})

@@ -47,7 +47,6 @@ class Rung:
 class Survival:
     """Settings that change nothing of what a run computes, only how it survives and what it reports."""
 
-    restart: bool
     trace: bool
     keep_checkpoints: int
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
@@ -108,7 +107,6 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
     """The training that a person's pins and the recommendation make together."""
     settings = resolve(train, lora, recommendation)
     survival = Survival(
-        restart=train.restart,
         trace=train.trace == "phases",
         keep_checkpoints=train.keep_checkpoints,
         memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),

@@ -102,7 +102,6 @@ class Train:
     gradient_checkpointing: bool | None = plain()
     compute_dtype: str | None = choice("float32", "bfloat16", "float16")
     seed: int = number(at_least=0, at_most=2**32 - 1)
-    restart: bool = plain()
     keep_checkpoints: int = number(at_least=1, at_most=1000)
     memory_limit_gb: float | None = number(above=0)
     oom_may_shorten: bool = plain()

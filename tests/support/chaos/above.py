@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Iterator
 
-from tests.support.chaos.chains import RESTART
 from tests.support.chaos.ending import LATE_CALL, Ending, Ground, hit
 from tests.support.chaos.project import left_over
 
@@ -23,7 +22,7 @@ def supervisor_killed(ground: Ground, *, rebooted: bool) -> Ending:
     """kill -9 of the stage; with another boot id in the marker it looks like a reboot."""
     project = ground.project
     ending = Ending("kill -9 of the supervisor" + (", and another boot id since" if rebooted else ""))
-    process = project.start_training(RESTART, plan=hit("hang"))
+    process = project.start_training(plan=hit("hang"), anew=True)
     project.wait_until_hit(process)
     os.kill(process.pid, signal.SIGKILL)
     done = project.finish(process)

@@ -10,7 +10,6 @@ from typing import Any
 from tests.support.chaos.kills import Cell, Kill, deck, draw, faults_of
 from tests.support.chaos.project import UPDATES, Done, Fingerprint, Project, left_over
 
-RESTART = "train.restart=true"
 MOST_AT_THE_END = 3  # kills of a training that has no update left
 MOST_KILLS = 60  # of one training, so that every seed comes to an end
 
@@ -58,7 +57,7 @@ def make_reference(project: Project) -> Reference:
 
 def undisturbed(project: Project, plan: dict[str, Any] | None = None) -> Fingerprint:
     """Train once; raises RuntimeError when that ends badly."""
-    done = project.train(RESTART, plan=plan)
+    done = project.train(plan=plan, anew=True)
     if done.code:
         raise RuntimeError(f"the training does not run at all: {done.out[-3000:]}")
     return project.fingerprint()
@@ -133,16 +132,12 @@ def kill_once(project: Project, chain: Chain, kill: Kill, cell: Cell) -> bool:
 
 def strike(project: Project, chain: Chain, kill: Kill) -> Done:
     """Start the training, or continue it, and have it killed."""
-    process = project.start_training(*_overrides(chain), plan=kill.plan())
+    process = project.start_training(plan=kill.plan(), anew=not chain.outcomes)
     if kill.from_outside:
         project.wait_until_hit(process)
         if process.poll() is None:
             os.kill(process.pid, kill.signal)
     return project.finish(process)
-
-
-def _overrides(chain: Chain) -> tuple[str, ...]:
-    return () if chain.outcomes else (RESTART,)
 
 
 def _resumed_wrong(chain: Chain, done: Done) -> list[str]:
@@ -156,7 +151,7 @@ def finish_chain(project: Project, reference: Reference, chain: Chain) -> None:
     """Let the training finish, and compare it."""
     faults: list[str] = []
     if not chain.finished:
-        done = project.train(*_overrides(chain))
+        done = project.train(anew=not chain.outcomes)
         faults = _resumed_wrong(chain, done)
         faults += [] if done.code == 0 else [f"the last process ended with {done.code}: {done.last_line}"]
         found = project.json("training_summary.json").get("resumed_from_step")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.chaos.chains import RESTART
 from tests.support.chaos.ending import Ending, Ground, hit, train_hit
 from tests.support.chaos.project import Project, step_of, wait_for
 
@@ -108,7 +107,7 @@ def full_then_room(ground: Ground, project: Project, site: str, occurrence: int)
     ending = Ending(f"the disk is full from call {occurrence} of '{site}' on, and has room later")
     go = project.parent / "go"
     go.unlink(missing_ok=True)
-    process = project.start_training(RESTART, plan=hit("pause", site, occurrence, go=str(go)))
+    process = project.start_training(plan=hit("pause", site, occurrence, go=str(go)), anew=True)
     project.wait_until_hit(process)
     filler = fill(project)
     go.touch()

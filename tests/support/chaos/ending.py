@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.chaos.chains import RESTART, Reference
+from tests.support.chaos.chains import Reference
 from tests.support.chaos.project import Done, Project, left_over
 
 LATE_CALL = 16  # of "micro-batch": somewhere in the middle of the training, with two checkpoints behind it
@@ -65,7 +65,7 @@ def hit(action: str, site: str = "micro-batch", occurrence: int = LATE_CALL, **m
 def train_hit(project: Project, plan: dict[str, Any], *overrides: str) -> tuple[Done, dict[str, Any], dict[str, Any]]:
     """Start anew, be hit as planned, to the end; returns that, the truth and the post-mortem."""
     (project.output / "postmortem.json").unlink(missing_ok=True)
-    done = project.train(RESTART, *overrides, plan=plan)
+    done = project.train(*overrides, plan=plan, anew=True)
     truth = project.read_truth()
     if truth is None:
         raise RuntimeError(f"the training never came to the place where it was to be hit: {done.out[-2000:]}")

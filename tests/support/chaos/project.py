@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
+from safetrain.core.storage.run_files import discard_run
 from tests.support.chaos.weights import Adapter, read_adapter
 from tests.support.random_models import TINY, build_model
 
@@ -138,8 +139,16 @@ class Project:
                 command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
 
-    def start_training(self, *overrides: str, plan: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
-        """Start the stage, hit as planned."""
+    def discard(self) -> None:
+        """Forget a run that was interrupted."""
+        discard_run(self.output, damaged_too=True)
+
+    def start_training(
+        self, *overrides: str, plan: dict[str, Any] | None = None, anew: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start the stage, hit as planned; ``anew``: not where an interrupted run is."""
+        if anew:
+            self.discard()
         self.truth.unlink(missing_ok=True)
         full = {"truth": str(self.truth), **plan} if plan else None
         return self.start(sys.executable, "-m", "stages.train", *overrides, plan=full)
@@ -157,12 +166,13 @@ class Project:
             code = process.wait()
         return Done(code, self.printed())
 
-    def train(self, *overrides: str, plan: dict[str, Any] | None = None) -> Done:
+    def train(self, *overrides: str, plan: dict[str, Any] | None = None, anew: bool = False) -> Done:
         """Run the stage to its end, whatever that is."""
-        return self.finish(self.start_training(*overrides, plan=plan))
+        return self.finish(self.start_training(*overrides, plan=plan, anew=anew))
 
     def adapter_after(self, *overrides: str) -> Adapter:
-        """The adapter of a training that must end well."""
+        """The adapter of a new training, which must end well."""
+        self.discard()
         self.succeed(sys.executable, "-m", "stages.train", *overrides)
         return self.adapter()
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.chaos.chains import RESTART, Reference
+from tests.support.chaos.chains import Reference
 from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
 from tests.support.chaos.inject.chaos_sites import OF_RANKS, SITES, Site
 from tests.support.chaos.kills import AHEAD_STEPS, CAUSES, STOPS, Kill, calls_of
@@ -101,7 +101,7 @@ def kill(project: Project, planned: RankKill, step: int) -> tuple[RankOutcome | 
     What it comes to in the end is compared by whoever lets it go to the end.
     """
     cell = planned.site.phase, planned.signal, planned.rank
-    process = project.start_training(*(() if step else (RESTART,)), plan=planned.plan())
+    process = project.start_training(plan=planned.plan(), anew=not step)
     project.wait_until_hit(process)
     if planned.from_outside and process.poll() is None:
         process.send_signal(planned.signal)
@@ -211,10 +211,10 @@ def stopped_and_continued(ground: Ground, ranks: int) -> Ending:
     """Asked to stop in the middle, then continued by another number of ranks."""
     project = ground.project
     ending = Ending(f"stopped with {RANKS} ranks, continued with {ranks}")
-    initial = project.adapter_after(RESTART, f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
-    whole = project.adapter_after(RESTART)
+    initial = project.adapter_after(f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
+    whole = project.adapter_after()
     process = project.start_training(
-        RESTART, plan=hit("signal from outside", occurrence=MIDDLE, awaits_stop=True, rank=1)
+        plan=hit("signal from outside", occurrence=MIDDLE, awaits_stop=True, rank=1), anew=True
     )
     project.wait_until_hit(process)
     process.send_signal(signal.SIGTERM)
@@ -237,13 +237,13 @@ def one_without_room(ground: Ground) -> Ending:
     (project.output / "postmortem.json").unlink(missing_ok=True)
     began = time.monotonic()
     with full_disk_of_rank(project, 1):
-        done = project.train(RESTART)
+        done = project.train(anew=True)
         ending.require(time.monotonic() - began < 20, f"took {time.monotonic() - began:.0f} s to end")
         ending.require(done.code == 8, f"exit code {done.code} and not 8: {done.last_line}")
         ending.require(not (left := left_over(project.folder)), f"still there: {left}")
         ending.verdict = "disk full, of rank 1" if "rank 1 of 2" in done.out else "wrong"
         ending.require("rank 1 of 2" in done.out, f"the rank is not named: {done.out[-500:]}")
-    ending.compare(project, ground.reference, project.train(RESTART))
+    ending.compare(project, ground.reference, project.train(anew=True))
     return ending
 
 
@@ -280,7 +280,8 @@ def through_mlx_launch(ground: Ground, rank: int) -> Ending:
     command = (sys.executable, "-c", THROUGH_MLX_LAUNCH, f"train.hostfile={hostfile}")
     project.truth.unlink(missing_ok=True)
     plan = hit("signal", occurrence=MIDDLE, signal=int(signal.SIGKILL), rank=rank) | {"truth": str(project.truth)}
-    done = project.finish(project.start(*command, RESTART, plan=plan))
+    project.discard()
+    done = project.finish(project.start(*command, plan=plan))
     truth = project.read_truth() or {"step": -1}
     ending.expect(
         project.json("postmortem.json"), cause="killed", rank=rank, ranks=RANKS, phase="gradient",
