@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[Shape, int]] = {  # None: the embedded model; updates
             "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
             "intermediate_size": 4864, "vocab_size": 151_936,
         },
-        40,
+        12,
     ),
 }  # fmt: skip
 ROWS = {"train": 3000, "valid": 300, "test": 300}
