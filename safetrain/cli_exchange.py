@@ -41,8 +41,7 @@ def export_peft(
     The written adapter is compared with the tuned model on validation rows.
     """
     from safetrain.core.data.training_rows import load_valid_rows
-    from safetrain.core.model.files import read_model_files
-    from safetrain.core.model.source import hub_id_of
+    from safetrain.core.model.files import hub_id_of, read_model_files
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.exporting import REPORT
     from safetrain.core.records.metrics import read_run_shape

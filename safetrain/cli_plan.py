@@ -136,7 +136,7 @@ def estimate(
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate import asked_run
+    from safetrain.plan.estimate import estimate_of
     from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
     from safetrain.plan.hyperparameters import usual_dtype
     from safetrain.plan.machines import place_of, profile_names
@@ -151,7 +151,7 @@ def estimate(
         per, keep = _decided(tokens_per_parameter)
         sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)
     files, place = read_model_plan(model or model_of_params()), places[0]
-    run = asked_run(
+    run = estimate_of(
         files, place.machine, method, rank, num_layers=num_layers, checkpointing=recompute, accumulates=accumulate,
         optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, files), rows=batch_size,
         tokens=tokens,
@@ -264,16 +264,16 @@ def create(
     parameters = parameters_named(preset)
     if parameters is None and preset != "own":
         raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
-    asked = ShapeRequest(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
+    request = ShapeRequest(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
     source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
     with still_working(f"{folder} is made"):
-        made = create_model(folder, asked, source, seed, dtype, say_on_terminal)
+        model_made = create_model(folder, request, source, seed, dtype, say_on_terminal)
     table = Table(box=None, pad_edge=False, show_header=False)
-    for row in reasons_of(made, asked):
+    for row in reasons_of(model_made, request):
         table.add_row(*row)
     screen = console(plain=True)
     screen.soft_wrap = False
     screen.print(table)
-    print(printable(f"{folder} is written, {size_text(made.size_bytes)} of weights; it knows nothing yet."))
+    print(printable(f"{folder} is written, {size_text(model_made.size_bytes)} of weights; it knows nothing yet."))
     print(f"Look at it: safetrain info {folder}. Train it: model.path: {folder} in params.yaml")

@@ -52,18 +52,18 @@ def _set_values(values: dict[str, str | None]) -> None:
     from safetrain.core.storage.files import write_text
     from safetrain.project import make_project, with_value
 
-    given, params_file = {key: value for key, value in values.items() if value is not None}, Path("params.yaml")
-    if not given:
+    values_set, params_file = {key: value for key, value in values.items() if value is not None}, Path("params.yaml")
+    if not values_set:
         return
-    for key, value in given.items():
+    for key, value in values_set.items():
         if not Path(value).exists():
             raise ConfigError(f"--{key.partition('.')[0]} names nothing that is there.", where=value)
-    if not params_file.is_file() and len(given) == len(values):
+    if not params_file.is_file() and len(values_set) == len(values):
         left_out = make_project(Path(), example=False)
         print(f"Made a project in {Path.cwd()}." + (f" {left_out}." if left_out else ""))
     require_project()
     text = params_file.read_text(encoding="utf-8")
-    for key, value in given.items():
+    for key, value in values_set.items():
         text = with_value(text, key, value)
         print(f"params.yaml: {key} is {value}")
     write_text(params_file, text)
@@ -127,11 +127,11 @@ def result(
         print(_result())
         return
     try:
-        asked = gate_of(dict(params().get("gate") or {}))
+        thresholds = gate_of(dict(params().get("gate") or {}))
     except ConfigError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
-    limits = Thresholds(asked.least_gain, asked.least_exact_match, asked.most_forgotten)
+    limits = Thresholds(thresholds.least_gain, thresholds.least_exact_match, thresholds.most_forgotten)
     verdict = results.gate(read_run(), limits)
     print("\n".join([verdict.title, *verdict.reasons]))
     sys.exit(verdict.exit_code)
@@ -156,18 +156,18 @@ def diagnose(
 
     try:
         with training_lock("default", paths.OUTPUT):
-            found = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
+            death = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
     except AlreadyRunningError as running:
         print(running.what, "What follows is about the training before.", file=sys.stderr)
-        found = read_postmortem(paths.OUTPUT)
-    if found is None:
+        death = read_postmortem(paths.OUTPUT)
+    if death is None:
         print("null" if as_json else "no training has ended badly here")
         return
     if as_json:
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
         return
-    print(printable(describe(found)))
-    if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > found.ended_seconds:
+    print(printable(describe(death)))
+    if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:
         print("A training has finished since then: safetrain result")
 
 

@@ -90,10 +90,10 @@ def ask(
     from safetrain.engine.conversation import open_tuned
     from safetrain.engine.evaluation import answer
 
-    opened, stops = open_tuned(asked.folder, None), asked.prompts.stop_ids
-    answers = [("base:  ", answer(opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
-    apply_adapter(opened, adapter)
-    answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
+    model_opened, stops = open_tuned(asked.folder, None), asked.prompts.stop_ids
+    answers = [("base:  ", answer(model_opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
+    apply_adapter(model_opened, adapter)
+    answers.append(("tuned: " if base else "", answer(model_opened, [prompt], stops, max_new_tokens, 1)[0]))
     for label, ids in answers:
         text = asked.tokenizer.decode(ids)
         answered = question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER

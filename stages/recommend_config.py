@@ -47,15 +47,15 @@ def main(config: Pipeline) -> None:
 
 
 def _pretraining(
-    chosen: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows, config: Pipeline
+    recommendation: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows, config: Pipeline
 ) -> PretrainingPlan:
     """What the run takes; by operations where no dry run has measured it."""
     tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
     stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
-    recompute = chosen.gradient_checkpointing
-    flops = flops_per_token(model, chosen.max_seq_length, model.parameters, recompute=recompute)
+    recompute = recommendation.gradient_checkpointing
+    flops = flops_per_token(model, recommendation.max_seq_length, model.parameters, recompute=recompute)
     tflops = assumed_tflops(machine)
-    return pretraining_of(chosen, model.parameters, tokens, config.train, flops, tflops, stores)
+    return pretraining_of(recommendation, model.parameters, tokens, config.train, flops, tflops, stores)
 
 
 if __name__ == "__main__":

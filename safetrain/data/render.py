@@ -174,9 +174,9 @@ class Layouts:
         )
 
 
-def _hint(row: Row, said: str) -> str:
+def _hint(row: Row, fault: str) -> str:
     """What of a row is most often behind a refusal, where the template's own words do not name it."""
-    if not row.tools and "'NoneType'" in said:
+    if not row.tools and "'NoneType'" in fault:
         return " (perhaps because the row has no list of tools)"
     roles = {"tool" if message.calls_tools else message.role for message in row.messages}
     cause = "tool calls" if "tool" in roles else "system message" if roles & {"system", "developer"} else ""

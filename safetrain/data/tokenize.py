@@ -221,7 +221,7 @@ class RowReader:
         self.label_bytes += read.label_bytes
         if rendered.can_be_asked:
             text = rendered.text[: rendered.spans[-1].start]
-            read.prompt = Prompt(runs[-1][0], text, _asked_text(row), row.group)
+            read.prompt = Prompt(runs[-1][0], text, _question_text(row), row.group)
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """Why a row cannot be trained, or not all of it: the id of the finding and its detail."""
@@ -262,7 +262,7 @@ def _answers(rendered: RenderedRow) -> list[str]:
     return [rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans]
 
 
-def _asked_text(row: Row) -> str:
+def _question_text(row: Row) -> str:
     """The text that the last trained answer of a chat answers."""
     trained = (index for index, message in enumerate(row.messages) if message.role == "assistant" and message.trained)
     last = max(trained, default=0)

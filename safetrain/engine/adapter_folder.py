@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from safetrain.core.again import run_again
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, PromptFormat, write_prompt_format
 from safetrain.core.records.schema import WHOLE
@@ -25,7 +26,9 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     """Put the adapter in ``folder`` on the model; raises ModelError when it is missing or does not fit."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (folder / name).is_file()]
     if missing:
-        raise ModelError(f"The adapter is missing: no {', '.join(missing)}.", where=str(folder), do="train: dvc repro")
+        raise ModelError(
+            f"The adapter is missing: no {', '.join(missing)}.", where=str(folder), do=f"train: {run_again()}"
+        )
     weights = adapter_arrays(folder)
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))

@@ -15,7 +15,6 @@ import numpy as np
 from safetrain.core.data.general_text import GeneralText
 from safetrain.core.data.held_out import HeldOut
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.memory.answering import tokens_to_hold
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.evaluation import require_number
@@ -30,6 +29,8 @@ from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 Answers = dict[int, list[int]]  # ids, by the question's number
 Beat = Callable[[str, str, int, float], None]  # which model, at what work, how many there are, how many are done
 FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
+CACHE_COPIES = 2  # of keys and values: a cache that grows is copied
+LOGIT_ROWS = 2  # float32 numbers per logit alive while a token is chosen
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 
 
@@ -140,6 +141,13 @@ class _MeasuredModel:
             lambda made: self.beat(self.name, "questions answered", done + len(part), done + made),
         )  # fmt: skip
         return dict(zip(part, ids, strict=True))
+
+
+def tokens_to_hold(model: ModelFiles, max_new_tokens: int, room_bytes: int) -> int:
+    """Tokens whose keys, values and share of their row's logits fit in ``room_bytes``; at least 1."""
+    cache = CACHE_COPIES * 2 * model.num_layers * model.num_kv_heads * model.head_dim * FLOAT32
+    logits = LOGIT_ROWS * FLOAT32 * model.vocab_size / max_new_tokens
+    return max(1, int(room_bytes / (cache + logits)))
 
 
 def in_random_order(count: int) -> list[int]:

@@ -54,16 +54,16 @@ class MeasuredUpdate:
 
 def main(job_path: str, scratch: str) -> int:
     """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
-    asked = read_record(Path(job_path), TrainJob)
+    train_job = read_record(Path(job_path), TrainJob)
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
-    limit_memory(asked.survival.memory_limit_bytes)
+    limit_memory(train_job.survival.memory_limit_bytes)
     try:
-        job = load_job(asked)
+        job = load_job(train_job)
         load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import keep_to_room
 
-        keep_to_room(asked.survival.memory_limit_bytes)
+        keep_to_room(train_job.survival.memory_limit_bytes)
         print(json.dumps(dataclasses.asdict(dry_run(job, Path(scratch)))), flush=True)
     except SafetrainError as error:
         print(in_one_line(error), file=sys.stderr)

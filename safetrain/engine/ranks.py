@@ -111,8 +111,8 @@ class Ranks:
         """What rank 0 gives, on all ranks."""
         length = int.from_bytes(self.gather(len(content).to_bytes(8, "little"))[0], "little")
         mine = content if self.rank == 0 else bytes(length)
-        sent = self._summed({"": mx.array(np.frombuffer(mine, dtype=np.uint8))}, 0)
-        return np.array(sent[""]).tobytes()
+        sums = self._summed({"": mx.array(np.frombuffer(mine, dtype=np.uint8))}, 0)
+        return np.array(sums[""]).tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Copy rank 0's arrays to all ranks, bit for bit."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.answering import served_cache_bytes
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
 from safetrain.core.signals import handling
@@ -68,6 +67,14 @@ def _cache_bytes(job: ServeJob) -> int:
     set_limits(room)
     weights = FLOAT32 * files.parameters if dequantize_to_answer(files) else files.static_bytes
     return served_cache_bytes(weights, room)
+
+
+def served_cache_bytes(weight_bytes: int, room_bytes: int) -> int:
+    """For keys and values of a server's prompts and answers: half of what ``weight_bytes`` leave of ``room_bytes``.
+
+    The other half is for a prompt that is read, and for buffers that mlx keeps.
+    """
+    return max(0, room_bytes - weight_bytes) // 2
 
 
 def curl_line(address: str) -> str:

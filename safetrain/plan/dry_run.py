@@ -62,9 +62,9 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     ``seconds``: how long it is expected to take, which is printed beforehand. None where the runner makes no dry runs.
     """
     path = answers_about("dry_runs", model.fingerprint, runner.machine) / f"{_key_of(job, rows)}.json"
-    known = read_answer(path, Answer)
-    if known is not None or not runner.module:
-        return known
+    cached = read_answer(path, Answer)
+    if cached is not None or not runner.module:
+        return cached
     about = f", about {duration_text(seconds)}" if seconds else ""
     runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
     with scratch_folder(paths.OUTPUT) as scratch:

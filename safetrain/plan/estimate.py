@@ -83,7 +83,7 @@ class Estimate:
         return next((rows for rows in BATCHES if self.but(rows=rows).fits), 0)
 
 
-def asked_run(
+def estimate_of(
     model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, *, num_layers: int | None = None,
     **options: Any,
 ) -> Estimate:  # fmt: skip
@@ -93,14 +93,14 @@ def asked_run(
     """
     lora = LoraSettings(rank, 2.0, 0.0, num_layers or model.num_layers, (ALL_LINEAR,))
     dequantize = machine.backend == "cpu" and model.quantization_bits is not None
-    asked = Estimate(model, machine, lora, method, dequantize=dequantize, **options)
+    estimate = Estimate(model, machine, lora, method, dequantize=dequantize, **options)
     for key in ("method", "optimizer", "compute_dtype"):
-        _require_choice(key, getattr(asked, key))
-    require_computable(asked.compute_dtype, machine.backend)
+        _require_choice(key, getattr(estimate, key))
+    require_computable(estimate.compute_dtype, machine.backend)
     if lora.num_layers > model.num_layers:
         raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
     require_trainable(method, quantized=model.quantization_bits is not None)
-    return asked
+    return estimate
 
 
 def _require_choice(key: str, value: str | None) -> None:
@@ -111,14 +111,14 @@ def _require_choice(key: str, value: str | None) -> None:
         raise ConfigError(f"Unknown value: --{key.replace('_', '-')} {value}.", expected=allowed)
 
 
-def remedies(asked: Estimate) -> list[tuple[str, Estimate]]:
+def remedies(estimate: Estimate) -> list[tuple[str, Estimate]]:
     """What to change where a training does not fit: keys, each with all before it, down to the first that fits.
 
     In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
     cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
     """
     steps = list[tuple[str, Estimate]]()
-    for key, less in _steps(asked):
+    for key, less in _steps(estimate):
         steps.append((key, less))
         if less.fits:
             break

@@ -19,7 +19,7 @@ from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.plan.creation.create import InitialWeights, config_of
 from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
-from safetrain.plan.estimate import BATCHES, Estimate, asked_run, remedies, what_would_fit
+from safetrain.plan.estimate import BATCHES, Estimate, estimate_of, remedies, what_would_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
@@ -35,7 +35,7 @@ UNKNOWN = "-"
 
 def print_info(console: Console, model: ModelFiles) -> None:
     """Parameters, shapes, sizes; and the least that training one row of it takes, by the closed form."""
-    on_gpu, on_cpu = (asked_run(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
+    on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
     _print_model(console, on_gpu)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
     context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"
@@ -49,32 +49,33 @@ def print_info(console: Console, model: ModelFiles) -> None:
     console.print(table)
 
 
-def print_estimate(console: Console, asked: Estimate, name: str) -> bool:
+def print_estimate(console: Console, estimate: Estimate, name: str) -> bool:
     """One training term by term, then what fits at each length. Returns whether it fits."""
-    model, machine, planned = asked.model, asked.machine, asked
-    _print_model(console, asked)
+    model, machine, planned = estimate.model, estimate.machine, estimate
+    _print_model(console, estimate)
     if not is_known(model.model_type):
         raise ModelError(
             f"The architecture {model.model_type} has no closed form: what its layers keep is not guessed.",
             got=f"weights of {size(model.static_bytes)}",
             do="safetrain preflight --level certify, which makes a dry run",
         )
-    planned = asked.as_planned
-    rank = f" rank {asked.lora.rank}" if asked.method not in WHOLE else ""
-    quantized = "" if planned == asked else ", base left quantized (dequantized, it does not fit)"
+    planned = estimate.as_planned
+    rank = f" rank {estimate.lora.rank}" if estimate.method not in WHOLE else ""
+    quantized = "" if planned == estimate else ", base left quantized (dequantized, it does not fit)"
+    run = f"{estimate.rows} x {estimate.tokens} tokens, {estimate.method}{rank}{quantized}"
     here = f"{name} ({machine.backend}, budget {size(machine.memory_budget_bytes)})"
-    _print_terms(console, planned, f"{asked.rows} x {asked.tokens} tokens, {asked.method}{rank}{quantized}, on {here}")
+    _print_terms(console, planned, f"{run}, on {here}")
     if not planned.fits:
-        print_remedies(console, asked)
-    _print_grid(console, asked)
+        print_remedies(console, estimate)
+    _print_grid(console, estimate)
     if machine.backend != "cpu":
         console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
     return planned.fits
 
 
-def print_remedies(console: Console, asked: Estimate) -> None:
+def print_remedies(console: Console, estimate: Estimate) -> None:
     """What to change, step by step, down to the first that fits; where none does, what else would fit."""
-    steps = remedies(asked)
+    steps = remedies(estimate)
     table = _titled_table(console, "what to change, each step with those above it")
     for key, run in steps:
         table.add_row(key, size(run.needed_bytes), "fits" if run.fits else "does not fit")
@@ -83,15 +84,15 @@ def print_remedies(console: Console, asked: Estimate) -> None:
         keys = dict(key.partition("=")[::2] for key, _ in steps)  # of each key, the last value
         console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}", highlight=False)
         return
-    other = " or ".join(what_would_fit(asked.cheapest.but(rows=1, accumulates=True)))
+    other = " or ".join(what_would_fit(estimate.cheapest.but(rows=1, accumulates=True)))
     console.print(f"do: use {other}; {RECOMPUTED} in each case", highlight=False)
 
 
-def _print_model(console: Console, asked: Estimate) -> None:
+def _print_model(console: Console, estimate: Estimate) -> None:
     """The model in one line."""
-    model = asked.model
+    model = estimate.model
     bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
-    trained = trained_parameters(model, asked.lora, asked.method)
+    trained = trained_parameters(model, estimate.lora, estimate.method)
     weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
     blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
     console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained", highlight=False)
@@ -128,13 +129,13 @@ def _print_verdict(console: Console, *, fits: bool) -> None:
     console.print("it fits" if fits else "it does not fit", style="bold green" if fits else "bold red")
 
 
-def _print_grid(console: Console, asked: Estimate) -> None:
+def _print_grid(console: Console, estimate: Estimate) -> None:
     """The largest micro-batch for each length."""
     columns = ("tokens per row", "activations kept", "recomputed")
     table = _titled_table(console, "rows that fit at a time", columns)
-    stored = asked.but(checkpointing=False)
-    ways = (stored, stored.but(dequantize=False), asked.cheapest)
-    for tokens in _lengths(asked.model):
+    stored = estimate.but(checkpointing=False)
+    ways = (stored, stored.but(dequantize=False), estimate.cheapest)
+    for tokens in _lengths(estimate.model):
         dequantized, quantized, recomputed = (each.but(tokens=tokens).largest_batch for each in ways)
         table.add_row(str(tokens), _rows_text(max(dequantized, quantized)), _rows_text(recomputed))
     console.print(table)
@@ -253,7 +254,7 @@ def estimate_pretraining(
 ) -> PretrainingEstimate:
     """Tokens, operations, memory, time and disk; raises ConfigError for a quantized model."""
     length, tokens = window_length(model), wanted_tokens(model.parameters, tokens_per_parameter)
-    window = asked_run(model, place.machine, PRETRAIN, tokens=length)
+    window = estimate_of(model, place.machine, PRETRAIN, tokens=length)
     rows, recomputed = window.largest_batch, window.cheapest.largest_batch
     per_token = flops_per_token(model, length, model.parameters, recompute=not rows)
     speed, windows = place.speed(model, PRETRAIN), windows_per_update(model, tokens, padded(length))

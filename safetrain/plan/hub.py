@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from safetrain.core.errors import ModelError
-from safetrain.core.model.files import read_model_files
-from safetrain.core.model.source import SOURCE, source_of
+from safetrain.core.model.files import SOURCE, read_model_files, source_of
 from safetrain.core.storage.files import require_room, write_text
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.again import dvc
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import size_text
-from safetrain.core.model.source import hub_id_of
+from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.exporting import REPORT as EXPORT_REPORT
@@ -65,7 +66,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
         remarks.append("the card has no licence: add the base model's")
     if scores is None:
         other = run.evaluation is not None or run.has_stale_evaluation
-        why = f"{paths.EVALUATION} is about another adapter" if other else "the adapter is not evaluated (dvc repro)"
+        why = f"{paths.EVALUATION} is about another adapter" if other else f"no evaluation yet ({dvc()} repro)"
         remarks.append(f"the card has no results: {why}")
     if not all(reports):
         remarks.append("nothing in the folder shows that it was made from this adapter, or what it keeps")

@@ -28,7 +28,7 @@ BAD = (State.DIED, State.GONE, State.HUNG, State.ENDING)
 def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     """Names and texts, the most important first."""
     if view.state is State.NOTHING:
-        return [("next", "nothing has been trained here yet: dvc repro, or safetrain run")]
+        return [("next", "nothing has been trained here yet: safetrain run")]
     rows = _ending_rows(view)
     rows.append(("doing", f"stage {view.stage} of the pipeline" if view.state is State.STAGE else ""))
     if view.phase is not None and view.verdict is None and view.state is not State.FINISHED:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from safetrain.core.memory.answering import tokens_to_hold
 from safetrain.core.model.files import read_model_files
-from safetrain.engine.comparison import in_random_order, in_time
+from safetrain.engine.comparison import in_random_order, in_time, tokens_to_hold
 from tests.conftest import EMBEDDED
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from safetrain.core.memory.answering import served_cache_bytes
+from safetrain.engine.serving import served_cache_bytes
 from safetrain.engine.upstream.serving import OneModel, ServedModel, kept_prompts, may_name
 
 

@@ -16,7 +16,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files, read_model_
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import Recommendation, resolve
 from safetrain.core.storage.files import write_record
-from safetrain.plan.estimate import asked_run, remedies
+from safetrain.plan.estimate import estimate_of, remedies
 from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.machines import machine_of, read_profile
@@ -152,12 +152,12 @@ def test_what_was_found_slow_stays_so_on_this_device_with_this_mlx(tmp_path: Pat
 def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     there: Machine = machine_of(read_profile("t4-16gb", PROFILES))
     assert usual_dtype(there, mistral) == "float32"
-    wide, narrow = asked_run(mistral, there, compute_dtype=usual_dtype(there, mistral)), asked_run(mistral, there)
+    wide, narrow = estimate_of(mistral, there, compute_dtype=usual_dtype(there, mistral)), estimate_of(mistral, there)
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
     assert "train.compute_dtype=bfloat16" in {key for key, _ in remedies(wide.but(rows=8, tokens=16384))}
     for name, other in (("float64", there), ("bfloat16", machine())):
         with pytest.raises(ConfigError):
-            asked_run(mistral, other, compute_dtype=name)
+            estimate_of(mistral, other, compute_dtype=name)
 
 
 def test_a_whole_model_is_computed_in_bfloat16_on_a_gpu_that_has_it(tmp_path: Path) -> None:

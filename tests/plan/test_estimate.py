@@ -17,7 +17,7 @@ from safetrain.core.records.settings import write_recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.creation.shapes import PRESETS
-from safetrain.plan.estimate import asked_run, remedies
+from safetrain.plan.estimate import estimate_of, remedies
 from safetrain.plan.estimate_command import (
     LENGTHS,
     estimate_pretraining,
@@ -74,7 +74,7 @@ def pretraining_text(model: str, *places: TrainingPlace) -> tuple[str, bool]:
 
 def ranks_text(there: TrainingPlace, model: ModelFiles) -> str:
     console = screen()
-    print_ranks(console, there, asked_run(model, there.machine))
+    print_ranks(console, there, estimate_of(model, there.machine))
     return console.export_text()
 
 
@@ -93,7 +93,7 @@ def test_a_typo_names_the_nearest_machine() -> None:
 
 def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: ModelFiles) -> None:
     small, large = (machine_of(read_profile(name)) for name in ("m1-16gb", "m3-64gb"))
-    run = asked_run(qwen_7b, small)
+    run = estimate_of(qwen_7b, small)
     for tokens in LENGTHS:
         kept, recomputed = (each.but(tokens=tokens).largest_batch for each in (run, run.cheapest))
         assert kept <= recomputed
@@ -106,7 +106,7 @@ def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: 
 def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
     """On CPU a 4-bit base may fit quantized only, which is shown; if blocks must be recomputed too, both are said."""
     machine = dataclasses.replace(ANY_CPU, memory_budget_bytes=20 * 2**30)
-    run = asked_run(qwen_7b, machine)
+    run = estimate_of(qwen_7b, machine)
     assert (run.dequantize, run.as_planned.dequantize, run.as_planned.fits) == (True, False, True)
     console, large = screen(), run.but(rows=8, tokens=2048)
     print_remedies(console, large)

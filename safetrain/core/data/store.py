@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from safetrain.core.again import dvc
 from safetrain.core.data.pages import Pages
 from safetrain.core.data.token_files import OpenFiles, Stretch, StretchValues, TokenFile, require_unchanged
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
@@ -237,7 +238,7 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
         header, start = _read_header(path)
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro validate_data'"
+            f"{path.name} is not there yet.", where=str(path), do=f"run '{dvc()} repro validate_data'"
         ) from None
     made, metadata = _made_of(path, header), header["__metadata__"]
     if tokenizer is not None and made.tokenizer != tokenizer:
@@ -369,5 +370,7 @@ def _dtype_of(kind: str) -> np.dtype:
 def damaged(path: Path) -> DataError:
     """The error for a token store that is not as it was written."""
     return DataError(
-        "The token store is damaged, or of another version.", where=str(path), do="run 'dvc repro -f -s validate_data'"
+        "The token store is damaged, or of another version.",
+        where=str(path),
+        do=f"run '{dvc()} repro -f -s validate_data'",
     )

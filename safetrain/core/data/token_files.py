@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.again import dvc
 from safetrain.core.errors import DataError
 
 LOSS_SUFFIX = ".loss"  # beside a file of tokens: a byte for each, 0 if it is not a label
@@ -80,7 +81,7 @@ def require_unchanged(files: Sequence[TokenFile]) -> None:
                 f"A file of the corpus {what}.",
                 where=file.path,
                 expected=f"{file.tokens * file.token_bytes} bytes, as validate_data saw them",
-                do="put it back, or validate the corpus as it is now: dvc repro -f -s validate_data",
+                do=f"put it back, or validate the corpus as it is now: {dvc()} repro -f -s validate_data",
             )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.again import dvc
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
@@ -95,6 +96,6 @@ def _open_both(base: Path) -> tuple[Store, Store]:
         raise ConfigError(
             "The rows to train on and those to validate on were made with different settings.",
             where=str(paths.VALIDATED),
-            do="run 'dvc repro -f -s validate_data'",
+            do=f"run '{dvc()} repro -f -s validate_data'",
         )
     return train, valid

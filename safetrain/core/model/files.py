@@ -52,6 +52,7 @@ TOKENIZER_FILES = (  # that decide how a text becomes tokens
     "generation_config.json",  # which ids end an answer
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
+SOURCE = ".hub_id"  # the hub's name of the model, and on the second line the commit
 
 
 @dataclass(frozen=True)
@@ -333,3 +334,14 @@ def _splitting(folder: Path) -> bytes:
         if (folder / name).is_file():
             return (folder / name).read_bytes()
     return b""
+
+
+def source_of(folder: Path) -> list[str]:
+    """Name and commit; the second is missing in older downloads, both where the folder does not say."""
+    path = folder / SOURCE
+    return path.read_text(encoding="utf-8").split() if path.is_file() else []
+
+
+def hub_id_of(folder: Path) -> str:
+    """The hub's name of the model; empty where the folder does not say."""
+    return next(iter(source_of(folder)), "")

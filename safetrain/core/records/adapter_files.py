@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.again import dvc
 from safetrain.core.errors import ModelError
 
 CHAT_FILE = "chat.json"
@@ -59,7 +60,9 @@ def require_weights(adapter: Path) -> None:
     """Raise ModelError unless the folder has an adapter's configuration and weights."""
     _configuration(adapter)
     if not (adapter / "adapters.safetensors").is_file():
-        raise ModelError("The adapter is missing: no adapters.safetensors.", where=str(adapter), do="train: dvc repro")
+        raise ModelError(
+            "The adapter is missing: no adapters.safetensors.", where=str(adapter), do=f"train: {dvc()} repro"
+        )
 
 
 def base_of(adapter: Path) -> Path:
@@ -114,7 +117,7 @@ def _configuration(adapter: Path) -> dict[str, Any]:
         where = str(adapter)
         raise ModelError("An adapter is a folder.", where=where, do=f"name it: {adapter.parent}") from None
     except FileNotFoundError:
-        remedy = "train one with 'dvc repro', or go to the project's root"
+        remedy = f"train one with '{dvc()} repro', or go to the project's root"
         raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy) from None
     except ValueError as error:
         raise _unreadable(adapter, error) from None

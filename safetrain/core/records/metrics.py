@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.again import dvc
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.proof import Proof
 from safetrain.core.records.settings import TrainSettings
@@ -149,7 +150,7 @@ def append_csv(path: Path, record: StepRecord) -> None:
 def read_csv(path: Path) -> list[StepRecord]:
     """Every record of a metrics file; raises ConfigError if it is missing."""
     if not path.is_file():
-        raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro train' first")
+        raise ConfigError(f"{path.name} is not there yet.", where=str(path), do=f"run '{dvc()} repro train' first")
     return parse_csv(path.read_text(encoding="utf-8"))
 
 

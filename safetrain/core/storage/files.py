@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from safetrain.core.again import dvc
 from safetrain.core.errors import ConfigError, DiskFullError
 from safetrain.core.formatting import size_text
 from safetrain.core.storage.run_files import CHECKPOINTS, DAMAGED
@@ -253,11 +254,11 @@ def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
         raise ConfigError(
             f"{path.name} is not there yet.",
             where=str(path),
-            do=f"run 'dvc repro {stage}' first, or the 'safetrain run' that began it",
+            do=f"run '{dvc()} repro {stage}' first, or the 'safetrain run' that began it",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path.name} cannot be read: {error}", where=str(path), do=f"run 'dvc repro -f -s {stage}'"
+            f"{path.name} cannot be read: {error}", where=str(path), do=f"run '{dvc()} repro -f -s {stage}'"
         ) from None
 
 

@@ -114,7 +114,7 @@ class CreatedModel:
 
 def create_model(
     folder: Path,
-    asked: ShapeRequest,
+    request: ShapeRequest,
     tokenizer: TokenizerOfText | Path,
     seed: int,
     dtype: str = "float32",
@@ -128,22 +128,22 @@ def create_model(
     require_new(folder)
     if dtype not in DTYPES:
         raise ConfigError("No such type of weights.", expected=" or ".join(DTYPES), got=dtype)
-    shape_for(asked)  # an impossible shape is refused before texts are read
+    shape_for(request)  # an impossible shape is refused before texts are read
     if isinstance(tokenizer, Path):
         require_tokenizer(tokenizer)
-        shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(tokenizer)))
+        shape = shape_for(dataclasses.replace(request, vocabulary=copied_vocabulary(tokenizer)))
         model = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
         return _written(model, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
     say(f"{tokenizer.where}: the text is read")
     sample = read_sample(tokenizer.texts, SAMPLE_BYTES)
     if not sample.sample_bytes:
         raise DataError("The data has no text.", where=tokenizer.where, do="name a file with text, or rows")
-    vocabulary = shape_for(asked, sample.total_bytes).vocabulary
+    vocabulary = shape_for(request, sample.total_bytes).vocabulary
     say(f"a tokenizer of {vocabulary:,} tokens is trained")
     trained = train_tokenizer(sample.texts, vocabulary, split_digits=tokenizer.split_digits)
-    if asked.vocabulary is not None:
+    if request.vocabulary is not None:
         require_vocabulary(trained, vocabulary, sample.sample_bytes)
-    shape = shape_for(dataclasses.replace(asked, vocabulary=trained.tokens))
+    shape = shape_for(dataclasses.replace(request, vocabulary=trained.tokens))
     model = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0, sample, trained)
     return _written(model, OWN_IDS, lambda into: write_trained(into, trained, shape.context))
 
@@ -250,14 +250,14 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def reasons_of(model: CreatedModel, asked: ShapeRequest) -> Iterator[tuple[str, str, str]]:
+def reasons_of(model: CreatedModel, request: ShapeRequest) -> Iterator[tuple[str, str, str]]:
     """Every value of a model with its reason: the request and what follows from it."""
     shape, rule = model.shape, model.weights
     share = 100 * shape.embedding / shape.parameters
     yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"
     levine = "near ln(width) = 5.04 + 0.0555 layers (Levine et al. 2020)"
-    yield "layers x width", f"{shape.layers} x {shape.hidden}", ASKED if asked.hidden and asked.layers else levine
-    yield "heads", f"{shape.heads} of {shape.head}", ASKED if asked.heads else "64 features each, 32 if narrow"
+    yield "layers x width", f"{shape.layers} x {shape.hidden}", ASKED if request.hidden and request.layers else levine
+    yield "heads", f"{shape.heads} of {shape.head}", ASKED if request.heads else "64 features each, 32 if narrow"
     group = shape.heads // shape.key_heads
     why = f"{group} heads share one (Ainslie et al. 2023)" if group > 1 else "one a head: sharing would save little"
     yield "keys and values", f"{shape.key_heads} of {shape.head}", why
@@ -266,22 +266,22 @@ def reasons_of(model: CreatedModel, asked: ShapeRequest) -> Iterator[tuple[str, 
         yield "head", "tied", "the embedding again (Press and Wolf 2017)"
     else:
         yield "head", "its own", "from a billion parameters on"
-    yield from _reasons_of_text(model, asked)
-    yield "context", f"{shape.context:,}", ASKED if asked.context else "tokens; --context for more"
+    yield from _reasons_of_text(model, request)
+    yield "context", f"{shape.context:,}", ASKED if request.context else "tokens; --context for more"
     yield "rope_theta", f"{shape.rope_theta:,.0f}", "for this context (Su et al. 2021; Men et al. 2024)"
     yield "initial weights", f"std {rule.deviation:.4f}", "sqrt(2 / (5 x width)) (Nguyen and Salazar 2019)"
     yield "o_proj, down_proj", f"std {rule.residual_deviation:.4f}", "that / sqrt(2 x layers) (GPT-2)"
     yield "stored as", rule.dtype, f"seed {rule.seed}"
 
 
-def _reasons_of_text(model: CreatedModel, asked: ShapeRequest) -> Iterator[tuple[str, str, str]]:
+def _reasons_of_text(model: CreatedModel, request: ShapeRequest) -> Iterator[tuple[str, str, str]]:
     vocabulary = f"{model.shape.vocabulary:,}"
     if model.trained is None or model.sample is None:
         yield "vocabulary", vocabulary, "copied with the tokenizer"
         return
     size, total = size_text(model.sample.sample_bytes), size_text(model.sample.total_bytes)
     by_rule = "by model (Tao et al. 2024) and text (Gowda and May 2020)"
-    yield "vocabulary", vocabulary, ASKED if asked.vocabulary else by_rule
+    yield "vocabulary", vocabulary, ASKED if request.vocabulary else by_rule
     is_all = model.sample.sample_bytes == model.sample.total_bytes
     sample = f"trained on {size}" if is_all else f"trained on a sample, {size} of {total}"
     yield "tokenizer", f"{model.trained.bytes_per_token:.2f} bytes per token", sample

@@ -80,18 +80,18 @@ def parameters_named(text: str) -> int | None:
     return round(float(match[1]) * UNITS[match[2].lower()]) if match else None
 
 
-def shape_for(asked: ShapeRequest, text_bytes: int | None = None) -> ModelShape:
-    """The shape that comes nearest to what is ``asked``; raises ConfigError where there is none.
+def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShape:
+    """The shape that comes nearest to the ``request``; raises ConfigError where there is none.
 
     The best vocabulary is a matter of the text too: ``text_bytes`` of it, or None.
     """
-    _refuse_impossible(asked)
-    shapes = [shape for hidden in _widths(asked) if (shape := _of_width(asked, hidden, text_bytes)) is not None]
-    best = min(shapes, key=lambda shape: _distance(shape, asked.parameters), default=None)
+    _refuse_impossible(request)
+    shapes = [shape for hidden in _widths(request) if (shape := _of_width(request, hidden, text_bytes)) is not None]
+    best = min(shapes, key=lambda shape: _distance(shape, request.parameters), default=None)
     if best is None:
         raise ConfigError(
             "No model of this size has such widths.",
-            got=_asked_text(asked),
+            got=_request_text(request),
             do="ask for more parameters, or a smaller vocabulary",
         )
     return best
@@ -124,30 +124,30 @@ def rope_theta_for(context: int) -> float:
     return float(max(10_000, round(least / digit) * digit))
 
 
-def _widths(asked: ShapeRequest) -> Iterator[int]:
+def _widths(request: ShapeRequest) -> Iterator[int]:
     """To choose from: wide ones only with heads that can share keys and values."""
-    if asked.hidden is not None:
-        yield asked.hidden
-    elif asked.heads is not None:
-        yield from (width for size in (SMALL_HEAD, HEAD, 2 * HEAD) if (width := asked.heads * size) % WIDTH_STEP == 0)
+    if request.hidden is not None:
+        yield request.hidden
+    elif request.heads is not None:
+        yield from (width for size in (SMALL_HEAD, HEAD, 2 * HEAD) if (width := request.heads * size) % WIDTH_STEP == 0)
     else:
         widths = range(WIDTH_STEP, WIDEST + 1, WIDTH_STEP)
         yield from (width for width in widths if width < GROUPED_FROM or _group(width // HEAD) > 1)
 
 
-def _of_width(asked: ShapeRequest, hidden: int, text_bytes: int | None) -> ModelShape | None:
+def _of_width(request: ShapeRequest, hidden: int, text_bytes: int | None) -> ModelShape | None:
     """The shape of this width; None where it has no layer left."""
-    heads = asked.heads or hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
+    heads = request.heads or hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
     step = WIDTH_STEP if hidden < MANY_FEATURES else 2 * WIDTH_STEP
     key_heads = heads // (_group(heads) if hidden >= GROUPED_FROM else 1)
     feed_forward = max(1, round(8 * hidden / 3 / step)) * step
     block = hidden * (2 * hidden + 2 * key_heads * (hidden // heads) + 3 * feed_forward + 2)
-    size = asked.parameters or block * (asked.layers or 1)
-    vocabulary = asked.vocabulary or vocabulary_for(size, hidden, text_bytes)
+    size = request.parameters or block * (request.layers or 1)
+    vocabulary = request.vocabulary or vocabulary_for(size, hidden, text_bytes)
     tied = size < UNTIED_FROM
-    context = asked.context or (SHORT_CONTEXT if size < SMALL_MODEL else USUAL_CONTEXT)
-    remaining = (asked.parameters or 0) - vocabulary * hidden * (1 if tied else 2) - hidden
-    layers = asked.layers or round(remaining / block)
+    context = request.context or (SHORT_CONTEXT if size < SMALL_MODEL else USUAL_CONTEXT)
+    remaining = (request.parameters or 0) - vocabulary * hidden * (1 if tied else 2) - hidden
+    layers = request.layers or round(remaining / block)
     if layers < 1:
         return None
     return ModelShape(
@@ -172,30 +172,30 @@ def _distance(shape: ModelShape, parameters: int | None) -> float:
     return depth + miss + 20 * max(0.0, miss - SIZE_MISS)
 
 
-def _refuse_impossible(asked: ShapeRequest) -> None:
+def _refuse_impossible(request: ShapeRequest) -> None:
     """Raise ConfigError for what no model can have."""
-    width = asked.hidden or 0
-    if asked.parameters is None and None in (asked.hidden, asked.layers):
+    width = request.hidden or 0
+    if request.parameters is None and None in (request.hidden, request.layers):
         what, presets = "The size of the model is not said.", ", ".join(PRESETS)
         raise ConfigError(what, expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers")
-    if None not in (asked.parameters, asked.hidden, asked.layers):
+    if None not in (request.parameters, request.hidden, request.layers):
         what, do = "Width and layers already decide the number of parameters.", "leave one of them out"
-        raise ConfigError(what, got=_asked_text(asked), do=f"{do}; own instead of a preset")
+        raise ConfigError(what, got=_request_text(request), do=f"{do}; own instead of a preset")
     if width % WIDTH_STEP:
         what, expected = "This width cannot be quantized in groups.", f"--hidden-size: a multiple of {WIDTH_STEP}"
         raise ConfigError(what, expected=expected, got=str(width))
-    if asked.heads is not None and width % (2 * asked.heads):
+    if request.heads is not None and width % (2 * request.heads):
         what, expected = (
             "The width cannot be divided among the heads.",
             "heads of an even size, as rotations need pairs",
         )
-        raise ConfigError(what, expected=expected, got=_asked_text(asked))
-    if asked.vocabulary is not None and asked.vocabulary < LEAST_VOCABULARY:
+        raise ConfigError(what, expected=expected, got=_request_text(request))
+    if request.vocabulary is not None and request.vocabulary < LEAST_VOCABULARY:
         expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
-        raise ConfigError("The vocabulary is too small.", expected=expected, got=str(asked.vocabulary))
+        raise ConfigError("The vocabulary is too small.", expected=expected, got=str(request.vocabulary))
 
 
-def _asked_text(asked: ShapeRequest) -> str:
-    parts = (("parameters", asked.parameters), ("hidden size", asked.hidden), ("layers", asked.layers))
-    more = (("heads", asked.heads), ("vocabulary", asked.vocabulary))
+def _request_text(request: ShapeRequest) -> str:
+    parts = (("parameters", request.parameters), ("hidden size", request.hidden), ("layers", request.layers))
+    more = (("heads", request.heads), ("vocabulary", request.vocabulary))
     return ", ".join(f"{name} {value:,}" for name, value in (*parts, *more) if value is not None)
