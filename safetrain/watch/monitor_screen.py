@@ -56,10 +56,11 @@ def _phase_text(phase: PhaseAge) -> str:
     sign = WRONG if phase.is_silent else LOOK if phase.is_slow else ""
     text = phase.label + (f" of step {phase.step}" if phase.step else "")
     text += f" for {age_text(phase.age_seconds)}"
-    text += f" (longest so far {age_text(phase.longest_seconds)})" if phase.longest_seconds is not None else ""
+    text += f" (longest {age_text(phase.longest_seconds)})" if phase.longest_seconds is not None else ""
     text += ", it hangs and is being ended" if phase.is_silent else ""
-    micro_batch = f"micro-batch {phase.micro_batch}: {counted(phase.rows, 'row')}, {counted(phase.tokens, 'token')}"
-    return f"{sign}{text}, {micro_batch}" if phase.rows else f"{sign}{text}"
+    text += f", micro-batch {phase.micro_batch}" if phase.micro_batch else ""
+    text += f", {counted(phase.rows, 'row')}, {counted(phase.tokens, 'token')}" if phase.rows else ""
+    return f"{sign}{text}"
 
 
 def _loss_text(view: MonitorView) -> str:
