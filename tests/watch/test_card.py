@@ -110,7 +110,7 @@ def test_results_of_another_adapter_are_left_out_and_this_is_told(project: Path)
     paths.EVALUATION.unlink()
     text, remarks = card(folder)
     assert "What it forgot of the base was not measured." in text
-    assert "not evaluated" in remarks[-1]
+    assert "no evaluation yet" in remarks[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
