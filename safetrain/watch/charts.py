@@ -128,8 +128,11 @@ def _loss(run: Run) -> Any:
     _plot(axes, valid, ORANGE, "validation")
     starts = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
     starts |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
-    lowered = {int(match[1]) for text in rungs_of(run) if (match := MARKED_STEP.match(text))}
-    for marks, colour, label in ((starts - lowered, DIM, "continued"), (lowered, RED, "continued with less memory")):
+    rung_steps = {int(match[1]) for text in rungs_of(run) if (match := MARKED_STEP.match(text))}
+    for marks, colour, label in (
+        (starts - rung_steps, DIM, "continued"),
+        (rung_steps, RED, "continued with less memory"),
+    ):
         for number, mark in enumerate(sorted(marks - {0})):
             axes.axvline(mark, color=colour, linestyle="--", linewidth=1, label=None if number else label)
     if tuned := [point for point in valid if point[0]]:  # before the first update it is the base

@@ -148,15 +148,16 @@ def verdict_on(first: Run, second: Run) -> tuple[str, str]:
         return f"{reason}: their results cannot be compared.", report.OPEN
     one, other = first.evaluation.improvement, second.evaluation.improvement
     gains = [
-        f"{each.nats_per_label:.3f}" + (f" ± {each.plus_minus:.3g}" if each.plus_minus is not None else "")
-        for each in (one, other)
+        f"{gain.nats_per_label:.3f}"
+        + (f" ± {gain.plus_minus:.2g}" if gain.plus_minus is not None else "")
+        + f" ({run.name})"
+        for gain, run in ((one, first), (other, second))
     ]
-    both = f"on the test rows they are {gains[0]} ({first.name}) and {gains[1]} ({second.name}) nats per label"
     gap = other.nats_per_label - one.nats_per_label
-    text = f"{second.name if gap > 0 else first.name} is better: {both} better than their base."
-    tone = report.GOOD if gap > 0 else report.BAD
+    text, tone = f"{second.name if gap > 0 else first.name} is better.", report.GOOD if gap > 0 else report.BAD
     if one.plus_minus is None or other.plus_minus is None or abs(gap) <= one.plus_minus + other.plus_minus:
-        text, tone = f"No difference is shown: {both} better than their base, and the intervals overlap.", report.OPEN
+        text, tone = "No difference is shown: the intervals overlap.", report.OPEN
+    text += f" Gain over the base in nats per label: {gains[0]}, {gains[1]}."
     notes = [(run.name, report.empty_answers(run.evaluation)) for run in (first, second)]
     empty = [f" {name}: {note}." for name, note in notes if note]
     return text + "".join(empty), report.OPEN if empty else tone

@@ -93,7 +93,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
 
 def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
     """Commands for after a pretraining, each with what it is for."""
-    repeat = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
+    repeat = _without(command, "train.max_steps")
     longer = f"{command.removesuffix(' repro')} exp run -S" if _is_by_dvc(command) else repeat
     return [
         ('safetrain ask "The "', "it continues a text"),
@@ -122,7 +122,7 @@ def _next(sample: Sample | None, command: str, data: str) -> list[tuple[str, str
         ]
     else:
         lines += [
-            (f"{command} train.learning_rate=2e-3", "replaces these results"),
+            (f"{_without(command, 'train.learning_rate')} train.learning_rate=2e-3", "replaces these results"),
             ("safetrain repro", "the same with DVC: keeps them"),
         ]
     if data.split("/")[:2] == EXAMPLE.split("/"):
@@ -137,6 +137,11 @@ def _listed(lines: list[tuple[str, str]], *, activate: bool) -> list[str]:
         f"{'' if number else 'Next:':<6} {f'{command:<38} # {note}' if note else command}"
         for number, (command, note) in enumerate(lines)
     ]
+
+
+def _without(command: str, key: str) -> str:
+    """The command without its value for this key."""
+    return " ".join(word for word in command.split(" ") if not word.startswith(f"{key}="))
 
 
 def _is_by_dvc(command: str) -> bool:
