@@ -92,10 +92,9 @@ def _running_state(run: Run) -> State:
     if phase_age(run).is_silent:
         return State.HUNG
     phase = run.flight[-1].phase
-    has_checked = phase is Phase.LOAD_MODEL and any(record.phase is Phase.VERIFY for record in run.flight)
-    return (
-        State.VERIFYING if has_checked else RUNNING_STATES.get(phase, State.TRAINING)
-    )  # the check loads the base again
+    if phase is Phase.LOAD_MODEL and any(record.phase is Phase.VERIFY for record in run.flight):
+        return State.VERIFYING  # which loads the base again
+    return RUNNING_STATES.get(phase, State.TRAINING)
 
 
 def since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
