@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,7 +84,20 @@ def stage(
 
 def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc repro")] = None) -> None:
     """Run what has changed, and keep it: dvc repro."""
+    _require_inputs(params())
     _start_dvc("repro", words)
+
+
+def _require_inputs(config: Any) -> None:
+    """Raise DataError or ModelError for a path that is not there: DVC's own error names no remedy."""
+    from safetrain.core.model.files import read_model_files
+    from safetrain.data.folders import data_files_of
+
+    data, model = Path(config.data.path), Path(config.model.path)
+    if not data.exists() and not Path(f"{data}.dvc").is_file():
+        data_files_of(data)
+    if not model.exists() and not Path(f"{model}.dvc").is_file() and config.model.create is None:
+        read_model_files(model)
 
 
 def exp(

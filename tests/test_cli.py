@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.errors import ConfigError, DiskFullError, ModelError
+from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files, tokenizer_hash
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
@@ -295,6 +295,18 @@ def test_a_broken_params_yaml_is_named_with_its_line(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"params.yaml is not valid YAML.\n  where:    params.yaml:4\n"):
         invoke(command)
+
+
+def test_repro_says_in_our_words_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DVC's own error names no remedy."""
+    (tmp_path / "data/example").mkdir(parents=True)
+    (tmp_path / "params.yaml").write_text("data: {path: data/exmaple}\nmodel: {path: owner/name, create: null}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"did you mean data/example\?"):
+        invoke("repro")
+    (tmp_path / "data/exmaple").touch()
+    with pytest.raises(ModelError, match="safetrain fetch owner/name"):
+        invoke("repro")
 
 
 def test_a_new_project_estimates_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import BINS_PER_DOUBLING, LengthHistogram, LengthQuantiles, SplitReport
-from safetrain.data.folders import SPLITS
+from safetrain.data.files import PLAIN
+from safetrain.data.folders import SPLITS, suffix_of
 from safetrain.data.tokenize import Prompt, ReadRow
 
 MIN_GROUPS = 3  # rows with different questions, to be split
@@ -57,12 +58,13 @@ def split_off(
     there = np.zeros(len(parts), dtype=np.bool_)
     there[clusters[in_train]] = True
     if there.sum() < MIN_GROUPS:
+        divide = "; lines of <|endoftext|> divide a text" if suffix_of(path) in PLAIN else ""
         raise DataError(
             "Too few different rows to split.",
             where=str(path),
             expected=f"at least {MIN_GROUPS} rows with different questions",
             got=str(there.sum()),
-            do="add rows, or name a folder with train, valid and test files; lines of <|endoftext|> divide a text",
+            do=f"add rows, or name a folder with train, valid and test files{divide}",
         )
     free = there.copy()  # clusters of which a given file has no row
     free[clusters[~in_train]] = False
