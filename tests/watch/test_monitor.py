@@ -238,7 +238,7 @@ def test_time_left_names_the_adapter_check_and_the_evaluation_that_follow(runnin
     assert view.left is not None
     assert view.left.seconds == pytest.approx(10 * 1.2 + 8.0 + 3 * 8.0)
     assert "left, until" in drawn(view)
-    assert "then evaluation, at most 25 s" in " ".join(drawn(view).split())
+    assert "then evaluation, at most 35 s" in " ".join(drawn(view).split())
     assert json.loads(json_line(view))["progress"]["left"]["seconds"] == pytest.approx(44.0)
     assert view_of(later(run, 700.0)).left is None  # it hangs
 

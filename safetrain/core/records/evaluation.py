@@ -10,7 +10,7 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 
-EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 25.0  # of the training's time; a short training has this
+EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # of the training's time; a short training has this
 
 
 def evaluation_seconds(training_seconds: float) -> float:
