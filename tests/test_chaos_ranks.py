@@ -11,7 +11,7 @@ from tests.support.chaos.chains import Reference, undisturbed
 from tests.support.chaos.ending import Ground
 from tests.support.chaos.inject.chaos_sites import OF_RANKS, SITES
 from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
-from tests.support.chaos.ranks import RANKS, RankKill, hang, kill, through_mlx_launch
+from tests.support.chaos.ranks import RANKS, RankKill, kill, through_mlx_launch
 
 KILLS = (  # site, call, signal, rank; one after the other, in one training
     ("sum", 14, signal.SIGKILL, 1),
@@ -39,10 +39,6 @@ def test_a_training_of_which_either_rank_is_killed_ends_as_if_nothing_had_happen
     done = project.train()
     assert (done.code, done.continued_from) == (0, step)
     assert project.fingerprint() == ground.reference.fingerprint
-
-
-def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(ground: Ground) -> None:
-    assert hang(ground, 1).faults == []
 
 
 def test_ranks_that_mlx_launch_starts_are_watched_too(ground: Ground) -> None:
