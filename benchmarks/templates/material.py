@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TRL, LLAMA = "trl==1.16.0", "llama-cpp-python==0.3.36"
-TWIN = "_training"
+TRAINING = "_training"  # ends the names of TRL's own versions of published templates
 TESTS = "test-chat-template.cpp"
 NOT_PUBLISHED = ("(tool call)", "Seed-OSS-36B")  # made for a test of llama.cpp
 IN_CPP = re.compile(
@@ -25,7 +25,6 @@ class Published:
 
     names: tuple[str, ...]
     text: str
-    twin: str | None = None  # TRL's own version for training
 
     @property
     def name(self) -> str:
@@ -37,15 +36,11 @@ def published(folder: Path) -> list[Published]:
     """Every template of the two packages, one of a text; the packages are fetched into ``folder`` if need be."""
     fetch(folder)
     found = _in_files(folder / "trl", "trl") | _in_files(folder / "llama", "llama.cpp") | _in_tests(folder / "llama")
-    twins = {name.removesuffix(TWIN): text for name, text in found.items() if name.endswith(TWIN)}
     names: dict[str, list[str]] = {}
     for name, text in found.items():
-        if not name.endswith(TWIN):
+        if not name.endswith(TRAINING):
             names.setdefault(text, []).append(name)
-    return [
-        Published(tuple(known), text, next((twins[name] for name in known if name in twins), None))
-        for text, known in sorted(names.items(), key=lambda pair: pair[1][0].lower())
-    ]
+    return [Published(tuple(known), text) for text, known in sorted(names.items(), key=lambda pair: pair[1][0].lower())]
 
 
 def digest(templates: list[Published]) -> str:

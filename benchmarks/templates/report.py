@@ -1,4 +1,4 @@
-"""The result as Markdown: totals, a table by template, every wrong case, and TRL's masks by kind."""
+"""The result as Markdown: totals, a table by template, and every wrong case."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from benchmarks.machine import show_result, write_result
 from benchmarks.templates.judge import RIGHT, TOLD, WRONG
 from benchmarks.templates.material import LLAMA, TRL
 from benchmarks.templates.running import Case, Result
-from benchmarks.templates.twins import SAME
 from safetrain.core.storage.files import write_text
 
 LETTERS = {RIGHT: "·", TOLD: "t", WRONG: "**W**"}
@@ -17,18 +16,16 @@ SHOWN = 420  # characters of evidence
 
 
 def write_report(results: Sequence[Result], digest: str, keep: bool) -> int:
-    """Write and print the report; returns the number of wrong cases and unexplained differences."""
+    """Write and print the report; returns the number of wrong cases."""
     cases = [case for result in results for case in result.cases]
     wrong = [case for case in cases if case.verdict.grade == WRONG]
-    unexplained = [(r.template.name, d) for r in results for d in r.differences if not d.kind]
     rows: list[list[object]] = [[*map(_cell, _about(result)), *map(_letter, result.cases)] for result in results]
     letters = [case.conversation.letter for result in results[:1] for case in result.cases]
-    notes = [_totals(cases, results, digest), _legend(results), _kinds(cases), _twins(results)]
+    notes = [_totals(cases, results, digest), _legend(results), _kinds(cases)]
     notes += [_evidence(case) for case in wrong]
-    notes += [f"**Unexplained** {_cell(name)}, {d.letter}: `{_cell(d.evidence)}`" for name, d in unexplained]
     show = write_result if keep else show_result
     show("bench_templates", TITLE, ["template", "closes turns with", *letters], rows, notes)
-    return len(wrong) + len(unexplained)
+    return len(wrong)
 
 
 def write_faults(path: Path, results: Sequence[Result]) -> None:
@@ -68,21 +65,6 @@ def _kinds(cases: list[Case]) -> str:
     """How often each finding was told."""
     told = Counter(name for case in cases if case.said for name in case.said.loud)
     return "Told: " + (", ".join(f"{name} {count}" for name, count in told.most_common()) or "nothing") + "."
-
-
-def _twins(results: Sequence[Result]) -> str:
-    """The differences to TRL's masks by kind."""
-    kinds: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for result in results:
-        for difference in result.differences:
-            for kind in (difference.kind or "**unexplained**").split("; "):
-                kinds[kind][result.template.name].append(difference.letter)
-    lines = ["## Beside TRL's own masks", "", "| kind | cases | templates |", "|---|---|---|"]
-    for kind, where in sorted(kinds.items(), key=lambda pair: (pair[0] != SAME, -sum(map(len, pair[1].values())))):
-        count = sum(map(len, where.values()))
-        shown = "; ".join(f"{name.removeprefix('trl/')}: {' '.join(letters)}" for name, letters in where.items())
-        lines.append(f"| {_cell(kind)} | {count} | {_cell(shown)} |")
-    return "\n".join(lines)
 
 
 def _evidence(case: Case) -> str:

@@ -15,7 +15,6 @@ from benchmarks.templates.families import Model, model_of
 from benchmarks.templates.folder import write_folder
 from benchmarks.templates.judge import WRONG, Said, Verdict, judge
 from benchmarks.templates.material import Published
-from benchmarks.templates.twins import Difference, twin_differences
 from benchmarks.templates.writing import FAILURES, Template
 from safetrain.core.errors import SafetrainError
 from safetrain.data.command import pieces_of
@@ -41,7 +40,6 @@ class Result:
     template: Published
     model: Model
     cases: tuple[Case, ...]
-    differences: tuple[Difference, ...] = ()
 
 
 def run_template(template: Published, conversations: Sequence[Conversation], validate: Validate) -> Result:
@@ -58,8 +56,7 @@ def run_template(template: Published, conversations: Sequence[Conversation], val
             _case(template, conversation, Template(tokenizer), model, said, failure, line)
             for line, conversation in enumerate(conversations, 1)
         ]
-        differences = twin_differences(template, tokenizer, cases) if template.twin else ()
-        return Result(template, model, tuple(cases), tuple(differences))
+        return Result(template, model, tuple(cases))
 
 
 def _said(validate: Validate, rows: Path, folder: Path, count: int) -> tuple[dict[int, Said], str]:
