@@ -5,9 +5,9 @@
 For each model and memory limit: the stages plan a long training under train.memory_limit_gb, then its first updates are
 run under that limit, which the kernel enforces (RLIMIT_DATA: an allocation beyond it fails, on CPU with a segfault).
 The seed is one whose first updates are as large as any that planning reckons with, or more would survive these few.
-Beside it, every micro-batch size in every way of computing is trained under the same limit, with train.oversize, the
-fastest without a limit first, until none can be faster than the fastest that got to its end in one process. Then the
-recommended one and that one are trained again in turns, and the best of each counts.
+Beside it, every micro-batch size in every way of computing is trained under the same limit, the fastest without a limit
+first, until none can be faster than the fastest that got to its end in one process; what the plan refuses does not. Then
+the recommended one and that one are trained again in turns, and the best of each counts.
 """
 
 import itertools
@@ -168,7 +168,7 @@ def train(project: Project, way: Way, limit: float | None = None, *, planned: bo
     pins |= {} if limit is None else {"memory_limit_gb": limit}
     if not planned:
         pins |= {
-            "batch_size": way.rows, "gradient_accumulation": ROWS_PER_UPDATE // way.rows, "oversize": "true",
+            "batch_size": way.rows, "gradient_accumulation": ROWS_PER_UPDATE // way.rows,
             "gradient_checkpointing": str(way.recomputed).lower(), "dequantize_base": str(way.dequantized).lower(),
         }  # fmt: skip
     code = stage(project, "train", *(f"train.{key}={value}" for key, value in pins.items()), must=False)

@@ -145,4 +145,5 @@ def _unknown_key(section: str, key: str) -> ConfigError:
         f"Unknown key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else "."),
         where="params.yaml, an overlay in conf/experiment, or the command line",
         expected="" if near else f"one of {', '.join(prefix + name for name in names)}",
+        do="correct or remove it: this version has no such key",
     )

@@ -107,7 +107,7 @@ def memory_of(job: Job, backend_name: str) -> RunMemory:
     """What the run will take; raises MachineError when it exceeds the budget."""
     asked, largest = job.asked, own_largest_update(job, backend_name)
     memory = memory_of_run(job.files, job.settings, largest, backend_name, asked.memory_budget, asked.planned)
-    if not asked.rungs and not asked.survival.oversize:  # the ladder has its own end
+    if not asked.rungs:  # the ladder has its own end
         require_fit(memory, job.settings, largest, asked.memory_budget)
     return memory
 

@@ -146,14 +146,11 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
         return job
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
-        if job.survival.oversize:
-            say(f"warning: {available.text} and {need}; train.oversize lets it try")
-            return job
         raise MachineError(
             "There is not enough free memory for this training.",
             expected=need,
             got=available.text,
-            do=f"{available.remedy}; train.oversize=true tries all the same",
+            do=available.remedy,
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
     say(f"warning: {available.text} and {need}, so it starts with {change}")

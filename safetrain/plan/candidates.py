@@ -118,10 +118,7 @@ def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
 
 
 def best_fit(question: PlannedTraining) -> Fit:
-    """The first that fits by the closed form, at the first length at which one does; raises MachineError where none.
-
-    With train.oversize, the one that needs least instead of the error.
-    """
+    """The first that fits by the closed form, at the first length at which one does; raises MachineError where none."""
     all_fits = list[Fit]()
     for length in question.lengths:
         fits = candidates_at(question, length)
@@ -129,8 +126,6 @@ def best_fit(question: PlannedTraining) -> Fit:
             if fit.fits(question.budget):
                 return fit
         all_fits += fits
-    if question.train.oversize:
-        return min(all_fits, key=lambda fit: fit.peak_bytes)
     raise nothing_fits(question, all_fits)
 
 
@@ -142,7 +137,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     return MachineError(
         "No configuration fits: every dry run ran out of memory.",
         expected=f"a process within {budget}",
-        do=f"{first}, or take shorter rows (train.max_seq_length); train.oversize=true tries all the same",
+        do=f"{first}, or take shorter rows (train.max_seq_length)",
     )
 
 

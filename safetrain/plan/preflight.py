@@ -241,8 +241,8 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
                    "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
 
 
-def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> Check:
-    """The training as recommend_config plans it: an error if it does not fit, unless train.oversize allows it."""
+def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
+    """The training as recommend_config plans it: an error if it does not fit."""
     process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     text = f"{size(planned.predicted_peak_bytes + process)}"
@@ -254,8 +254,6 @@ def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> C
     most = f"at most {size(planned.memory_budget_bytes)}"
     source = "the smaller of machine.json and train.memory_limit_gb"
     over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
-    if oversize and over:
-        return Check("MEM-FIT", "training fits", WARN, False, f"{text}; train.oversize asks for it", most, source)
     if by_dry_run and not planned.verified:
         return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {text}", critical=True)
     if over:
@@ -367,7 +365,7 @@ def _fit_checks(
     if is_known_shape or runner.module:
         try:
             plan = plan_run(inputs, train, lora, runner)
-            yield fit_check(plan, oversize=train.oversize, by_dry_run=bool(runner.module))
+            yield fit_check(plan, by_dry_run=bool(runner.module))
         except (ConfigError, DataError, ModelError, MachineError) as error:
             yield from_error("MEM-FIT", "training fits", error)
     else:

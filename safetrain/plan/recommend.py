@@ -226,8 +226,6 @@ def _why_length(fit: Fit, question: PlannedTraining) -> str:
 def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
     budget = size_text(question.budget.total_bytes)
     predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.shape.tokens} tokens"
-    if not fit.may_fit(question.budget):
-        return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
     return f"{SET}; {predicted}" if question.train.batch_size else f"the fastest that fits: {predicted}"
 
 

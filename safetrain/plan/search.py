@@ -66,8 +66,8 @@ def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) -> Recommendation:
     """The fastest configuration that passes a dry run; of all lengths, the first at which one passes.
 
-    Not ``verified`` where train.oversize asked for what does not fit, where a dry run failed for another reason than
-    memory, or where the runner makes none. Raises MachineError where nothing fits, ConfigError as ``ask`` does.
+    Not ``verified`` where a dry run failed for another reason than memory, or where the runner makes none. Raises
+    MachineError where nothing fits, ConfigError as ``ask`` does.
     """
     remove_remains(paths.OUTPUT)
     question = question_of(inputs, train, lora)
@@ -81,8 +81,6 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
         if unmeasured is not None:
             return recommendation_of(question, unmeasured)
         fits += candidates
-    if train.oversize:
-        return recommendation_of(question, min(fits, key=lambda fit: fit.peak_bytes))
     if search.made:
         raise nothing_passed(question.machine.memory_budget_bytes, train.memory_limit_gb)
     raise nothing_fits(question, fits)

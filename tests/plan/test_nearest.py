@@ -50,13 +50,8 @@ def test_the_size_of_a_smaller_base_where_nothing_else_fits(tmp_path: Path) -> N
     assert found.startswith("a base of about ")
 
 
-def test_the_error_of_the_plan_names_them_and_oversize_plans_the_least() -> None:
+def test_the_error_of_the_plan_names_them() -> None:
     small = machine(6.5, "metal")
     long = dataclasses.replace(OPEN, max_seq_length=8192)
     with pytest.raises(MachineError, match=r"use train\.max_seq_length=\d+ \("):
         plan(long, model=qwen_7b(), machine=small, data=data(longest=8000))
-    forced = plan(dataclasses.replace(long, oversize=True), model=qwen_7b(), machine=small, data=data(longest=8000))
-    assert (forced.batch_size, forced.gradient_checkpointing) == (1, True)
-    assert forced.predicted_peak_bytes > small.memory_budget_bytes
-    reason = next(reason.text for reason in forced.reasons if reason.key == "batch_size")
-    assert "does not fit; train.oversize asks for it" in reason

@@ -26,8 +26,8 @@ MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)
 
 
-def fit(planned: Recommendation, *, oversize: bool = False, by_dry_run: bool = False) -> Check:
-    return preflight.fit_check(planned, oversize=oversize, by_dry_run=by_dry_run)
+def fit(planned: Recommendation, *, by_dry_run: bool = False) -> Check:
+    return preflight.fit_check(planned, by_dry_run=by_dry_run)
 
 
 def summary(*checks: Check) -> tuple[str, int]:
@@ -76,7 +76,7 @@ def test_memory_that_is_not_there_fails() -> None:
     assert preflight.static_check(MODEL, small).status == "fail"
     assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
-    assert fit(tight, oversize=True).status == "warn"
+    assert fit(tight).status == "warn"
     uncertain = fit(plan(), by_dry_run=True)
     assert (uncertain.status, uncertain.critical) == ("skip", True)
 

@@ -139,10 +139,6 @@ def test_when_nothing_passes_that_is_the_error(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MachineError, match="every dry run ran out of memory"):
         plan_run(short, pinned, NO_LORA_PINS, DryRunner("tests.plan.strict_dry_run", "", said.append))
     assert dry_runs(said) == 1
-    chosen, _ = planned(dataclasses.replace(pinned, oversize=True))
-    assert (chosen.batch_size, chosen.verified) == (2, False)
-    chosen, _ = planned(dataclasses.replace(SHORT, oversize=True))
-    assert (chosen.batch_size, chosen.gradient_checkpointing) == (1, True)  # the least, not the first that died
 
 
 def test_a_dry_run_that_fails_for_another_reason_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +148,7 @@ def test_a_dry_run_that_fails_for_another_reason_rejects_nothing(monkeypatch: py
     assert "not measured: the dry run ended with exit code 1: ImportError: no such thing" in said
 
 
-def test_what_oversize_asks_for_is_not_measured() -> None:
+def test_what_is_predicted_not_to_fit_is_refused() -> None:
     small = dataclasses.replace(INPUTS, machine=machine(0.2))
     with pytest.raises(MachineError, match="do not fit"):
         planned(inputs=small)
-    chosen, said = planned(dataclasses.replace(SHORT, oversize=True), small)
-    assert chosen.verified is False
-    assert dry_runs(said) == 0

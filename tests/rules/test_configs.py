@@ -56,7 +56,6 @@ CONSTRAINTS_OF_THE_PLAN = {
     "method",
     "num_epochs",
     "optimizer",
-    "oversize",
     "tokens_per_parameter",
 }
 

@@ -50,7 +50,6 @@ class Survival:
     trace: bool
     keep_checkpoints: int
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
-    oversize: bool = False  # train although it is predicted not to fit
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         trace=train.trace == "phases",
         keep_checkpoints=train.keep_checkpoints,
         memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
-        oversize=train.oversize,
     )
     return TrainJob(
         base=model,

@@ -107,7 +107,6 @@ class Train:
     oom_may_shorten: bool = plain()
     hang_minutes: float = number(above=0, at_most=10_000)
     trace: str = choice("none", "phases")
-    oversize: bool = plain()
     ranks: int = number(at_least=1, at_most=1024)
     hostfile: str | None = plain()
 
