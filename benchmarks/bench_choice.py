@@ -6,7 +6,7 @@ For each model and memory limit: the stages plan a long training under train.mem
 run under that limit, which the kernel enforces (RLIMIT_DATA: an allocation beyond it fails, on CPU with a segfault).
 The seed is one whose first updates are as large as any that planning reckons with, or more would survive these few.
 Beside it, every micro-batch size in every way of computing is trained under the same limit, the fastest without a limit
-first, until none can be faster than the fastest that got to its end in one process; what the plan refuses does not. Then
+first, until none can be faster than the fastest that got to its end in one process; what is refused does not. Then
 the recommended one and that one are trained again in turns, and the best of each counts.
 """
 

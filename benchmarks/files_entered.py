@@ -164,7 +164,7 @@ def die() -> Doors:
         output = Path(scratch)
         flight = output / FLIGHT
         options = keep_going.RunOptions(
-            (sys.executable, "-c", KILLED), output, WatchSettings(flight, None, 60.0, ()), may_shorten=True,
+            (sys.executable, "-c", KILLED), output, WatchSettings(flight, None, 60.0, ()),
             planned=PlannedUpdate("cpu", worst_update(40, 8)),
         )  # fmt: skip
         supervisor._Watch.drain = drain  # type: ignore[method-assign]

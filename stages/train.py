@@ -55,7 +55,6 @@ def main(config: Pipeline) -> None:
                 hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
                 launcher=LAUNCHER,
             ),
-            may_shorten=train.oom_may_shorten,
             planned=PlannedUpdate(backend, largest, here, files.quantization_bits is not None),
         )
         keep_going(job, options, TrainProgress().show)

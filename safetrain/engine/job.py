@@ -63,11 +63,6 @@ class Job:
         """Tokens that the whole run reads to train."""
         return int(self.updates * self.settings.rows_per_update * self.train.inputs().mean())
 
-    @property
-    def shortened(self) -> bool:
-        """Whether rows are shorter than those of the run that is continued."""
-        return any(rung.failed.max_seq_length > self.settings.max_seq_length for rung in self.asked.rungs)
-
 
 def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
     """Read model headers and map the rows; raises SafetrainError for what cannot be used.

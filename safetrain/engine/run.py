@@ -107,7 +107,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     remove_half_written(job.output)
-    state = load_checkpoint(job.output, job.identity, model, optimizer, disk.say, shortened=job.shortened)
+    state = load_checkpoint(job.output, job.identity, model, optimizer, disk.say)
     if state is None:
         discard_run(job.output)
         (job.output / SAMPLES).unlink(missing_ok=True)

@@ -158,20 +158,17 @@ def load_checkpoint(
     model: BaseModel,
     optimizer: BlockOptimizer,
     say: Callable[[str], None] = lambda _text: None,
-    *,
-    shortened: bool = False,
 ) -> TrainState | None:
     """Put an unfinished run's state back, from its newest whole checkpoint; None without one.
 
     A damaged checkpoint is set aside and reported by ``say``. Raises TrainingError if the run is another one. A
-    finished run is continued only where ``num_epochs`` is longer now and nothing else differs. ``shortened``: rows may
-    be shorter than before, because the memory ladder was allowed to make them so.
+    finished run is continued only where ``num_epochs`` is longer now and nothing else differs.
     """
     pointer = read_run_state(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
         return None
     folder, damaged = _newest(output)
-    longer = folder is not None and _is_longer(folder, identity, shortened=shortened)
+    longer = folder is not None and _is_longer(folder, identity)
     _set_aside(damaged, say)  # only now: a refused run leaves everything as it was
     if folder is None:
         if damaged:
@@ -210,12 +207,12 @@ def _set_aside(damaged: list[tuple[Checkpoint, str]], say: Callable[[str], None]
         say(f"{checkpoint.folder.name} is damaged ({fault}): it is now called {moved.name}")
 
 
-def _is_longer(folder: Path, identity: RunIdentity, *, shortened: bool) -> bool:
+def _is_longer(folder: Path, identity: RunIdentity) -> bool:
     """Whether this run is that of the checkpoint with more epochs; raises TrainingError when it is another one."""
     theirs = _identity_in(folder)
     if identity.is_longer_than(theirs):
         return True
-    differences = identity.differences(theirs, shortened=shortened)
+    differences = identity.differences(theirs)
     if differences:
         step = _state_in(folder)["step"]
         raise TrainingError(

@@ -57,7 +57,6 @@ class RunOptions:
     command: tuple[str, ...]  # of the training process
     output: Path
     watch: WatchSettings
-    may_shorten: bool
     planned: PlannedUpdate
 
 
@@ -76,7 +75,7 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
     if previous is not None:
         say(f"the training before this one ended suddenly:\n{describe(previous)}")
     planned, limit = memory_shape(job.settings), limit_now(job.survival.memory_limit_bytes)
-    ladder = read_ladder(output, job.settings, limit.size_bytes, may_shorten=options.may_shorten)
+    ladder = read_ladder(output, job.settings, limit.size_bytes)
     if ladder is not None:
         job = _on_ladder(job, ladder, say)
     job = fit_to_available_memory(job, options.planned, say)
@@ -92,7 +91,7 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
         close_marker(output)
         relief = None if ending.signal_passed_on else _relief(job, options, death)
         if relief is None:
-            raise _error(_with_advice(job, options, death), ending)
+            raise _error(_with_advice(options, death), ending)
         job, change = relief
         next_step = f"nothing: it went on by itself with {change}"
         write_postmortem(output, dataclasses.replace(death, advice="", next_command=next_step, went_on=True))
@@ -120,15 +119,6 @@ def _dvc_command() -> str:
         words = []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
     return f"{dvc()} repro" if place is None else shlex.join([dvc(), *words[place + 1 :]])
-
-
-def with_override(command: str, override: str) -> str:
-    """The same command with another value for one key: of two for a key, the last counts."""
-    words = shlex.split(command)
-    if words[0] == dvc() and words[1:2] in (["repro"], ["exp"]):
-        rest = words[3:] if words[1:3] == ["exp", "run"] else []
-        return shlex.join([dvc(), "exp", "run", *rest, "-S", override])
-    return shlex.join([*words, override])
 
 
 def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
@@ -178,29 +168,26 @@ def _smaller(job: TrainJob, options: RunOptions, death: PostMortem) -> TrainSett
     if len(job.rungs) >= MOST_RUNGS:
         return None
     quantized, loading = options.planned.is_quantized, _is_loading(death)
-    smaller = next_settings(job.settings, quantized=quantized, may_shorten=options.may_shorten, loading=loading)
+    smaller = next_settings(job.settings, quantized=quantized, loading=loading)
     while smaller is not None and smaller.batch_size > 1:
         longest = min(smaller.max_seq_length - 1, options.planned.largest_update.longest)
         if not 0 < death.tokens <= smaller.batch_size * padded(longest):
             break
-        smaller = next_settings(smaller, quantized=quantized, may_shorten=options.may_shorten)
+        smaller = next_settings(smaller, quantized=quantized)
     return smaller
 
 
-def _with_advice(job: TrainJob, options: RunOptions, death: PostMortem) -> PostMortem:
+def _with_advice(options: RunOptions, death: PostMortem) -> PostMortem:
     """The post-mortem with advice, where the training does not go on by itself."""
     if death.cause == "bad_update":
         return write_postmortem(options.output, dataclasses.replace(death, advice=REPAIR_ROWS))
     if not death.is_memory:
         return death
     or_limit = f"a larger {OWN_LIMIT}, or " if death.limit_name == OWN_LIMIT else ""
-    is_at_bottom = next_settings(job.settings, quantized=False, may_shorten=True) is None
-    if is_at_bottom or options.may_shorten or _is_loading(death):
-        advice, command = f"{or_limit}a smaller or more strongly quantized model, or more memory", death.next_command
-    else:
-        advice = f"{or_limit}shorter rows, the last thing left to try, which needs your consent"
-        command = with_override(death.next_command, "train.oom_may_shorten=true")
-    return write_postmortem(options.output, dataclasses.replace(death, advice=advice, next_command=command))
+    advice = f"{or_limit}a smaller or more strongly quantized model, or more memory"
+    if not _is_loading(death):
+        advice += ", or shorter rows: 'safetrain discard', then a smaller train.max_seq_length"
+    return write_postmortem(options.output, dataclasses.replace(death, advice=advice))
 
 
 def _is_loading(death: PostMortem) -> bool:

@@ -18,7 +18,6 @@ from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import LADDER
 
 MOST_RUNGS = 12
-SHORTEST_ROWS = 64  # tokens; shorter ones teach little
 NEARLY = 0.99  # of the planned budget counts as all of it
 GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
 SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
@@ -36,25 +35,21 @@ class Ladder:
     gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog
 
 
-def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
-    """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
+def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
+    """The ladder of a run of these settings; None for other settings, or for more memory."""
     try:
         ladder = read_record(output / LADDER, Ladder)
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    is_same = ladder.asked == memory_shape(settings)
-    is_allowed = may_shorten or ladder.now.max_seq_length == settings.max_seq_length
-    return ladder if is_same and is_allowed and limit_bytes <= ladder.limit_bytes else None
+    is_same = ladder.asked == memory_shape(settings) and ladder.now.max_seq_length == settings.max_seq_length
+    return ladder if is_same and limit_bytes <= ladder.limit_bytes else None
 
 
-def next_settings(
-    settings: TrainSettings, *, quantized: bool, may_shorten: bool, loading: bool = False
-) -> TrainSettings | None:
+def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = False) -> TrainSettings | None:
     """The settings of the next rung, None at the bottom.
 
     In this order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor);
-    blocks recomputed in the backward pass; a base left quantized; and, only with consent, rows half as long. All but
-    the last give the same update up to rounding.
+    blocks recomputed in the backward pass; a base left quantized. All give the same update up to rounding.
     """
     if loading:  # before the first update, only the base itself can take less
         return dataclasses.replace(settings, dequantize_base=False) if quantized and settings.dequantize_base else None
@@ -69,8 +64,6 @@ def next_settings(
         return dataclasses.replace(settings, gradient_checkpointing=True)
     if quantized and settings.dequantize_base:
         return dataclasses.replace(settings, dequantize_base=False)
-    if may_shorten and settings.max_seq_length // 2 >= SHORTEST_ROWS:
-        return dataclasses.replace(settings, max_seq_length=settings.max_seq_length // 2)
     return None
 
 
@@ -83,8 +76,6 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
         changes.append("blocks recomputed in the backward pass")
     if before.dequantize_base and not after.dequantize_base:
         changes.append("the base left quantized")
-    if after.max_seq_length < before.max_seq_length:
-        changes.append(f"rows cut to {after.max_seq_length} tokens instead of {before.max_seq_length}")
     return ", ".join(changes) or str(after)
 
 
@@ -141,7 +132,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, job, planned) > available.size_bytes:
-        settings = next_settings(settings, quantized=planned.is_quantized, may_shorten=False)
+        settings = next_settings(settings, quantized=planned.is_quantized)
     if settings == job.settings:
         return job
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"

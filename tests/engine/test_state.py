@@ -16,7 +16,7 @@ import pytest
 from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.job import Rung, identity_of, memory_shape
+from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import StepRecord, read_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
@@ -324,22 +324,6 @@ def test_dropout_does_not_keep_a_run_from_going_on_with_less_memory(base: Path, 
 def test_another_type_to_compute_in_is_another_run(base: Path, broken: Path) -> None:
     with pytest.raises(TrainingError, match=r'differs in: compute_dtype \(null before, "float32" now\)'):
         run(job_of(broken, base, compute_dtype="float32"))
-
-
-def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Path) -> None:
-    """The memory ladder's last rung: the same rows at another length, and nothing else."""
-    shorter = job_of(broken, base, max_seq_length=16)
-    cut_job = with_rows(shorter, train=shorter.train.documents.cut(16))
-    rung = Rung(memory_shape(job_of(broken, base).settings), STOPPED_AT, "")
-    allowed = dataclasses.replace(cut_job, asked=dataclasses.replace(cut_job.asked, rungs=(rung,)))
-    with pytest.raises(TrainingError, match=r"differs in: max_seq_length \(\d+ before, 16 now\)"):
-        run(cut_job)
-    for key, name in (("base_model", "base model"), ("training_rows", "training rows")):
-        identity = dataclasses.replace(cut_job.identity, **{key: "another"})
-        with pytest.raises(TrainingError, match=f"differs in: {name}"):
-            run(dataclasses.replace(allowed, identity=identity))
-    result = run(allowed)
-    assert (result.state.resumed_from_step, result.metrics.steps) == (STOPPED_AT, STEPS)
 
 
 def test_the_room_for_a_checkpoint_is_counted_with_all_its_records(base: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def train(output: Path, text: str, needed: str, said: list[str]) -> None:
     job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, 2, None), ())
     planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
     watch = WatchSettings(output / FLIGHT, None, 60.0, ())
-    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, may_shorten=False, planned=planned)
+    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, planned=planned)
 
     def show(event: Event) -> None:
         if isinstance(event, Said):

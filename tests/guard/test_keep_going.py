@@ -14,7 +14,7 @@ from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.run_files import ERROR, FLIGHT
-from safetrain.guard.keep_going import RunOptions, keep_going, with_override
+from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
@@ -122,7 +122,7 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: obje
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
     watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
-    options = RunOptions((sys.executable, "-c", *program), output, watch, may_shorten=False, planned=planned)
+    options = RunOptions((sys.executable, "-c", *program), output, watch, planned=planned)
 
     def show(_event: Event) -> None:
         pass
@@ -167,15 +167,3 @@ def test_after_a_bad_update_the_advice_comes_before_the_same_command(
     assert found.next_command == "safetrain run experiment=minimal train.num_epochs=9"
     assert "the same command stops here again" in found.advice
     assert (found.cause, caught.value.exit_code) == ("bad_update", 7)
-
-
-@pytest.mark.parametrize(
-    ("command", "then"),
-    [
-        ("python -m stages.train train.seed=3", "python -m stages.train train.seed=3 train.oom_may_shorten=true"),
-        ("dvc repro -f train", "dvc exp run -S train.oom_may_shorten=true"),
-        ("dvc exp run -S train.seed=3 -n again", "dvc exp run -S train.seed=3 -n again -S train.oom_may_shorten=true"),
-    ],
-)
-def test_a_command_with_one_more_key_keeps_the_others(command: str, then: str) -> None:
-    assert with_override(command, "train.oom_may_shorten=true") == then

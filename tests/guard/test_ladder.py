@@ -12,7 +12,6 @@ from safetrain.core.storage.files import write_record
 from safetrain.core.storage.run_files import LADDER
 from safetrain.guard.ladder import (
     MOST_RUNGS,
-    SHORTEST_ROWS,
     Ladder,
     next_settings,
     read_ladder,
@@ -27,12 +26,12 @@ def settings(batch_size: int = 4, length: int = 512) -> TrainSettings:
     return dataclasses.replace(SETTINGS, batch_size=batch_size, gradient_accumulation=2, max_seq_length=length)
 
 
-def rungs(start: TrainSettings, *, quantized: bool, may_shorten: bool = False) -> Iterator[TrainSettings]:
+def rungs(start: TrainSettings, *, quantized: bool) -> Iterator[TrainSettings]:
     """Every rung below ``start``."""
-    now = next_settings(start, quantized=quantized, may_shorten=may_shorten)
+    now = next_settings(start, quantized=quantized)
     while now is not None:
         yield now
-        now = next_settings(now, quantized=quantized, may_shorten=may_shorten)
+        now = next_settings(now, quantized=quantized)
 
 
 def shape(s: TrainSettings) -> tuple[int, int, bool, bool, int]:
@@ -40,14 +39,11 @@ def shape(s: TrainSettings) -> tuple[int, int, bool, bool, int]:
 
 
 def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
-    assert [shape(s) for s in rungs(settings(), quantized=True, may_shorten=True)] == [
+    assert [shape(s) for s in rungs(settings(), quantized=True)] == [
         (2, 4, False, True, 512),
         (1, 8, False, True, 512),
         (1, 8, True, True, 512),
         (1, 8, True, False, 512),
-        (1, 8, True, False, 256),
-        (1, 8, True, False, 128),
-        (1, 8, True, False, 64),
     ]
 
 
@@ -68,7 +64,7 @@ def test_an_odd_micro_batch_is_divided_by_its_smallest_factor(size: int, windows
 
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_no_rung_before_consent_changes_what_is_computed(size: int, quantized: bool) -> None:
+def test_no_rung_changes_what_is_computed(size: int, quantized: bool) -> None:
     """Neither the rows of an update nor anything else that tells one run from another; each rung is a new one."""
     start = settings(size)
     found = list(rungs(start, quantized=quantized))
@@ -81,25 +77,17 @@ def test_no_rung_before_consent_changes_what_is_computed(size: int, quantized: b
     assert len(found) <= MOST_RUNGS
 
 
-def test_rows_are_shortened_only_with_consent_and_never_below_the_floor() -> None:
-    bottom = list(rungs(settings(1), quantized=True))[-1]
-    assert next_settings(bottom, quantized=True, may_shorten=False) is None
-    assert [s.max_seq_length for s in rungs(bottom, quantized=True, may_shorten=True)] == [256, 128, 64]
-    odd = dataclasses.replace(bottom, max_seq_length=2 * SHORTEST_ROWS - 1)
-    assert next_settings(odd, quantized=True, may_shorten=True) is None
-
-
 def test_while_loading_only_the_base_itself_can_take_less() -> None:
     start = settings(8)
-    quantized = next_settings(start, quantized=True, may_shorten=True, loading=True)
+    quantized = next_settings(start, quantized=True, loading=True)
     assert quantized == dataclasses.replace(start, dequantize_base=False)
-    assert next_settings(quantized, quantized=True, may_shorten=True, loading=True) is None
-    assert next_settings(start, quantized=False, may_shorten=True, loading=True) is None
+    assert next_settings(quantized, quantized=True, loading=True) is None
+    assert next_settings(start, quantized=False, loading=True) is None
 
 
 def written(output: Path) -> Ladder:
     first = memory_shape(settings())
-    tried = next_settings(settings(), quantized=True, may_shorten=False)
+    tried = next_settings(settings(), quantized=True)
     assert tried is not None
     ladder = Ladder(first, LIMIT, memory_shape(tried), (Rung(first, 7, "killed by the system: out of memory"),))
     write_record(output / LADDER, ladder)
@@ -108,16 +96,16 @@ def written(output: Path) -> Ladder:
 
 def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_path: Path) -> None:
     ladder = written(tmp_path)
-    assert read_ladder(tmp_path, settings(), LIMIT, may_shorten=True) == ladder
-    assert read_ladder(tmp_path, settings(), LIMIT // 2, may_shorten=True) == ladder
+    assert read_ladder(tmp_path, settings(), LIMIT) == ladder
+    assert read_ladder(tmp_path, settings(), LIMIT // 2) == ladder
 
 
 def test_other_settings_or_more_memory_start_at_the_top(tmp_path: Path) -> None:
     written(tmp_path)
-    assert read_ladder(tmp_path, settings(), LIMIT + 1, may_shorten=True) is None
-    assert read_ladder(tmp_path, settings(2), LIMIT, may_shorten=True) is None
-    assert read_ladder(tmp_path, settings(length=256), LIMIT, may_shorten=True) is None
-    assert read_ladder(tmp_path / "elsewhere", settings(), LIMIT, may_shorten=True) is None
+    assert read_ladder(tmp_path, settings(), LIMIT + 1) is None
+    assert read_ladder(tmp_path, settings(2), LIMIT) is None
+    assert read_ladder(tmp_path, settings(length=256), LIMIT) is None
+    assert read_ladder(tmp_path / "elsewhere", settings(), LIMIT) is None
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
@@ -125,18 +113,10 @@ def test_a_ladder_that_was_cut_off_is_none(tmp_path: Path, share: float) -> None
     written(tmp_path)
     content = (tmp_path / LADDER).read_bytes()
     (tmp_path / LADDER).write_bytes(content[: int(share * (len(content) - 2))])
-    assert read_ladder(tmp_path, settings(), LIMIT, may_shorten=True) is None
+    assert read_ladder(tmp_path, settings(), LIMIT) is None
 
 
 def test_a_shape_is_told_in_words() -> None:
     told = str(MemoryShape(1, 8, True, False, 256))
     assert told == "1 x 8 rows per update, at most 256 tokens each, blocks recomputed"
     assert "base dequantized" in str(memory_shape(settings()))
-
-
-def test_shorter_rows_are_not_gone_on_with_once_consent_is_taken_back(tmp_path: Path) -> None:
-    asked = settings()
-    shorter = dataclasses.replace(memory_shape(asked), max_seq_length=asked.max_seq_length // 2)
-    write_record(tmp_path / LADDER, Ladder(memory_shape(asked), LIMIT, shorter, ()))
-    assert read_ladder(tmp_path, asked, LIMIT, may_shorten=True) is not None
-    assert read_ladder(tmp_path, asked, LIMIT, may_shorten=False) is None

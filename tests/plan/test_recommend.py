@@ -29,7 +29,7 @@ OPEN = Train(
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
-    gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,
+    gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
     hang_minutes=2.0, trace="none", ranks=1, hostfile=None,
     tokens_per_parameter=20.0, max_days=1.0,
 )  # fmt: skip

@@ -32,7 +32,6 @@ PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
 SURVIVAL = (
     "keep_checkpoints",
-    "oom_may_shorten",
     "hang_minutes",
     "trace",
     "ranks",

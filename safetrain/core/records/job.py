@@ -21,7 +21,7 @@ class MemoryShape:
     gradient_accumulation: int
     gradient_checkpointing: bool
     dequantize_base: bool
-    max_seq_length: int  # the exception: shorter rows are other rows, so that takes a person's consent
+    max_seq_length: int
 
     @property
     def window(self) -> str:

@@ -22,14 +22,13 @@ class RunIdentity:
     settings: str
     draws: str = ""  # fingerprint of how numpy orders rows
 
-    def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
-        """Names of what differs. ``shortened`` allows another max_seq_length, because the ladder may cut rows."""
-        allowed = ("max_seq_length",) if shortened else ()
+    def differences(self, other: "RunIdentity") -> list[str]:
+        """Names of what differs."""
         names = ("base_model", "training_rows", "validation_rows")
         texts = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         texts += [] if self.draws == other.draws else [OTHER_DRAWS]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        for key in (key for key in self._changed_settings(other) if key not in allowed):
+        for key in self._changed_settings(other):
             texts.append(f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)")
         return texts
 

@@ -104,7 +104,6 @@ class Train:
     seed: int = number(at_least=0, at_most=2**32 - 1)
     keep_checkpoints: int = number(at_least=1, at_most=1000)
     memory_limit_gb: float | None = number(above=0)
-    oom_may_shorten: bool = plain()
     hang_minutes: float = number(above=0, at_most=10_000)
     trace: str = choice("none", "phases")
     ranks: int = number(at_least=1, at_most=1024)
