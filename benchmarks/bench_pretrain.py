@@ -79,7 +79,6 @@ def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> Pretrained:
         "train.method=pretrain",
         "train.optimizer=adamw",
         f"train.max_steps={UPDATES}",
-        "train.max_days=1000",
         *pins,
     )
     for name in ("validate_data", "preflight", "recommend_config", "train"):

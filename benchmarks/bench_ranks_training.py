@@ -26,7 +26,7 @@ MODEL: dict[str, Any] = {  # the shape of `safetrain create 10m`
 }  # fmt: skip
 TRAIN: dict[str, Any] = {
     "batch_size": 2, "gradient_accumulation": 2, "max_seq_length": 64, "save_steps": 1000, "eval_steps": 1000,
-    "num_epochs": 50, "max_days": 100, "max_grad_norm": 1.0,
+    "num_epochs": 50, "max_grad_norm": 1.0,
 }  # fmt: skip
 NOTES = (
     f"Updates of 4 rows or windows of at most 64 tokens; differences of runs of {SHORT} and {LONG} updates. Sent: by "

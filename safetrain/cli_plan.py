@@ -125,7 +125,7 @@ def estimate(
         str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, another size, or a model folder")
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None, typer.Option(min=0.001, help="tokens for --pretrain; default: train.tokens_per_parameter")
+        float | None, typer.Option(min=0.001, help="tokens for --pretrain; default: 20")
     ] = None,
     all_machines: Annotated[
         bool, typer.Option("--all-machines", help="--pretrain on each machine of conf/machine")
@@ -140,6 +140,7 @@ def estimate(
     from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
     from safetrain.plan.hyperparameters import usual_dtype
     from safetrain.plan.machines import place_of, profile_names
+    from safetrain.plan.pretraining import TOKENS_PER_PARAMETER
     from safetrain.plan.speed import Link
 
     _refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
@@ -148,7 +149,8 @@ def estimate(
         names, memory_gb = [*profile_names()], None
     places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps), "safetrain.engine.probe") for each in names]
     if pretrain is not None:
-        per, keep = _decided(tokens_per_parameter)
+        keep = params().train.get("keep_checkpoints", 2) if Path("params.yaml").is_file() else 2
+        per = tokens_per_parameter or TOKENS_PER_PARAMETER
         sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)
     files, place = read_model_plan(model or model_of_params()), places[0]
     run = estimate_of(
@@ -175,12 +177,6 @@ def _refuse_contradictions(
         raise ConfigError("A model is named twice.", got=str(model), do="name it only by --pretrain")
     elif machine is not None and all_machines:
         raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
-
-
-def _decided(tokens_per_parameter: float | None) -> tuple[float, int]:
-    """Tokens of a parameter and checkpoints that are kept: as asked, as params.yaml says, or as it comes."""
-    train = params().train if Path("params.yaml").is_file() else {}
-    return tokens_per_parameter or train.get("tokens_per_parameter", 20), train.get("keep_checkpoints", 2)
 
 
 def selftest(

@@ -16,7 +16,7 @@ from safetrain.core.records.settings import Recommendation, write_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.machines import assumed_tflops
-from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretraining_of, require_consent
+from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretraining_of
 from safetrain.plan.recommend import recommendation_lines
 from safetrain.plan.search import PlanInputs, machine_text, plan_run
 from safetrain.plan.speed import flops_per_token
@@ -42,7 +42,6 @@ def main(config: Pipeline) -> None:
         plan = _pretraining(recommendation, model, machine, rows, config)
         for line in pretraining_lines(plan, datetime.now().astimezone()):
             say(line)
-        require_consent(plan.seconds, config.train.max_days)
     write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
 
 
@@ -55,7 +54,7 @@ def _pretraining(
     recompute = recommendation.gradient_checkpointing
     flops = flops_per_token(model, recommendation.max_seq_length, model.parameters, recompute=recompute)
     tflops = assumed_tflops(machine)
-    return pretraining_of(recommendation, model.parameters, tokens, config.train, flops, tflops, stores)
+    return pretraining_of(recommendation, model.parameters, tokens, flops, tflops, stores)
 
 
 if __name__ == "__main__":

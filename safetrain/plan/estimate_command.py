@@ -22,7 +22,7 @@ from safetrain.plan.creation.tokenizers import OWN_IDS
 from safetrain.plan.estimate import BATCHES, Estimate, estimate_of, remedies, what_would_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
-from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
+from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
 from safetrain.plan.speed import exchange_seconds, flops_per_token, shared_update, update_seconds, wire_bytes
 
@@ -278,7 +278,7 @@ def _print_pretraining(
     on = f"{place.ranks} x {place.name}" if place.ranks > 1 else place.name
     title = f"{model.folder.name} from scratch, on {on} ({place.machine.backend})"
     console.print(title, style="italic", highlight=False)
-    source = " (Hoffmann et al. 2022)" if tokens_per_parameter == 20 else ""
+    source = " (Hoffmann et al. 2022)" if tokens_per_parameter == TOKENS_PER_PARAMETER else ""
     checkpoints = f"{size(estimate.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
     power = f"at {(place.watts or 0) * place.ranks:g} W"
     price = f"at {(place.usd_per_hour or 0) * place.ranks:g} USD an hour"

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, duration_text, size_text
+from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 
+TOKENS_PER_PARAMETER = 20
 MOST_PASSES = 4
 FAR_BELOW = 0.5  # of the tokens that are wanted
 DAY_SECONDS = 86_400
@@ -34,7 +34,7 @@ class PretrainingPlan:
     disk_bytes: int  # of checkpoints and token stores
 
 
-def wanted_tokens(parameters: int, tokens_per_parameter: float) -> int:
+def wanted_tokens(parameters: int, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> int:
     """Training tokens for a model of ``parameters`` parameters."""
     return math.ceil(parameters * tokens_per_parameter)
 
@@ -43,15 +43,15 @@ def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
     """Tokens that a run goes through: of its pinned passes, or what the model wants, in four passes at the most."""
     if train.num_epochs is not None:
         return train.num_epochs * tokens_there
-    return min(wanted_tokens(parameters, train.tokens_per_parameter), MOST_PASSES * tokens_there)
+    return min(wanted_tokens(parameters), MOST_PASSES * tokens_there)
 
 
-def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) -> tuple[int, str]:
+def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
     """Whole passes in which the model sees what it wants, four at the most; and why."""
-    target = wanted_tokens(parameters, tokens_per_parameter)
+    target = wanted_tokens(parameters)
     needed = math.ceil(target / max(1, tokens_there))
     count = max(1, min(MOST_PASSES, needed))
-    per = f"{tokens_per_parameter:g} tokens a parameter (Hoffmann et al. 2022)"
+    per = f"{TOKENS_PER_PARAMETER} tokens a parameter (Hoffmann et al. 2022)"
     text = f"{per} are {count_text(target)}; there are {count_text(tokens_there)}"
     if needed > count:
         text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
@@ -59,7 +59,7 @@ def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) 
 
 
 def pretraining_of(
-    recommendation: Recommendation, parameters: int, tokens_there: int, train: Train, flops_per_token: float,
+    recommendation: Recommendation, parameters: int, tokens_there: int, flops_per_token: float,
     tflops: float | None, store_bytes: int = 0,
 ) -> PretrainingPlan:  # fmt: skip
     """The plan of a run as it was recommended, on the tokens of its training documents.
@@ -70,7 +70,7 @@ def pretraining_of(
     if recommendation.max_steps is not None:  # windows are full
         rows = recommendation.batch_size * recommendation.gradient_accumulation
         trained = min(trained, recommendation.max_steps * rows * recommendation.max_seq_length)
-    seconds, target = recommendation.total_seconds, wanted_tokens(parameters, train.tokens_per_parameter)
+    seconds, target = recommendation.total_seconds, wanted_tokens(parameters)
     if seconds is None and tflops:
         seconds = trained * flops_per_token / (tflops * 1e12)
     measured, disk_bytes = recommendation.total_seconds is not None, recommendation.disk_bytes + store_bytes
@@ -81,8 +81,8 @@ def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
     """The plan in words; ``now`` is when the run would begin."""
     share, passes = plan.tokens_trained / plan.wanted_tokens, plan.tokens_trained / max(1, plan.tokens_there)
     yield (
-        f"{count_text(plan.parameters)} parameters want {count_text(plan.wanted_tokens)} tokens (train."
-        f"tokens_per_parameter); there are {count_text(plan.tokens_there)}: {passes:.2g} "
+        f"{count_text(plan.parameters)} parameters want {count_text(plan.wanted_tokens)} tokens "
+        f"({TOKENS_PER_PARAMETER} each); there are {count_text(plan.tokens_there)}: {passes:.2g} "
         f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
     )
     if passes > MOST_PASSES:
@@ -97,22 +97,6 @@ def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
     speed = f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, {by}"
     finish = f"finished on {finish_text(now, plan.seconds)} if it begins now"
     yield f"{speed}: {duration_text(plan.seconds)}, {finish}; {disk}"
-
-
-def require_consent(seconds: float | None, max_days: float) -> None:
-    """Raise ConfigError for a training that takes longer than ``max_days``; None: it is not known how long."""
-    if seconds is None or seconds <= max_days * DAY_SECONDS:
-        return
-    enough = math.ceil(seconds / DAY_SECONDS * 10) / 10
-    days = counted(int(max_days), "day") if max_days == int(max_days) else f"{max_days:g} days"
-    raise ConfigError(
-        f"This training would take {duration_text(seconds)}; more than {days} needs your consent.",
-        where="train.max_days",
-        expected=f"at most {days}",
-        got=duration_text(seconds),
-        do=f"train.max_days={enough:g} agrees to it; a smaller model, fewer tokens (train.tokens_per_parameter) "
-        "or train.max_steps take less",
-    )
 
 
 def finish_text(now: datetime, seconds: float) -> str:

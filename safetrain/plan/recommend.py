@@ -40,7 +40,7 @@ from safetrain.plan.hyperparameters import (
     tokens_per_update,
     why_compute_dtype,
 )
-from safetrain.plan.pretraining import count_text, passes_for, tokens_to_train, wanted_tokens
+from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, passes_for, tokens_to_train, wanted_tokens
 
 MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
@@ -266,7 +266,7 @@ def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, 
         reasons["num_epochs"] = "as many as train.max_steps needs"
         return math.ceil(train.max_steps * rows_per_update / max(1, rows.count))
     tokens = int(rows.count * rows.mean_tokens)
-    count, reasons["num_epochs"] = passes_for(question.model.parameters, tokens, train.tokens_per_parameter)
+    count, reasons["num_epochs"] = passes_for(question.model.parameters, tokens)
     return count
 
 
@@ -276,12 +276,14 @@ def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, rea
     reasons["max_steps"] = "num_epochs decides" if train.max_steps is None else SET
     if train.method != PRETRAIN or train.max_steps is not None or train.num_epochs is not None:
         return train.max_steps
-    target = wanted_tokens(question.model.parameters, train.tokens_per_parameter)
+    target = wanted_tokens(question.model.parameters)
     update_tokens = int(rows_per_update * rows.mean_tokens)
     steps = math.ceil(target / update_tokens)
     if steps >= total_updates(rows.count, rows_per_update, epochs, None):
         return None
-    reasons["max_steps"] = f"{count_text(target)} tokens (train.tokens_per_parameter), {update_tokens:,} an update"
+    reasons["max_steps"] = (
+        f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} a parameter), {update_tokens:,} an update"
+    )
     return steps
 
 

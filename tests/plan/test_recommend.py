@@ -31,7 +31,6 @@ OPEN = Train(
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
     hang_minutes=2.0, trace="none", ranks=1, hostfile=None,
-    tokens_per_parameter=20.0, max_days=1.0,
 )  # fmt: skip
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
 

@@ -38,7 +38,7 @@ SURVIVAL = (
     "hostfile",
 )
 NOT_IN_DVC = (
-    {f"train.{key}" for key in ("log_steps", "max_days", "save_steps", *SURVIVAL)}
+    {f"train.{key}" for key in ("log_steps", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
@@ -55,7 +55,6 @@ CONSTRAINTS_OF_THE_PLAN = {
     "method",
     "num_epochs",
     "optimizer",
-    "tokens_per_parameter",
 }
 
 

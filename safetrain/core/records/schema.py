@@ -88,8 +88,6 @@ class Train:
     num_epochs: int | None = number(at_least=1, at_most=10_000)
     max_steps: int | None = number(at_least=1)
     max_examples: int | None = number(at_least=1)
-    tokens_per_parameter: float = number(above=0)
-    max_days: float = number(above=0)
     warmup_steps: int | None = number(at_least=0)
     save_steps: int | None = number(at_least=1)
     eval_steps: int | None = number(at_least=1)
