@@ -40,7 +40,6 @@ def main(config: Pipeline) -> None:
         run.max_seq_length,
         run.method,
         int(TEST_ROWS * tokens),
-        settings.max_questions or 1,
     )
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
     general = general_text(tokenizer, files.vocab_size, files.max_positions, int(GENERAL_TEXT * tokens))
@@ -49,7 +48,7 @@ def main(config: Pipeline) -> None:
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.comparison import Answering, Material, Subject, compare
 
-    answering = Answering(settings.max_new_tokens, settings.max_questions, ANSWERS * seconds)
+    answering = Answering(settings.max_new_tokens, settings.max_examples, ANSWERS * seconds)
     subjects = Subject("base", base), Subject("tuned", base, paths.ADAPTERS)
     material, progress = Material(held_out, general), EvaluationProgress(say_on_terminal)
     with ending_at_once("the evaluation has written nothing; the same command begins it again"):

@@ -9,7 +9,6 @@ from safetrain.core.storage import paths
 from safetrain.stage import stage
 from safetrain.watch.charts import pictures, write_pictures
 from safetrain.watch.report import write_report
-from safetrain.watch.trackers import export_apart
 
 
 @stage
@@ -28,8 +27,6 @@ def main(config: Pipeline) -> None:
     figures = pictures(run)
     write_pictures(figures, paths.PLOTS)
     print(f"Pictures: {len(figures)} in {paths.PLOTS}, as PNG and SVG")
-    if config.watch.export is not None:
-        print(export_apart(config.watch.export))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The checks before a training: each is a function from facts to a verdict, and none changes anything."""
 
 import dataclasses
-import importlib.util
 import platform
 import resource
 import shutil
@@ -44,7 +43,7 @@ IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
     "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
-    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "RANKS-CORES", "RANKS-ROOM", "TRACKER",
+    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "RANKS-CORES", "RANKS-ROOM",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -74,7 +73,7 @@ def examine(
     last = [*model_found, *data_found, *environment_checks(model.static_bytes if model else 0)]
     last += [*disk_checks(config, data, model), previous_run_check(paths.OUTPUT, _identity(model, rows))]
     hosts_found, hosts = host_checks(train, folder) if is_shared(train) else ([], None)
-    last += [*hosts_found, *tracker_checks(config.watch.export)]
+    last += hosts_found
     if probe is None:
         checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
                             f"python -m {probe_module}", "run 'make clean && make'"))  # fmt: skip
@@ -315,16 +314,6 @@ def _death_check(output: Path) -> Check:
     ended = "was stopped" if death.cause == "stopped" else "died"
     text = f"the last training {ended} at step {death.step}: {death.title}"
     return Check("RUN-PREV", "previous run", WARN, False, text, "", source, death.next_command or "safetrain diagnose")
-
-
-def tracker_checks(tracker: str | None) -> list[Check]:
-    """Whether the package of ``watch.export`` is there, which the last stage needs. Nothing is imported."""
-    if tracker is None:
-        return []
-    there = importlib.util.find_spec(tracker) is not None
-    reading = f"the package {tracker} is {'' if there else 'not '}installed"
-    return [verdict("TRACKER", "experiment tracker", there, False, reading, "installed, or nothing is sent",
-                    "watch.export", f"pip install -e '.[{tracker}]' -c constraints.txt")]  # fmt: skip
 
 
 def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:

@@ -10,8 +10,6 @@ import importlib.util
 import logging
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.errors import ConfigError, SafetrainError
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.lock import is_locked
 from safetrain.core.records.metrics import StepRecord
@@ -33,7 +31,6 @@ MLFLOW_HERE = f"sqlite:///{FOLDER / 'mlflow.db'}"
 MLFLOW_BATCH = 100  # steps of a request: MLflow takes 1000 numbers
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # its own: 5 minutes
 CREDENTIALS = re.compile(r"//[^/\s]*@")  # in an address
-EXPORT_SECONDS = 600.0  # after which the pipeline does not wait for a tracker any longer
 MACHINE_FACTS = ("backend", "chip", "device", "system", "mlx", "mlx_lm", "total_memory_bytes")
 SCORES = ("loss", "exact_match", "token_f1", "chrf")
 GIB = 2**30
@@ -103,20 +100,6 @@ def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> 
             say(error.what)
         if runs:
             time.sleep(every_seconds)
-
-
-def export_apart(tracker: str) -> str:
-    """Export in a separate process, which may fail or hang; return its last line, or a warning."""
-    remedy = f"try again: safetrain track {tracker}"
-    try:
-        process = subprocess.run(
-            [sys.executable, "-m", "safetrain.watch.trackers", tracker], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=EXPORT_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"warning: {tracker} did not answer for {EXPORT_SECONDS:.0f} s; {remedy}"
-    text = process.stdout.strip()
-    return f"warning: not sent to {tracker}; {remedy}\n{text}" if process.returncode else text.rpartition("\n")[2]
 
 
 def _numbers(record: StepRecord) -> dict[str, float]:
@@ -249,10 +232,3 @@ def _send_tensorboard(
 
 
 SEND = {"wandb": _send_wandb, "mlflow": _send_mlflow, "tensorboard": _send_tensorboard}
-
-
-if __name__ == "__main__":  # an export in a separate process
-    try:
-        print(export(Target(sys.argv[1])))
-    except (SafetrainError, OSError) as error:
-        sys.exit(f"error: {error}")

@@ -39,4 +39,3 @@ def test_a_sample_is_from_all_over_and_has_its_own_questions_and_places(tmp_path
         assert found.where(question.row) == store.where(int(question.text))
     assert len(held_out_in(store, None, 8, most_tokens=700).rows) == 100
     assert len(held_out_in(store, None, 8, most_tokens=1).rows) == 1
-    assert len(held_out_in(store, None, 8, most_tokens=1, least_rows=7).questions) == 7

@@ -171,13 +171,6 @@ def test_an_unfinished_run_of_other_rows_fails_before_train_would_refuse_it(tmp_
         assert preflight.previous_run_check(tmp_path, planned).remedy == "dvc repro"
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_hours_of_training() -> None:
-    assert preflight.tracker_checks(None) == []
-    [missing], [there] = preflight.tracker_checks("no_such_tracker"), preflight.tracker_checks("json")
-    assert (missing.status, there.status) == ("warn", "pass")
-    assert missing.remedy.startswith("pip install -e '.[no_such_tracker]'")
-
-
 def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
     slow = preflight.engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]

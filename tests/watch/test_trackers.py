@@ -16,7 +16,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.lock import training_lock
 from safetrain.core.records.metrics import append_csv, start_csv
 from safetrain.core.storage import paths
-from safetrain.watch.trackers import FOLDER, Target, export, export_apart, follow
+from safetrain.watch.trackers import FOLDER, Target, export, follow
 from tests.conftest import ROOT
 from tests.watch.made_run import UPDATES, evaluation, make_run, sample, steps
 
@@ -123,9 +123,6 @@ def test_it_follows_a_training_to_its_end(run: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["../../evil", "/evil", ".."])
 def test_mistakes_are_named(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without a slash" in str(CliRunner().invoke(app, ["track", "tensorboard", "--name", name]).exception)
-    paths.METRICS_CSV.unlink()
-    text = export_apart("tensorboard")  # a stage that asks for it only warns
-    assert text.startswith("warning: not sent to tensorboard; try again: safetrain track tensorboard\nerror: ")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert "wandb is not installed" in str(CliRunner().invoke(app, ["track", "wandb"]).exception)
 

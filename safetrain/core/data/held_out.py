@@ -46,15 +46,14 @@ def load_held_out(
     max_seq_length: int,
     method: str = "lora",
     most_tokens: int | None = None,
-    least_rows: int = 1,
 ) -> HeldOut:
     """The first ``max_examples`` rows, cut, and their questions; raises ConfigError, DataError.
 
-    ``max_examples`` None: all, or ``least_rows`` and more, evenly spread, of ``most_tokens`` tokens in all.
+    ``max_examples`` None: all, or some evenly spread of ``most_tokens`` tokens in all.
     """
     store = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
     most_tokens = most_tokens if max_examples is None else None
-    return held_out_in(store, max_examples, max_seq_length, method, most_tokens, least_rows)
+    return held_out_in(store, max_examples, max_seq_length, method, most_tokens)
 
 
 def held_out_in(
@@ -63,7 +62,6 @@ def held_out_in(
     max_seq_length: int,
     method: str = "lora",
     most_tokens: int | None = None,
-    least_rows: int = 1,
 ) -> HeldOut:
     """The same of any store. ``method``: that the model was trained by."""
     first, ends = store.rows[:max_examples], frozenset(store.made.stop_ids)
@@ -72,7 +70,7 @@ def held_out_in(
         rows = windows.some(min(MOST_VALID_TOKENS, most_tokens or MOST_VALID_TOKENS))
         return HeldOut(rows, (), ends, store.where, len(rows), 0)
     cut = first.cut(max_seq_length)
-    sample = np.arange(len(cut)) if most_tokens is None else cut.sample(most_tokens, least_rows)
+    sample = np.arange(len(cut)) if most_tokens is None else cut.sample(most_tokens)
     rows = cut.take(sample)
     rows.cut_rows = int(np.count_nonzero(first.lengths[sample] > max_seq_length))
     place = {int(row): index for index, row in enumerate(sample)}

@@ -182,9 +182,9 @@ class TokenRows(Sequence[TokenRow]):
         part = (self._starts[places], self.lengths[places], self.label_counts[places])
         return TokenRows(self._ids, self._trained, *part, self._pages)
 
-    def sample(self, most_tokens: int, least_rows: int = 1) -> np.ndarray:
+    def sample(self, most_tokens: int) -> np.ndarray:
         """Indices of all rows, or of as many at equal distances as have about ``most_tokens`` tokens."""
-        count = min(len(self), max(least_rows, len(self) * most_tokens // max(1, self.tokens)))
+        count = min(len(self), max(1, len(self) * most_tokens // max(1, self.tokens)))
         return np.linspace(0, len(self) - 1, count).round().astype(np.int64)
 
     def cut(self, max_seq_length: int, beat: Callable[[], None] = lambda: None) -> "TokenRows":

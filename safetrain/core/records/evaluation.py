@@ -107,7 +107,7 @@ class Evaluation:
     groups: tuple[GroupScore, ...]  # the largest; empty if no row has a category
 
 
-def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_questions") -> list[str]:
+def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_examples") -> list[str]:
     """Sentences for a terminal, and a table of the categories. ``more`` sets how many questions are answered."""
     base, tuned = evaluation.base, evaluation.tuned
     lines = [describe_loss(evaluation)]

@@ -124,7 +124,6 @@ class Evaluate:
     """Settings for the comparison of base and tuned model on the test rows."""
 
     max_examples: int | None = number(at_least=1)
-    max_questions: int | None = number(at_least=1)
     max_new_tokens: int = number(at_least=1, at_most=4096)
 
 
@@ -146,13 +145,6 @@ class Preflight:
 
 
 @dataclass
-class Watch:
-    """What is done with a run's records."""
-
-    export: str | None = choice("wandb", "mlflow", "tensorboard")
-
-
-@dataclass
 class Pipeline:
     """The whole configuration, one section per subject."""
 
@@ -163,7 +155,6 @@ class Pipeline:
     evaluate: Evaluate
     gate: Gate
     preflight: Preflight
-    watch: Watch
 
 
 def gate_of(values: Mapping[str, Any]) -> Gate:
