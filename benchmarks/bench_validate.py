@@ -25,12 +25,11 @@ TRAINED_ROWS = 100_000  # of these, the time to the first update and the memory 
 ALONE = """
 import json, resource, sys, time
 from pathlib import Path
-from tests.support.settings import LABELLING
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
 from safetrain.data.render import Renderer
 tokenizer = ChatTokenizer(Path(sys.argv[1]))
-renderer, library = Renderer(tokenizer.template, tokenizer.controls, LABELLING, ""), tokenizer._backend
+renderer, library = Renderer(tokenizer.template, tokenizer.controls, ""), tokenizer._backend
 seconds = tokens = 0
 texts = []
 def tokenize():

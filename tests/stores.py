@@ -9,7 +9,7 @@ from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_pa
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.model.files import tokenizer_hash
 
-MADE = Provenance("tokenizer", "settings", "source", "2026-01-31", (1, 2), "<think>")
+MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
 
 
 def columns(row: TokenRow, line: int) -> Columns:
@@ -34,6 +34,6 @@ def write_store(
 
 def write_stores(folder: Path, base: Path, train: Sequence[TokenRow], valid: Sequence[TokenRow]) -> None:
     """What a training of ``base`` reads."""
-    made = Provenance(tokenizer_hash(base), "", "", "2026-01-31", (2,), "")
+    made = Provenance(tokenizer_hash(base), "", "2026-01-31", (2,), "")
     write_store(store_path(folder, "train"), train, made)
     write_store(store_path(folder, "valid"), valid, made)

@@ -68,14 +68,14 @@ KINDS = {
         "use a model whose template writes it, or remove it; ignore for thinking of earlier answers", by_detail=True),
     "THINKING-EMPTY": Kind(
         WARNING, "the chat template writes empty thinking into answers of {rows}: the model would learn not to think",
-        "set data.train_empty_thinking=false, or give the rows their thinking"),
+        "give the rows their thinking; ignore if the model should not think"),
     "STOP-MISSING": Kind(
         WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to end",
         "ignore: a stop token is trained after the last answer", by_detail=True),
     "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become it", DROP),
     "OPENING-DIFFERS": Kind(
         WARNING, "the generation prompt opens an answer with {detail} in {rows}",
-        "choose with data.opening: trained (prompts as in training) or prompt (training as in prompts)"),
+        "ignore: ask, chat and serve leave it out, as training does"),
     # rows that are compared
     "QUESTION-IN-TEST": Kind(
         ERROR, "{rows} of test with the question of a row of train: the result would measure memory",
@@ -141,23 +141,21 @@ class Spot:
 
 @dataclass(frozen=True)
 class Severities:
-    """The user's choices: data.downgrade makes an error a warning and a warning a note, data.upgrade the reverse."""
+    """The user's choices: data.downgrade makes an error a warning and a warning a note."""
 
     downgrade: tuple[str, ...] = ()
-    upgrade: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a name that no finding has, and for an error that cannot be a warning."""
-        for key, names in (("downgrade", self.downgrade), ("upgrade", self.upgrade)):
-            require_kinds(f"data.{key}", names)
+        require_kinds("data.downgrade", self.downgrade)
         fixed = [name for name in self.downgrade if KINDS[name].fixed]
         if fixed:
             raise ConfigError(f"data.downgrade: with {', '.join(fixed)} nothing can be trained.", do="correct the data")
 
     def of(self, identifier: str) -> str:
         """How grave a finding is."""
-        moved = (identifier in self.downgrade) - (identifier in self.upgrade)
-        return ORDER[max(0, min(ORDER.index(KINDS[identifier].severity) + moved, 2))]
+        moved = identifier in self.downgrade
+        return ORDER[min(ORDER.index(KINDS[identifier].severity) + moved, 2)]
 
 
 def require_kinds(where: str, names: Iterable[str]) -> None:

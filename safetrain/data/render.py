@@ -28,7 +28,6 @@ KEPT = 4096  # layouts that are remembered
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
 WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of JSON in small letters, not its escapes
 Remark = tuple[str, str]  # a finding's id and detail
-THINKING_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
 
 
 class RenderError(ValueError):
@@ -204,17 +203,6 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-@dataclass(frozen=True)
-class Labelling:
-    """The keys of params.yaml that decide what is a label (section data)."""
-
-    train_empty_thinking: bool
-    opening: str  # trained: prompts open answers as training shows them; prompt: train as the template asks
-
-
-USUAL_LABELLING = Labelling(train_empty_thinking=True, opening="trained")
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """Characters of a rendered row that are labels: an assistant turn with the token that closes it."""
@@ -240,9 +228,9 @@ class RenderedRow:
 class Renderer:
     """Renders rows for one model."""
 
-    def __init__(self, template: ChatTemplate, controls: Controls, labelling: Labelling, end: str) -> None:
+    def __init__(self, template: ChatTemplate, controls: Controls, end: str) -> None:
         """``end``: the model's end-of-text token, empty if it has none."""
-        self._template, self._controls, self._labelling, self._end = template, controls, labelling, end
+        self._template, self._controls, self._end = template, controls, end
         self._layouts = Layouts(template, controls)
 
     def render(self, row: Row) -> RenderedRow:
@@ -258,28 +246,16 @@ class Renderer:
         if not turns:
             losses = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
             raise RenderError(*(losses[0] if losses else ("NO-LABELS", NOTHING_WRITTEN)))
-        empty, text, last = self._labelling.train_empty_thinking, placed.text, turns[-1]
-        spans = [_span(placed, turn, turn.start if empty else turn.thinking_end) for turn in turns]
-        remarks += self._opening_remarks(turns)
-        asked, opening = last.prompt_opening, last.own_opening
-        if self._labelling.opening == "prompt":
-            text, spans = _with_prompt_openings(text, spans, turns)
-            asked = opening = ""
-        if not empty:
-            opening += placed.layout.skeleton.literals[last.first][last.start : last.thinking_end]
+        text, last = placed.text, turns[-1]
+        spans = [_span(placed, turn) for turn in turns]
+        remarks += _opening_remarks(turns)
         if not all(span.closing in self._controls.stops for span in spans):
             remarks += _stop_remarks(spans, self._controls)
             text, spans[-1] = self._closed(text, spans[-1], tools)
         can_be_asked = bool(row.messages[last.message].content.strip() and last.message)
-        return RenderedRow(text, tuple(spans), tuple(dict.fromkeys(remarks)), True, can_be_asked, asked, opening)
-
-    def _opening_remarks(self, turns: Sequence[Turn]) -> Iterator[Remark]:
-        """Remarks on empty thinking that is trained, and on answers that a prompt opens differently than training."""
-        if self._labelling.train_empty_thinking and any(turn.thinking_end > turn.start for turn in turns):
-            yield "THINKING-EMPTY", ""
-        differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
-        if differs is not None and self._labelling.opening == "trained":
-            yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, and trains it with {differs.own_opening!r}"
+        return RenderedRow(
+            text, tuple(spans), tuple(dict.fromkeys(remarks)), True, can_be_asked, last.prompt_opening, last.own_opening
+        )
 
     def _closed(self, text: str, span: Span, tools: Sequence[Any] | None) -> tuple[str, Span]:
         """The text and its last span with a token that stops the model appended, where none closes the span."""
@@ -292,29 +268,19 @@ class Renderer:
         return text[: span.end] + end + (rest if rest.strip() else ""), Span(span.start, span.end + len(end), end)
 
 
-def _span(placed: PlacedChat, turn: Turn, begin: int) -> Span:
-    """The span of a turn whose labels begin at ``begin`` in the literal text before it."""
-    start = placed.places[turn.first][0] - len(placed.layout.skeleton.literals[turn.first]) + begin
+def _span(placed: PlacedChat, turn: Turn) -> Span:
+    """The span of a turn, whose labels begin in the literal text before it."""
+    start = placed.places[turn.first][0] - len(placed.layout.skeleton.literals[turn.first]) + turn.start
     return Span(start, placed.places[turn.last][1] + turn.end, turn.closing)
 
 
-def _with_prompt_openings(text: str, spans: Sequence[Span], turns: Sequence[Turn]) -> tuple[str, list[Span]]:
-    """Give each turn the opening of the generation prompt, in place of its own: as context, not as labels.
-
-    Thinking that it opens is closed at once where the turn has none: that is trained.
-    """
-    moved: list[Span] = []
-    shift = 0
-    for turn, span in zip(turns, spans, strict=True):
-        start, end = span.start + shift, span.end + shift
-        closing_tag = THINKING_TAGS.get(turn.prompt_opening.strip(), "")
-        closed = "" if closing_tag in text[start:end] else f"{closing_tag}\n\n"
-        head = text[: start - len(turn.own_opening)] + turn.prompt_opening
-        text = head + closed + text[start:]
-        longer = len(turn.prompt_opening) - len(turn.own_opening) + len(closed)
-        moved.append(Span(len(head), end + longer, span.closing))
-        shift += longer
-    return text, moved
+def _opening_remarks(turns: Sequence[Turn]) -> Iterator[Remark]:
+    """Remarks on empty thinking that is trained, and on answers that a prompt opens differently than training."""
+    if any(turn.thinking_end > turn.start for turn in turns):
+        yield "THINKING-EMPTY", ""
+    differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
+    if differs is not None:
+        yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, and trains it with {differs.own_opening!r}"
 
 
 def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]:
@@ -344,7 +310,7 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
 
 def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
     """Whether every word of the message's calls, of keys, texts and numbers, is written in its own turn."""
-    spans = [_span(placed, turn, turn.start) for turn in placed.layout.turns if turn.message == index]
+    spans = [_span(placed, turn) for turn in placed.layout.turns if turn.message == index]
     text = "".join(placed.text[span.start : span.end] for span in spans).lower()
     calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
     words = set(WORD.findall(json.dumps(calls, ensure_ascii=False).lower())) - {"name", "arguments", "null"}

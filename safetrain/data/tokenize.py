@@ -21,7 +21,7 @@ from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.folders import DataFiles, suffix_of
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
 from safetrain.data.json_rows import RowError
-from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer, RenderError
+from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer, RenderError
 from safetrain.data.rows import Row
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
@@ -34,7 +34,6 @@ Tokenized = list[tuple[TokenRow, Runs]]
 class DataSettings:
     """The section data of params.yaml, as far as it decides how rows are read, labelled and split."""
 
-    labelling: Labelling = USUAL_LABELLING
     severities: Severities = Severities()  # noqa: RUF009 frozen
     columns: Columns | None = None
     similarity: float = 0.8  # from which on two questions are near copies; 1: never
@@ -48,8 +47,7 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
     if data is None:
         return DataSettings(columns=columns)
     return DataSettings(
-        labelling=Labelling(data.train_empty_thinking, data.opening),
-        severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
+        severities=Severities(tuple(data.downgrade or ())),
         columns=columns or checked_columns(data.columns),
         similarity=data.near_duplicate_similarity,
         shares={"valid": data.valid_fraction, "test": data.test_fraction},
@@ -92,7 +90,7 @@ class RowReader:
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
         self.context = None if settings.documents else context  # tokens; windows lose nothing
-        self._renderer = Renderer(tokenizer.template, tokenizer.controls, settings.labelling, tokenizer.end_token)
+        self._renderer = Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self._closings: set[str] = set()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of these, those that are also inside an answer

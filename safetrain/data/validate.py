@@ -8,7 +8,6 @@ decides its split.
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -111,7 +110,7 @@ def read_held_out(
         for _, block in reader.blocks():
             writer.add(stored_rows(block, 0))
         findings.refuse_errors()
-        provenance = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
+        provenance = Provenance(tokenizer_hash(model), "", today().isoformat(), (), "")
         writer.finish(reader.provenance(provenance), [path])
         store = open_store(store_path(folder, "test"))  # mapped: its file may go
     return held_out_in(store, max_examples, max_seq_length)
@@ -206,21 +205,18 @@ class _Gate:
 
         The date is that of the validation before, where nothing else has changed since.
         """
-        settings = json.dumps(dataclasses.asdict(self.settings.labelling), sort_keys=True)
-        provenance = Provenance(tokenizer_hash(self.model), settings, source, today().isoformat(), (), "")
+        provenance = Provenance(tokenizer_hash(self.model), source, today().isoformat(), (), "")
         before = read_made(store_path(self.into, "train")) if self.into is not None else None
-        if before and (before.tokenizer, before.settings, before.source) == (provenance.tokenizer, settings, source):
+        if before and (before.tokenizer, before.source) == (provenance.tokenizer, source):
             return dataclasses.replace(provenance, made_on=before.made_on)
         return provenance
 
     def _opening(self, provenance: Provenance) -> str:
         if provenance.asked:
-            left_out = f"prompts leave out the generation prompt's {provenance.asked!r}"
-            return f"{left_out}, as in training (data.opening=trained)"
+            return f"prompts leave out the generation prompt's {provenance.asked!r}, as in training"
         if provenance.opening:
-            return f"prompts end with {provenance.opening!r}, which is not trained (data.train_empty_thinking=false)"
-        extra = " (data.opening=prompt)" if self.settings.labelling.opening == "prompt" else ""
-        return f"the generation prompt matches the training format{extra}"
+            return f"prompts end with {provenance.opening!r}, as in training"
+        return "the generation prompt matches the training format"
 
     def _report(
         self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, data: Origin

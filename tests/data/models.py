@@ -7,11 +7,10 @@ from pathlib import Path
 
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
-from safetrain.data.render import USUAL_LABELLING, Labelling, RenderedRow, Renderer, RenderError
+from safetrain.data.render import RenderedRow, Renderer, RenderError
 from safetrain.data.tokenize import labelled
 from tests.conftest import EMBEDDED
 
-LABELLING = USUAL_LABELLING
 Message = dict[str, object]
 
 
@@ -69,22 +68,20 @@ def turns(*texts: str | Message) -> list[Message]:
     return found
 
 
-def rendered(
-    model: Path, messages: list[Message], labelling: Labelling = LABELLING, **more: object
-) -> tuple[RenderedRow, ChatTokenizer]:
+def rendered(model: Path, messages: list[Message], **more: object) -> tuple[RenderedRow, ChatTokenizer]:
     """A chat as it is trained."""
     tokenizer = ChatTokenizer(model)
-    return renderer(tokenizer, labelling).render(parse_row({"messages": messages, **more})), tokenizer
+    return renderer(tokenizer).render(parse_row({"messages": messages, **more})), tokenizer
 
 
-def renderer(tokenizer: ChatTokenizer, labelling: Labelling = LABELLING) -> Renderer:
+def renderer(tokenizer: ChatTokenizer) -> Renderer:
     """What turns rows into texts with labels for this model."""
-    return Renderer(tokenizer.template, tokenizer.controls, labelling, tokenizer.end_token)
+    return Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
 
 
-def trained(model: Path, messages: list[Message], labelling: Labelling = LABELLING, **more: object) -> list[str]:
+def trained(model: Path, messages: list[Message], **more: object) -> list[str]:
     """The text of each run of labels, read back from the tokens."""
-    row, tokenizer = rendered(model, messages, labelling, **more)
+    row, tokenizer = rendered(model, messages, **more)
     tokens, _ = labelled(row, tokenizer.encode_chats([row.text])[0])
     runs: list[list[int]] = [[]]
     for token, is_label in zip(tokens.ids.tolist(), tokens.trained.tolist(), strict=True):
@@ -95,9 +92,9 @@ def trained(model: Path, messages: list[Message], labelling: Labelling = LABELLI
     return [tokenizer.spell(run) for run in runs if run]
 
 
-def remarks(model: Path, messages: list[Message], labelling: Labelling = LABELLING, **more: object) -> set[str]:
+def remarks(model: Path, messages: list[Message], **more: object) -> set[str]:
     """The ids of what is told of a chat; of the error, if it cannot be trained."""
     try:
-        return {identifier for identifier, _ in rendered(model, messages, labelling, **more)[0].remarks}
+        return {identifier for identifier, _ in rendered(model, messages, **more)[0].remarks}
     except RenderError as error:
         return {error.id}

@@ -190,10 +190,8 @@ def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) ->
     down = gate(path, tmp_path, severities=Severities(downgrade=("ENDS-WITH-USER",)))
     assert {finding.id: finding.severity for finding in down.findings}["ENDS-WITH-USER"] == "note"
     assert not down.warnings
-    with pytest.raises(DataError, match="ENDS-WITH-USER"):
-        gate(path, tmp_path, severities=Severities(upgrade=("ENDS-WITH-USER",)))
-    with pytest.raises(ConfigError, match=r"data\.upgrade names no finding: NO-SUCH"):
-        Severities(upgrade=("NO-SUCH",))
+    with pytest.raises(ConfigError, match=r"data\.downgrade names no finding: NO-SUCH"):
+        Severities(downgrade=("NO-SUCH",))
     with pytest.raises(ConfigError, match="nothing can be trained"):
         Severities(downgrade=("TEMPLATE-REFUSES",))
 

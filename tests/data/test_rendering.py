@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from safetrain.data.forms import parse_row
 from safetrain.data.render import RenderError
 from safetrain.data.tokenize import text_ids
 from tests.conftest import EMBEDDED
-from tests.data.models import LABELLING, Message, model_with, remarks, rendered, renderer, trained, turns
+from tests.data.models import Message, model_with, remarks, rendered, renderer, trained, turns
 
 Build = Callable[..., Path]
 TURN = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
@@ -83,16 +82,11 @@ EMPTY_BLOCK = loop(
 )
 
 
-def test_an_empty_thinking_block_is_told_and_can_be_left_out(model: Build) -> None:
+def test_an_empty_thinking_block_is_told(model: Build) -> None:
     """W2b, Qwen3: the block stands in the last turn only, and every turn is trained."""
     folder = model(EMPTY_BLOCK, special=["<think>", "</think>"])
     assert trained(folder, turns(*THREE)) == [*ENDED[:2], "<think></think>It is Sn.<|end|>"]
     assert remarks(folder, turns(*THREE)) == {"THINKING-EMPTY"}
-    without = replace(LABELLING, train_empty_thinking=False)
-    assert trained(folder, turns(*THREE), without) == ENDED
-    row, tokenizer = rendered(folder, turns("Iron?", "It is Fe."), without)
-    prompt = tokenizer.question("Iron?", row.asked, row.opening)
-    assert tokenizer.spell(prompt) == "<|user|>Iron?<|end|><|assistant|><think></think>"
 
 
 def test_a_call_that_the_template_does_not_write_is_an_error_and_no_empty_answer(model: Build) -> None:
@@ -188,10 +182,6 @@ def test_what_is_asked_is_what_was_trained(model: Build) -> None:
     row, tokenizer = rendered(folder, chat)
     asked = tokenizer.question("Iron?", row.asked, row.opening)
     assert tokenizer.spell(asked) == "<|user|>Iron?<|end|><|assistant|>" == row.text[: row.spans[-1].start]
-    row, tokenizer = rendered(folder, chat, replace(LABELLING, opening="prompt"))
-    assert row.asked == row.opening == ""
-    assert tokenizer.spell(tokenizer.question("Iron?")) == row.text[: row.spans[-1].start]
-    assert row.text[row.spans[-1].start :] == "</think>\n\nIt is Fe.<|end|>"
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -4,7 +4,7 @@ from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.data.forms import parse_row
-from safetrain.data.render import Labelling, Renderer
+from safetrain.data.render import Renderer
 from safetrain.data.tokenize import labelled
 
 SETTINGS = TrainSettings(
@@ -15,11 +15,9 @@ SETTINGS = TrainSettings(
     lora=LoraSettings(4, 2.0, 0.0, 2, ("all-linear",)),
 )  # fmt: skip
 
-LABELLING = Labelling(train_empty_thinking=True, opening="trained")  # as params.yaml has it
-
 
 def as_trained(tokenizer: ChatTokenizer, row: object) -> TokenRow:
     """The tokens and labels of a row as a training sees them."""
-    renderer = Renderer(tokenizer.template, tokenizer.controls, LABELLING, tokenizer.end_token)
+    renderer = Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
     rendered = renderer.render(parse_row(row))
     return labelled(rendered, tokenizer.encode_chats([rendered.text])[0])[0]

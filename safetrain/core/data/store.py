@@ -51,7 +51,6 @@ class Provenance:
     """What a store was made from; train refuses one that was made with another model's tokenizer."""
 
     tokenizer: str  # hash of the tokenizer's and the template's files
-    settings: str  # the keys of params.yaml that decide what is a label, as text
     source: str  # hash of the data files
     made_on: str  # ISO date that templates took for today
     stop_ids: tuple[int, ...]  # that end an answer: those that training teaches, and the model's own

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.again import dvc
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
-from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
@@ -92,10 +90,4 @@ def _documents_alone(rows: TokenRows) -> bool:
 def _open_both(base: Path) -> tuple[Store, Store]:
     tokenizer = tokenizer_hash(base)
     train, valid = (open_store(store_path(paths.VALIDATED, split), tokenizer) for split in ("train", "valid"))
-    if train.made.settings != valid.made.settings:
-        raise ConfigError(
-            "The rows to train on and those to validate on were made with different settings.",
-            where=str(paths.VALIDATED),
-            do=f"run '{dvc()} repro -f -s validate_data'",
-        )
     return train, valid

@@ -61,17 +61,14 @@ class Model:
 
 @dataclass
 class Data:
-    """The rows: where they are, how they are split, which tokens are labels, which findings are errors."""
+    """The rows: where they are, how they are split, which findings are only warnings."""
 
     path: str
     columns: Any = plain()  # noqa: RUF009 a mapping; typed, OmegaConf could not merge one into null
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
     near_duplicate_similarity: float = number(at_least=0.5, at_most=1)
-    train_empty_thinking: bool = plain()
-    opening: str = choice("trained", "prompt")
     downgrade: list[str] | None = plain()  # noqa: RUF009
-    upgrade: list[str] | None = plain()  # noqa: RUF009
 
 
 @dataclass
