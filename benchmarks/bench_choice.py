@@ -24,9 +24,9 @@ from benchmarks.machine import write_result
 from safetrain.core.data.row_order import Cursor, largest_update, rows_at
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.formatting import counted
+from safetrain.core.records.run_state import discard_run
 from safetrain.core.records.settings import Recommendation, read_recommendation, updates_per_epoch
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import discard_run
 from tests.support.chaos.project import Project
 
 BATCHES, ROWS_PER_UPDATE = (16, 8, 4, 2, 1), 16

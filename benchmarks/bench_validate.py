@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import write_result
-from safetrain.core.storage.run_files import discard_run
+from safetrain.core.records.run_state import discard_run
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 1000  # texts that the library tokenizes at a time

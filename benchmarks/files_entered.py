@@ -28,8 +28,8 @@ from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.storage.run_files import FLIGHT
+from safetrain.core.records.settings import Survival, TrainJob
+from safetrain.core.storage.paths import FLIGHT
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.cpu.blas import load_fast_blas

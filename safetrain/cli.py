@@ -24,7 +24,7 @@ from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.formatting import printable
 from safetrain.core.signals import Terminated, handling, terminate
-from safetrain.core.tracebacks import with_traceback
+from safetrain.core.storage.files import with_traceback
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command takes it over
 HANDED_ON = {"ignore_unknown_options": True}  # to Hydra, as --cfg, and to DVC

@@ -11,7 +11,7 @@ from safetrain.cli_project import console, model_of_params, params, require_proj
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
-from safetrain.core.tracebacks import with_traceback
+from safetrain.core.storage.files import with_traceback
 
 
 def info(

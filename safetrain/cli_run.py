@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from safetrain.cli_project import params, require_project, stage_module
-from safetrain.core.again import RUN, ran_by
 from safetrain.core.errors import AlreadyRunningError, ConfigError
-from safetrain.core.formatting import counted, printable
+from safetrain.core.formatting import RUN, counted, printable, ran_by
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import POSTMORTEM
+from safetrain.core.storage.paths import POSTMORTEM
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 
@@ -199,7 +198,7 @@ def discard() -> None:
     This removes its checkpoints and training_state.json.
     """
     from safetrain.core.lock import training_lock
-    from safetrain.core.storage.run_files import discard_run
+    from safetrain.core.records.run_state import discard_run
     from safetrain.guard.postmortem import close_marker
 
     require_project()

@@ -22,9 +22,8 @@ from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError,
 from safetrain.core.formatting import override, printable
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import Terminated, handling, terminate
-from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.files import DISK_FULL, with_traceback
 from safetrain.core.storage.paths import shipped
-from safetrain.core.tracebacks import with_traceback
 
 ConfigStore.instance().store(name="schema", node=Pipeline)
 

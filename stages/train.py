@@ -10,13 +10,12 @@ from pathlib import Path
 from safetrain.core.lock import training_lock
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
-from safetrain.core.records.job import job_of, shared_by
 from safetrain.core.records.metrics import read_summary
 from safetrain.core.records.reports import read_data_report, require_data_of
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.settings import read_recommendation, require_plan_for
+from safetrain.core.records.settings import job_of, read_recommendation, require_plan_for, shared_by
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import FLIGHT
+from safetrain.core.storage.paths import FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings

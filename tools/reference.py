@@ -19,7 +19,7 @@ import yaml
 
 from safetrain.cli import app
 from safetrain.core import errors
-from safetrain.core.records import evaluation, metrics, postmortem, proof, reports, settings
+from safetrain.core.records import evaluation, metrics, postmortem, reports, settings
 from safetrain.plan import checks
 from tools.named_checks import named_checks
 
@@ -33,7 +33,7 @@ RECORDS = {
     "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
-    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof),
+    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, metrics.Proof),
     "evaluation.json": (
         evaluation.Evaluation,
         evaluation.Improvement,

@@ -1,11 +1,13 @@
-"""Numbers and texts as people read them."""
+"""Numbers, texts and commands as people read them."""
 
 import difflib
+import os
 import re
 import shlex
 from pathlib import Path
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
+RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
 EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
 
@@ -56,3 +58,18 @@ def override(key: str, value: object) -> str:
         return f"{key}={text}"
     text = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
     return shlex.quote(f'{key}="' + text.replace("${", r"\${") + '"')
+
+
+def dvc() -> str:
+    """What starts DVC: in a project of `safetrain init` it need not be installed by itself."""
+    return "safetrain" if Path(".safetrain").is_dir() else "dvc"
+
+
+def run_again() -> str:
+    """The command that started this run, else the usual one."""
+    return os.environ.get(RUN) or f"{dvc()} repro"
+
+
+def ran_by(lock: Path = Path("dvc.lock")) -> str:
+    """The like for a run that has ended: DVC keeps a lock of what it ran."""
+    return os.environ.get(RUN) or (f"{dvc()} repro" if lock.is_file() else "safetrain run")

@@ -21,15 +21,14 @@ from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, boot_id
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation
-from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv, summary_from
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.run_state import RunState
-from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
+from safetrain.core.records.run_state import MANIFEST, RunState, checkpoints_in
+from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings, recommendation_from
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import MANIFEST, checkpoints_in, from_json, write_record
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
+from safetrain.core.storage.files import from_json, write_record
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
 
 Kind = TypeVar("Kind")
 PARTLY = functools.partial(from_json, partly=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.again import run_again
 from safetrain.core.errors import ModelError, SafetrainError
+from safetrain.core.formatting import run_again
 from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, PromptFormat, write_prompt_format
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.storage.files import write_json
-from safetrain.core.storage.run_files import BAD_UPDATES
+from safetrain.core.storage.paths import BAD_UPDATES
 from safetrain.engine.batches import BatchLayout, Update, make_batch
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel

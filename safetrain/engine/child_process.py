@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from safetrain.core.storage.run_files import STACKS
+from safetrain.core.storage.paths import STACKS
 
 PR_SET_PDEATHSIG = 1
 OOM_SCORE = 500  # of 1000: the kernel then ends the training and not the supervisor, the shell or the desktop

@@ -21,16 +21,15 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.job import TrainJob
 from safetrain.core.records.settings import (
     DRY_RUN_SLOW_SECONDS,
     DRY_RUN_TIMED_SECONDS,
     DryRun,
     OwnOrder,
+    TrainJob,
     updates_per_epoch,
 )
-from safetrain.core.storage.files import read_record
-from safetrain.core.tracebacks import in_one_line
+from safetrain.core.storage.files import in_one_line, read_record
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.engine.job import Job, load_job, own_largest_update

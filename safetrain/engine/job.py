@@ -12,10 +12,17 @@ from safetrain.core.data.windows import TrainRows
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.run import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.job import TrainJob, identity_of, memory_shape
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
+from safetrain.core.records.settings import (
+    LargestUpdate,
+    TrainJob,
+    TrainSettings,
+    identity_of,
+    memory_shape,
+    total_updates,
+    usual_warmup,
+)
 from safetrain.core.storage import paths
 
 LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**12, 16  # where max_steps ends the run: a validation takes 2 % of its time

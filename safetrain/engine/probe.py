@@ -15,7 +15,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
-from safetrain.core.tracebacks import in_one_line
+from safetrain.core.storage.files import in_one_line
 from safetrain.engine.cpu.blas import load_fast_blas
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import FLOAT32, backend_of
 from safetrain.core.model.files import read_model_files
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.proof import ComparedWith, Proof, require_proof
+from safetrain.core.records.metrics import ComparedWith, Proof, require_proof
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays

@@ -10,9 +10,9 @@ import mlx.core as mx
 from safetrain.core.memory.terms import most_shards_of_whole
 from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.storage.files import KEPT_BESIDE, checkpoints_in
-from safetrain.core.storage.run_files import SAMPLES, discard_run, remove_half_written
+from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.backend import allocator, device, set_limits
 from safetrain.engine.batches import BatchLayout, Share

@@ -19,7 +19,7 @@ from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.run_folder import WrittenSample
 from safetrain.core.storage.files import sha256_of, write_text
-from safetrain.core.storage.run_files import SAMPLES
+from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.bad_updates import RefusedUpdate, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch

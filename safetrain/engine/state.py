@@ -18,21 +18,21 @@ from mlx.utils import tree_flatten, tree_unflatten
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import TrainingError
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.run_state import RunIdentity, RunState, read_run_state, write_run_state
-from safetrain.core.storage.files import (
+from safetrain.core.records.run_state import (
     Checkpoint,
+    RunIdentity,
+    RunState,
     checkpoints_in,
-    copied_sha256,
     fault_of,
     name_of,
-    replace_directory,
+    read_run_state,
     set_aside,
-    sha256_of,
     to_prune,
-    write_json,
     write_manifest,
+    write_run_state,
 )
-from safetrain.core.storage.run_files import POINTER
+from safetrain.core.storage.files import copied_sha256, replace_directory, sha256_of, write_json
+from safetrain.core.storage.paths import POINTER
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer

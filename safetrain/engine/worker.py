@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
-from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import (
     StepRecord,
     TrainingOutcome,
     TrainingSummary,
     append_csv,
+    describe_proof,
     start_csv,
     write_summary,
 )
-from safetrain.core.records.proof import describe_proof
 from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import DISK_FULL, from_json, read_record, write_record
-from safetrain.core.storage.run_files import JOB, RECORDER, rank_folder
-from safetrain.core.tracebacks import with_traceback
+from safetrain.core.storage.files import DISK_FULL, from_json, read_record, with_traceback, write_record
+from safetrain.core.storage.paths import JOB, RECORDER, rank_folder
 from safetrain.engine.child_process import limit_memory, set_up_child
 from safetrain.engine.cpu.blas import Blas, load_fast_blas
 from safetrain.engine.job import Job, describe, load_job, memory_of

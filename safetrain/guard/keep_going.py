@@ -13,18 +13,17 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.again import RUN, dvc
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
+from safetrain.core.formatting import RUN, dvc
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.terms import padded
-from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.run_state import is_finished
-from safetrain.core.records.settings import TrainSettings
+from safetrain.core.records.settings import Rung, TrainJob, TrainSettings, memory_shape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, LADDER
 from safetrain.guard.ladder import (
     GPU_CAUSES,
     MOST_RUNGS,

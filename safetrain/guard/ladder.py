@@ -5,17 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.again import run_again
 from safetrain.core.errors import MachineError
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import run_again, size_text
 from safetrain.core.memory.budget import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.run import memory_of_run
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.job import MemoryShape, Rung, TrainJob, memory_shape
-from safetrain.core.records.settings import LargestUpdate, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, MemoryShape, Rung, TrainJob, TrainSettings, memory_shape
 from safetrain.core.storage.files import read_record
-from safetrain.core.storage.run_files import LADDER
+from safetrain.core.storage.paths import LADDER
 
 MOST_RUNGS = 12
 NEARLY = 0.99  # of the planned budget counts as all of it

@@ -20,10 +20,10 @@ from safetrain.core.memory import macos
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.run_state import is_finished
+from safetrain.core.records.run_state import Checkpoint, is_finished, newest_whole
 from safetrain.core.run_folder import RunMarker, read_marker, write_marker
-from safetrain.core.storage.files import Checkpoint, newest_whole, write_record
-from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder
+from safetrain.core.storage.files import write_record
+from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder
 from safetrain.guard.process import Ending
 from safetrain.guard.sampling import MACHINE, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge

@@ -18,7 +18,7 @@ import psutil
 
 from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
 from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase, allowed_seconds
-from safetrain.core.storage.run_files import RECORDER
+from safetrain.core.storage.paths import RECORDER
 from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, RecentSamples, Sampler
 
 TAIL_BYTES = 64 * 1024

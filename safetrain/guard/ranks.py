@@ -26,7 +26,7 @@ from safetrain.core.recorder import read_flight
 from safetrain.core.records.hostfile import as_launched, read_hostfile
 from safetrain.core.run_folder import living_process
 from safetrain.core.storage.files import write_text
-from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS, rank_folder
+from safetrain.core.storage.paths import ERROR, RECORDER, STACKS, rank_folder
 from safetrain.guard.process import PEER_LOST, RING_PREFIX, Ending, WatchedProcess, WatchSettings
 
 RING = "ring.json"  # in the flight folder: the ranks' addresses

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.again import RUN
 from safetrain.core.events import Event, Recorded, Said
+from safetrain.core.formatting import RUN
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.signals import handling
 from safetrain.guard.process import Ending, WatchedProcess, WatchSettings, culprit

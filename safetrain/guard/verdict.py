@@ -13,7 +13,7 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.macos import CRITICAL, WARNING
 from safetrain.core.recorder import Edge, FlightRecord, Phase
-from safetrain.core.storage.run_files import FLIGHT, STACKS, rank_folder
+from safetrain.core.storage.paths import FLIGHT, STACKS, rank_folder
 from safetrain.guard.process import Ending
 
 NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of memory (as Ray's monitor warns)

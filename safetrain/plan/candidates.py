@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from safetrain.core.again import run_again
 from safetrain.core.errors import MachineError
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import run_again, size_text
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,

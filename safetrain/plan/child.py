@@ -20,8 +20,7 @@ from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import metal_budget_bytes, read_memory
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.signals import handling
-from safetrain.core.storage.files import cache_directory, read_record, write_record
-from safetrain.core.tracebacks import keep_text
+from safetrain.core.storage.files import cache_directory, keep_text, read_record, write_record
 
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between looks at a child's memory

@@ -17,8 +17,7 @@ import psutil
 
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.job import TrainJob, memory_shape
-from safetrain.core.records.settings import DryRun
+from safetrain.core.records.settings import DryRun, TrainJob, memory_shape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, write_record
 from safetrain.plan.child import (

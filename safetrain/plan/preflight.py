@@ -22,12 +22,11 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
 from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of
-from safetrain.core.records.run_state import RunIdentity, is_finished, read_run_state
+from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_run_state
 from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import checkpoints_in
-from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER
+from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, graded, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.dry_run import DryRunner

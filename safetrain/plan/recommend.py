@@ -19,6 +19,7 @@ from safetrain.core.memory.run import in_rectangles
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
@@ -29,7 +30,6 @@ from safetrain.core.records.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.core.storage.files import KEPT_BESIDE
 from safetrain.plan.candidates import Fit, PlannedTraining, RowStatistics
 from safetrain.plan.hyperparameters import (
     compute_dtype_of,

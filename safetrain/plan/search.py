@@ -13,7 +13,6 @@ from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import (
@@ -21,6 +20,8 @@ from safetrain.core.records.settings import (
     DRY_RUN_TIMED_SECONDS,
     DryRun,
     Recommendation,
+    Survival,
+    TrainJob,
     resolve,
     total_updates,
 )

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.again import dvc
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import dvc, size_text
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import describe_forgetting

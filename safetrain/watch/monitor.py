@@ -15,9 +15,9 @@ from safetrain.core.events import Begun, Died, Failed, Finished, JournalEntry, J
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase
 from safetrain.core.records.evaluation import evaluation_seconds
-from safetrain.core.records.job import TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.postmortem import PostMortem
+from safetrain.core.records.settings import TrainJob, memory_shape
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.curves import points_of
 from safetrain.watch.state import PhaseAge, State, phase_age, since_start, state_of

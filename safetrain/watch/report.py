@@ -11,11 +11,10 @@ from typing import Any
 from safetrain.core.events import Begun, Died
 from safetrain.core.formatting import counted, duration_text, override, size_text
 from safetrain.core.records.evaluation import Evaluation, Sample, Score, describe_forgetting, describe_loss
-from safetrain.core.records.job import MEMORY_ONLY
+from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.postmortem import describe_memory, describe_place
-from safetrain.core.records.proof import describe_proof
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.settings import ALL_LINEAR, Recommendation, TrainSettings
+from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted_peak, rungs_of

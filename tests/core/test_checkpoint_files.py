@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.storage.files import (
+from safetrain.core.records.run_state import (
     MANIFEST,
     Checkpoint,
     checkpoints_in,

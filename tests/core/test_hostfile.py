@@ -9,7 +9,7 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import DATA_BESIDE_BYTES, MemoryBudget
 from safetrain.core.records.hostfile import Hosts, as_launched, backend_of_ranks, hosts_of, read_hostfile
-from safetrain.core.records.job import Survival, TrainJob, shared_by
+from safetrain.core.records.settings import Survival, TrainJob, shared_by
 from tests.support.settings import SETTINGS
 
 HERE = {"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}

@@ -18,10 +18,16 @@ from safetrain.core.events import (
     parse_event,
 )
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory
-from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.settings import LargestUpdate, LoraSettings
+from safetrain.core.records.settings import (
+    LargestUpdate,
+    LoraSettings,
+    PlannedMemory,
+    Rung,
+    Survival,
+    TrainJob,
+    memory_shape,
+)
 from safetrain.core.storage.files import read_record, write_record
 from tests.support.settings import SETTINGS
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import EngineError, ModelError, SafetrainError
-from safetrain.core.storage.run_files import ERROR, FLIGHT
-from safetrain.core.tracebacks import keep_text, with_traceback
+from safetrain.core.storage.files import keep_text, with_traceback
+from safetrain.core.storage.paths import ERROR, FLIGHT
 
 
 def translated(*, understood: bool = False) -> SafetrainError:

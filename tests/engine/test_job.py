@@ -7,7 +7,7 @@ import pytest
 
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.settings import Survival, TrainJob
 from safetrain.engine.job import LEAST_VALID_TOKENS, load_job
 from tests.stores import write_stores
 from tests.support.random_models import EMBEDDED

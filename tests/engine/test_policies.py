@@ -12,9 +12,9 @@ import pytest
 from safetrain.core.data.row_order import row_order
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import BadUpdateError, ConfigError, InterruptedRun
-from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.run_state import RunIdentity
+from safetrain.core.records.settings import identity_of
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.bad_updates import fault_in
 from safetrain.engine.frozen import dequantized

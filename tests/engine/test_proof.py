@@ -10,7 +10,7 @@ import pytest
 
 from safetrain.core.errors import InterruptedRun, ModelError, TrainingError
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.proof import ComparedWith, Proof, describe_proof, require_proof
+from safetrain.core.records.metrics import ComparedWith, Proof, describe_proof, require_proof
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.job import Job
 from safetrain.engine.proof import LEAST_TOKENS, prove

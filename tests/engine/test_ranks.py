@@ -237,8 +237,7 @@ def test_events_that_nobody_reads_here_are_waited_for_by_no_rank(
 
 
 def test_how_many_ranks_is_no_part_of_what_a_run_is() -> None:
-    from safetrain.core.records.job import TrainJob
-    from safetrain.core.records.settings import TrainSettings
+    from safetrain.core.records.settings import TrainJob, TrainSettings
 
     assert "ranks" in {field.name for field in dataclasses.fields(TrainJob)}
     assert "ranks" not in {field.name for field in dataclasses.fields(TrainSettings)}

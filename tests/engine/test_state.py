@@ -16,12 +16,11 @@ import pytest
 from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import StepRecord, read_csv
-from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.files import MANIFEST, checkpoints_in, sha256_of, write_manifest
-from safetrain.core.storage.run_files import POINTER
+from safetrain.core.records.run_state import MANIFEST, RunIdentity, checkpoints_in, write_manifest
+from safetrain.core.records.settings import TrainSettings, identity_of
+from safetrain.core.storage.files import sha256_of
+from safetrain.core.storage.paths import POINTER
 from safetrain.engine.job import Job
 from safetrain.engine.run import Watcher, open_run, records_of_run
 from safetrain.engine.saving import save

@@ -16,9 +16,8 @@ from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, Train
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
-from safetrain.core.records.run_state import RunIdentity
+from safetrain.core.records.run_state import RunIdentity, discard_run, remove_half_written
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.core.storage.run_files import discard_run, remove_half_written
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.job import Job

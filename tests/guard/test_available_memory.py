@@ -7,10 +7,9 @@ import pytest
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget, Readings
 from safetrain.core.memory.estimate import with_margin
-from safetrain.core.memory.run import PlannedMemory, memory_of_run
+from safetrain.core.memory.run import memory_of_run
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.records.settings import LoraSettings
+from safetrain.core.records.settings import LoraSettings, PlannedMemory, Survival, TrainJob
 from safetrain.guard import ladder
 from safetrain.guard.ladder import PlannedUpdate, available_memory, fit_to_available_memory, needed_bytes
 from tests.conftest import EMBEDDED

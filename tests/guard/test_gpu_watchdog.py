@@ -10,10 +10,10 @@ import pytest
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Event, Said
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.postmortem import read_postmortem
+from safetrain.core.records.settings import Survival, TrainJob
 from safetrain.core.storage.files import read_record
-from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
+from safetrain.core.storage.paths import FLIGHT, JOB, LADDER
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment, next_gpu_rung
 from safetrain.guard.process import WatchSettings
@@ -28,7 +28,7 @@ from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.storage.run_files import RECORDER
+from safetrain.core.storage.paths import RECORDER
 text, needed, flight = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 pipe = EventPipe(int(sys.argv[4]))
 set_up_child(int(sys.argv[5]), flight, None)

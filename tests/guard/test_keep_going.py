@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.again import RUN
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
+from safetrain.core.formatting import RUN
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.postmortem import read_postmortem
-from safetrain.core.records.settings import LoraSettings
-from safetrain.core.storage.run_files import ERROR, FLIGHT
+from safetrain.core.records.settings import LoraSettings, Survival, TrainJob
+from safetrain.core.storage.paths import ERROR, FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings
@@ -35,9 +34,9 @@ from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.records.job import TrainJob
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
-from safetrain.core.storage.run_files import JOB, RECORDER
+from safetrain.core.storage.paths import JOB, RECORDER
 most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 pipe, settings = EventPipe(int(sys.argv[4])), read_record(flight / JOB, TrainJob).settings
 set_up_child(int(sys.argv[5]), flight, None)
@@ -60,9 +59,9 @@ from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.records.job import TrainJob
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
-from safetrain.core.storage.run_files import JOB, RECORDER
+from safetrain.core.storage.paths import JOB, RECORDER
 rank, flight = int(os.environ["MLX_RANK"]), Path(sys.argv[3])
 pipe, settings = EventPipe(int(sys.argv[4])), read_record((flight.parent if rank else flight) / JOB, TrainJob).settings
 set_up_child(int(sys.argv[5]), flight, None)

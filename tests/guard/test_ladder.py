@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.records.job import MemoryShape, Rung, identity_of, memory_shape
-from safetrain.core.records.settings import TrainSettings
+from safetrain.core.records.settings import MemoryShape, Rung, TrainSettings, identity_of, memory_shape
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.run_files import LADDER
+from safetrain.core.storage.paths import LADDER
 from safetrain.guard.ladder import (
     MOST_RUNGS,
     Ladder,

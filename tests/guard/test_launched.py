@@ -24,7 +24,7 @@ from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, Failed, Finished, Said, open_events
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.storage.run_files import RECORDER, rank_folder
+from safetrain.core.storage.paths import RECORDER, rank_folder
 rank = int(os.environ["MLX_RANK"])
 flight, pipe = rank_folder(Path(sys.argv[1]), rank), open_events(sys.argv[2], required=rank == 0)
 flight.mkdir(exist_ok=True)

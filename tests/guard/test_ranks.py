@@ -12,7 +12,7 @@ import pytest
 
 from safetrain.core.events import Event, Failed, Said
 from safetrain.core.records.postmortem import PostMortem, describe
-from safetrain.core.storage.run_files import STACKS, rank_folder
+from safetrain.core.storage.paths import STACKS, rank_folder
 from safetrain.guard.postmortem import explain
 from safetrain.guard.process import Ending, WatchSettings
 from safetrain.guard.ranks import free_ports
@@ -24,7 +24,7 @@ from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.storage.run_files import RECORDER
+from safetrain.core.storage.paths import RECORDER
 flight, pipe, rank = Path(sys.argv[1]), EventPipe(int(sys.argv[2])), int(os.environ["MLX_RANK"])
 set_up_child(int(sys.argv[3]), flight, None)
 recorder = Recorder(flight / RECORDER)

@@ -19,7 +19,7 @@ import pytest
 
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.run_files import RECORDER, STACKS
+from safetrain.core.storage.paths import RECORDER, STACKS
 from safetrain.guard.process import TAIL_BYTES, Ending, WatchSettings
 from safetrain.guard.supervisor import STOPPING, _is_alive, supervise
 
@@ -30,7 +30,7 @@ from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.run_files import RECORDER
+from safetrain.core.storage.paths import RECORDER
 flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
 set_up_child(int(sys.argv[3]), flight, None)
 recorder = Recorder(flight / RECORDER)

@@ -21,8 +21,8 @@ from safetrain.core.recorder import (
     boot_id,
 )
 from safetrain.core.records.postmortem import PostMortem, describe, read_postmortem
-from safetrain.core.storage.files import name_of, write_manifest
-from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
+from safetrain.core.records.run_state import name_of, write_manifest
+from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import (
     close_marker,
     exit_code_of,

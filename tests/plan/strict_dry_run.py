@@ -11,8 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from safetrain.core.records.job import TrainJob
-from safetrain.core.records.settings import DryRun
+from safetrain.core.records.settings import DryRun, TrainJob
 from safetrain.core.storage.files import read_record
 
 

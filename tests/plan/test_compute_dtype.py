@@ -10,11 +10,11 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import cuda_budget_bytes
 from safetrain.core.memory.estimate import total_bytes
-from safetrain.core.memory.run import memory_of_run, planned_memory
+from safetrain.core.memory.run import memory_of_run
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.records.reports import Machine, read_machine
-from safetrain.core.records.settings import Recommendation, resolve
+from safetrain.core.records.settings import Recommendation, planned_memory, resolve
 from safetrain.core.storage.files import write_record
 from safetrain.plan.estimate import estimate_of, remedies
 from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype

@@ -12,8 +12,7 @@ import pytest
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.records.settings import LoraSettings
+from safetrain.core.records.settings import LoraSettings, Survival, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
 from safetrain.plan.child import run_lines
 from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, most_bytes, remove_remains, scratch_folder, try_out

@@ -14,7 +14,7 @@ from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.run_files import POSTMORTEM
+from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import read_machine_now

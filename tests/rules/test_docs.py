@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.storage import paths, run_files
+from safetrain.core.storage import paths
 from safetrain.data.findings import KINDS
 from tests.conftest import ROOT
 from tests.rules.imports import python_files
@@ -89,8 +89,8 @@ def test_quoted_words_are_the_program_s(block: Block) -> None:
 def test_every_file_that_the_pipeline_writes_is_in_the_table_of_files() -> None:
     told = PAGES["docs/reference/files.md"]
     names = {value.name for value in vars(paths).values() if isinstance(value, Path)}
-    names |= {run_files.POINTER, run_files.BAD_UPDATES, run_files.FLIGHT, run_files.POSTMORTEM, run_files.LADDER}
-    names |= {run_files.STACKS, run_files.ERROR}
+    names |= {paths.POINTER, paths.BAD_UPDATES, paths.FLIGHT, paths.POSTMORTEM, paths.LADDER}
+    names |= {paths.STACKS, paths.ERROR}
     assert {name for name in names if name not in told} == set()
 
 

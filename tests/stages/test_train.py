@@ -10,11 +10,19 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory, RunMemory, planned_memory
+from safetrain.core.memory.run import RunMemory
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import OwnOrder, Recommendation, TrainSettings, resolve
+from safetrain.core.records.settings import (
+    OwnOrder,
+    PlannedMemory,
+    Recommendation,
+    Survival,
+    TrainJob,
+    TrainSettings,
+    planned_memory,
+    resolve,
+)
 from safetrain.engine.job import Job, memory_of
 from safetrain.guard.ladder import PlannedUpdate, needed_bytes
 from tests.conftest import EMBEDDED

@@ -9,9 +9,8 @@ from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import TrainSettings
+from safetrain.core.records.settings import Survival, TrainJob, TrainSettings
 from safetrain.engine.job import Job
 
 

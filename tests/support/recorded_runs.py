@@ -12,14 +12,14 @@ from safetrain.core.events import Begun, Died, Failed, Finished, Journal, Record
 from safetrain.core.lock import training_lock
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot_id
-from safetrain.core.records.job import MemoryShape, Rung, Survival, TrainJob
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
+from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest, write_run_state
+from safetrain.core.records.settings import MemoryShape, Rung, Survival, TrainJob
 from safetrain.core.run_folder import RunMarker, write_marker
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import name_of, write_manifest, write_record
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER
+from safetrain.core.storage.files import write_record
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER
 from tests.support.settings import SETTINGS
 
 GIB, MIB = 2**30, 2**20

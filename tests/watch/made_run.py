@@ -8,6 +8,8 @@ from typing import Any
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
 from safetrain.core.records.metrics import (
+    ComparedWith,
+    Proof,
     StepRecord,
     TrainingMetrics,
     TrainingOutcome,
@@ -16,7 +18,6 @@ from safetrain.core.records.metrics import (
     write_summary,
 )
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.proof import ComparedWith, Proof
 from safetrain.core.records.reports import DataReport, Finding, LengthHistogram, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.settings import (
     LargestUpdate,

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.reports import Finding
+from safetrain.core.records.settings import Survival, TrainJob
 from safetrain.core.run_folder import RunMarker, read_run, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES

@@ -22,7 +22,7 @@ from safetrain.core.records.postmortem import describe_rows, read_postmortem
 from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, json_line, running_stage, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of
 from safetrain.watch.state import State

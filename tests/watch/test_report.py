@@ -10,9 +10,9 @@ import pytest
 
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.evaluation import GroupScore, Improvement
-from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.reports import Finding, LengthHistogram
+from safetrain.core.records.settings import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.run_folder import RunMarker, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record

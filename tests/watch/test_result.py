@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.again import ran_by
 from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import ran_by
 from safetrain.core.records.evaluation import Improvement
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths

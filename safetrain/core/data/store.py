@@ -26,11 +26,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from safetrain.core.again import dvc
 from safetrain.core.data.pages import Pages
 from safetrain.core.data.token_files import OpenFiles, Stretch, StretchValues, TokenFile, require_unchanged
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.formatting import dvc
 from safetrain.core.storage.files import from_json, write_atomic
 
 VERSION = 2

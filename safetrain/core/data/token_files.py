@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.again import dvc
 from safetrain.core.errors import DataError
+from safetrain.core.formatting import dvc
 
 LOSS_SUFFIX = ".loss"  # beside a file of tokens: a byte for each, 0 if it is not a label
 MOST_OPEN = 64  # files: a Mac allows a process 256

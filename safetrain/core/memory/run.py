@@ -3,7 +3,6 @@
 Asked by the plan, by ``train`` before it starts, by the guard on each rung, and by the training process itself.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 from safetrain.core.memory.budget import MemoryBudget
@@ -20,29 +19,7 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.terms import backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, OwnOrder, Recommendation, TrainSettings
-
-PLANNED = (
-    "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
-    "compute_dtype",
-)  # fmt: skip
-SETTINGS = (*PLANNED, "method", "optimizer")  # that decide how much memory a run takes
-UPDATE = ("longest", "tokens", "labels")
-
-
-@dataclass(frozen=True)
-class PlannedMemory:
-    """What a dry run has measured, and the run that it was measured for."""
-
-    settings: TrainSettings
-    largest_update: LargestUpdate
-    peak_bytes: int  # of mlx's allocator
-    own_order: OwnOrder | None = None  # of the seed that it was planned for
-
-    def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
-        """Whether the measurement holds for a run: same memory settings, and no larger update."""
-        same = all(getattr(settings, key) == getattr(self.settings, key) for key in SETTINGS)
-        return same and all(getattr(largest, key) <= getattr(self.largest_update, key) for key in UPDATE)
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, PlannedMemory, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -53,23 +30,6 @@ class RunMemory:
     peak_bytes: int
     needed_bytes: int  # the peak, with a margin where it is not measured
     mlx_limit_bytes: int
-
-
-def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> PlannedMemory | None:
-    """The peak that the plan's dry run measured, for a run with ``settings``; None if no dry run fitted the budget.
-
-    Keys that the plan does not fix (those outside of PLANNED) come from ``settings``.
-    """
-    peak = recommendation.measured_peak_bytes
-    if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
-        return None
-    planned = dataclasses.replace(
-        settings,
-        method=recommendation.planned_method,
-        optimizer=recommendation.planned_optimizer,
-        **{key: getattr(recommendation, key) for key in PLANNED},
-    )
-    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.own_order)
 
 
 def memory_of_run(

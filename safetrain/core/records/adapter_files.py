@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.again import dvc
 from safetrain.core.errors import ModelError
+from safetrain.core.formatting import dvc
 
 CHAT_FILE = "chat.json"
 BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json

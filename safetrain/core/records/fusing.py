@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import size_text
-from safetrain.core.records.proof import NO_CHANGE
+from safetrain.core.records.metrics import NO_CHANGE
 
 REPORT = "fuse_report.json"
 Z95 = 1.959964  # two-sided 95 % of a normal distribution

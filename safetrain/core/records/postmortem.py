@@ -7,7 +7,7 @@ from pathlib import Path
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.storage.files import from_json
-from safetrain.core.storage.run_files import POSTMORTEM
+from safetrain.core.storage.paths import POSTMORTEM
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,21 @@
-"""training_state.json: where an unfinished run stands, and what makes two runs the same run."""
+"""training_state.json and the checkpoints: where an unfinished run stands, and what makes two runs the same run.
+
+A checkpoint is a folder that proves itself: its manifest has the length and hash of every file.
+"""
 
 import dataclasses
 import json
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.storage.files import from_json, write_json
-from safetrain.core.storage.run_files import POINTER
+from safetrain.core.storage.files import from_json, sha256_of, write_json
+from safetrain.core.storage.paths import BAD_UPDATES, CHECKPOINTS, DAMAGED, HALF_WRITTEN, LADDER, POINTER, REPLACED
 
+MANIFEST = "manifest.json"
+KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
+NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
@@ -73,3 +81,101 @@ def is_finished(output: Path) -> bool:
     """Whether training_state.json calls its run complete, so that nothing is continued."""
     state = read_run_state(output)
     return state is not None and state.finished
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that may hold a checkpoint."""
+
+    folder: Path
+    step: int
+
+
+def name_of(epoch: int, step: int) -> str:
+    """The folder's name."""
+    return f"checkpoint_epoch_{epoch}_step_{step}"
+
+
+def checkpoints_in(output: Path) -> list[Checkpoint]:
+    """All of them, whole or not, the newest first."""
+    matches = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
+    checkpoints = [Checkpoint(folder, int(match[2])) for folder, match in matches if match and folder.is_dir()]
+    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
+
+
+def write_manifest(folder: Path) -> None:
+    """Read every file of ``folder`` back and write down its length and hash."""
+    files = {file.name: _proof(file) for file in sorted(folder.iterdir())}
+    write_json(folder / MANIFEST, {"sha256": files})
+
+
+def fault_of(folder: Path) -> str:
+    """What is wrong with a checkpoint, empty if it is whole. Raises OSError where the disk does not let it be read."""
+    try:
+        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        for name, proof in expected.items():
+            actual = _proof(folder / name)
+            if actual != proof:
+                size = f"{actual['bytes']} bytes instead of {proof['bytes']}"
+                return f"{name} has {size}" if actual["bytes"] != proof["bytes"] else f"{name} has other contents"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    return ""
+
+
+def set_aside(checkpoint: Checkpoint) -> Path:
+    """Rename a damaged checkpoint, so that it is no longer read as one; returns its new path."""
+    target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
+    number = 2
+    while target.exists():
+        target = checkpoint.folder.with_name(f"{DAMAGED}{checkpoint.folder.name}_{number}")
+        number += 1
+    checkpoint.folder.rename(target)
+    return target
+
+
+def newest_whole(output: Path) -> Checkpoint | None:
+    """The one to continue from; nothing is changed."""
+    return next((checkpoint for checkpoint in checkpoints_in(output) if not fault_of(checkpoint.folder)), None)
+
+
+def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
+    """Folders that are neither among the newest ``keep`` nor of the best step."""
+    return [checkpoint.folder for checkpoint in checkpoints_in(output)[keep:] if checkpoint.step != best_step]
+
+
+def _proof(file: Path) -> dict[str, object]:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+
+
+def remove_half_written(output: Path) -> None:
+    """Remove what a killed process has left; only while no other works in ``output``.
+
+    A folder that was being replaced, and is not there under its own name, gets that back.
+    """
+    for old in output.glob(REPLACED):
+        own = output / old.name[1:].rpartition("-old-")[0]
+        if not own.exists() and any(old.iterdir()):
+            old.rename(own)
+    for path in (path for pattern in HALF_WRITTEN for path in output.glob(pattern)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def discard_run(output: Path, *, damaged_too: bool = False) -> int:
+    """Remove the pointer, all checkpoints, bad updates, what a killed process left half written.
+
+    Returns how many checkpoints. Damaged ones stay for inspection, unless the caller removes them.
+    """
+    (output / POINTER).unlink(missing_ok=True)
+    (output / LADDER).unlink(missing_ok=True)
+    remove_half_written(output)
+    checkpoints = list(output.glob(CHECKPOINTS))
+    for folder in [*checkpoints, *(output.glob(DAMAGED + CHECKPOINTS) if damaged_too else ())]:
+        shutil.rmtree(folder)
+    shutil.rmtree(output / BAD_UPDATES, ignore_errors=True)
+    return len(checkpoints)

@@ -1,7 +1,6 @@
-"""Files that are whole or absent: temporary name, flush, fsync, rename. Records as JSON, and checkpoints' manifests.
+"""Files that are whole or absent: temporary name, flush, fsync, rename. Records as JSON.
 
-A record is a frozen dataclass; the types of its fields say what a list or an object in JSON becomes. A checkpoint is a
-folder that proves itself: its manifest has the length and hash of every file.
+A record is a frozen dataclass; the types of its fields say what a list or an object in JSON becomes.
 """
 
 import contextlib
@@ -11,31 +10,26 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from safetrain.core.again import dvc
-from safetrain.core.errors import ConfigError, DiskFullError
-from safetrain.core.formatting import size_text
-from safetrain.core.storage.run_files import CHECKPOINTS, DAMAGED
+from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
+from safetrain.core.formatting import dvc, size_text
+from safetrain.core.storage.paths import ERROR
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Kind = TypeVar("Kind")
 
-MANIFEST = "manifest.json"
-KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
-NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 LFS_POINTER = b"version https://git-lfs"  # how a file begins whose content Git LFS has not fetched
 FETCH_LFS = "git lfs install && git lfs pull, in the repository that holds it"
@@ -306,69 +300,6 @@ def _field(kind: Any, value: Any) -> Any:
     return from_json(kind, value) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else value
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder that may hold a checkpoint."""
-
-    folder: Path
-    step: int
-
-
-def name_of(epoch: int, step: int) -> str:
-    """The folder's name."""
-    return f"checkpoint_epoch_{epoch}_step_{step}"
-
-
-def checkpoints_in(output: Path) -> list[Checkpoint]:
-    """All of them, whole or not, the newest first."""
-    matches = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
-    checkpoints = [Checkpoint(folder, int(match[2])) for folder, match in matches if match and folder.is_dir()]
-    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
-
-
-def write_manifest(folder: Path) -> None:
-    """Read every file of ``folder`` back and write down its length and hash."""
-    files = {file.name: _proof(file) for file in sorted(folder.iterdir())}
-    write_json(folder / MANIFEST, {"sha256": files})
-
-
-def fault_of(folder: Path) -> str:
-    """What is wrong with a checkpoint, empty if it is whole. Raises OSError where the disk does not let it be read."""
-    try:
-        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        for name, proof in expected.items():
-            actual = _proof(folder / name)
-            if actual != proof:
-                size = f"{actual['bytes']} bytes instead of {proof['bytes']}"
-                return f"{name} has {size}" if actual["bytes"] != proof["bytes"] else f"{name} has other contents"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    return ""
-
-
-def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that it is no longer read as one; returns its new path."""
-    target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
-    number = 2
-    while target.exists():
-        target = checkpoint.folder.with_name(f"{DAMAGED}{checkpoint.folder.name}_{number}")
-        number += 1
-    checkpoint.folder.rename(target)
-    return target
-
-
-def newest_whole(output: Path) -> Checkpoint | None:
-    """The one to continue from; nothing is changed."""
-    return next((checkpoint for checkpoint in checkpoints_in(output) if not fault_of(checkpoint.folder)), None)
-
-
-def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
-    """Folders that are neither among the newest ``keep`` nor of the best step."""
-    return [checkpoint.folder for checkpoint in checkpoints_in(output)[keep:] if checkpoint.step != best_step]
-
-
 def copied_sha256(source: Path, copy: Path) -> str:
     """Copy a file; returns the hash of what the disk then holds."""
     shutil.copyfile(source, copy)
@@ -381,5 +312,37 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _proof(file: Path) -> dict[str, object]:
-    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
+    """Write the traceback of the library's error behind one of ours; gives its path, empty where there is none.
+
+    Errors that are understood are raised ``from None``, or from another of ours, and need no traceback.
+    """
+    cause = error.__cause__ if isinstance(error, SafetrainError) else error
+    if cause is None or isinstance(cause, SafetrainError):
+        return ""
+    return keep_text("".join(traceback.format_exception(error)), folder)
+
+
+def keep_text(text: str, folder: Path | None = None) -> str:
+    """Write a traceback that is text already, as a child process left it; gives where it is.
+
+    Into the user's cache: the flight folder is a training's own, which names it. A disk that refuses hides no error.
+    """
+    path = (folder or cache_directory()) / ERROR
+    try:
+        write_text(path, text)
+    except OSError:
+        return ""
+    return str(path)
+
+
+def in_one_line(error: SafetrainError) -> str:
+    """What has happened, and where its traceback is."""
+    file = keep_traceback(error)
+    return f"{error.what} (traceback: {file})" if file else error.what
+
+
+def with_traceback(error: SafetrainError, folder: Path | None = None) -> str:
+    """The error's message, and where its traceback is."""
+    file = keep_traceback(error, folder)
+    return f"{error}\n  traceback: {file}" if file else str(error)

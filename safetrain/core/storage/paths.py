@@ -15,6 +15,20 @@ SUMMARY = OUTPUT / "training_summary.json"
 EVALUATION = OUTPUT / "evaluation.json"
 PLOTS = OUTPUT / "plots"
 REPORT = OUTPUT / "report.html"
+# Names in the run's folder
+POINTER = "training_state.json"
+CHECKPOINTS = "checkpoint_epoch_*_step_*"
+BAD_UPDATES = "bad_updates"
+FLIGHT = "flight"  # recorder, stacks, job: of the last training process
+JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in there
+JOURNAL = "journal.jsonl"  # there too: what happened in this training and the ones before, for people
+ERROR = "error.txt"  # there too: the traceback of a library's error that was reported in our words
+POSTMORTEM = "postmortem.json"
+LADDER = "memory_ladder.json"
+SAMPLES = "samples.jsonl"  # what a model that is trained from scratch has written
+REPLACED = ".*-old-*"  # a folder whose new version is being put in its place (files.replace_directory)
+HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
+DAMAGED = "damaged_"  # in front of a checkpoint's name
 
 
 def shipped(name: str) -> Path:
@@ -22,3 +36,8 @@ def shipped(name: str) -> Path:
     package = Path(__file__).resolve().parents[2]
     installed = package / "project"
     return (installed if installed.is_dir() else package.parent) / name
+
+
+def rank_folder(flight: Path, rank: int) -> Path:
+    """The flight folder of one of several ranks; rank 0 has that of the training."""
+    return flight / f"rank_{rank}" if rank else flight

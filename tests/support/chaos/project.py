@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-from safetrain.core.storage.run_files import discard_run
+from safetrain.core.records.run_state import discard_run
 from tests.support.chaos.weights import Adapter, read_adapter
 from tests.support.random_models import TINY, build_model
 
