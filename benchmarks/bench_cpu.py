@@ -13,11 +13,10 @@ from benchmarks.machine import write_result
 
 WITHOUT = {
     "OpenBLAS in front (blas)": "blas",
-    "freed memory kept (blas)": "memory",
-    "SwiGLU by powers of 2 (powers)": "swiglu",
-    "cross-entropy by powers of 2 (powers)": "entropy",
-    "attention by powers of 2 (attention)": "attention",
-    "shards side by side (streams)": "streams",
+    "SwiGLU by powers of 2 (kernels)": "swiglu",
+    "cross-entropy by powers of 2 (kernels)": "entropy",
+    "attention by powers of 2 (kernels)": "attention",
+    "shards side by side (kernels)": "streams",
 }
 ROUNDS = 3
 WIDTH, BLOCKS, VOCABULARY, ROWS, TOKENS = 512, 2, 16384, 8, 128
@@ -52,8 +51,6 @@ def take_away(trick: str) -> None:
     """Put what mlx does by itself in the place of one trick; call before anything else of the engine is imported."""
     from safetrain.engine.cpu import blas
 
-    if trick == "memory":
-        blas._keep_freed_memory = lambda: None
     if trick != "blas":
         blas.load_fast_blas()
     import mlx.nn as nn
@@ -87,8 +84,7 @@ def update_ms(trick: str) -> float:
     from safetrain.engine.model import open_skeleton
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of
-    from safetrain.engine.trainable import equip
-    from safetrain.engine.update import apply_gradient, measure
+    from safetrain.engine.update import apply_gradient, equip, measure
 
     settings = settings_of(LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,)), ROWS, TOKENS)
     model = open_skeleton(CONFIG, float32=True)

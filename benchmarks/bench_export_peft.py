@@ -122,11 +122,10 @@ def exported(base: Path, folder: Path, method: str) -> float:
 
     from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.adapter_folder import adapter_arrays, save_adapter
-    from safetrain.engine.adapters import measure_rows
+    from safetrain.engine.adapters import make_trainable, measure_rows
     from safetrain.engine.exchange.peft_arrays import places_of
     from safetrain.engine.exchange.peft_export import shape_for_peft, write_peft
     from safetrain.engine.model import open_base
-    from safetrain.engine.trainable import make_trainable
 
     def moved(name: str, value: Any) -> Any:
         return value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)

@@ -114,13 +114,13 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.adapter_folder import apply_adapter, save_adapter
+    from safetrain.engine.adapters import adapted_names
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_base
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import _random_rows, settings_of
-    from safetrain.engine.trainable import adapted_names, prepare
-    from safetrain.engine.update import apply_gradient, measure
+    from safetrain.engine.update import apply_gradient, measure, prepare
 
     folder, files = scratch / "model", read_model_files(scratch / "model")
     model = open_base(folder, dequantize=False)

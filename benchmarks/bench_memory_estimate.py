@@ -76,8 +76,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import layout_for
     from safetrain.engine.optimizer import optimizer_of
-    from safetrain.engine.trainable import prepare
-    from safetrain.engine.update import apply_gradient
+    from safetrain.engine.update import apply_gradient, prepare
     from safetrain.engine.update import measure as measure_update
     from tests.support.random_models import build_model
     from tests.support.settings import SETTINGS

@@ -18,8 +18,7 @@ def main() -> None:
     import mlx.nn as nn
     from mlx_lm.models.activations import swiglu as stock_swiglu
 
-    from safetrain.engine.cpu.powers import cross_entropy, swiglu
-    from safetrain.engine.cpu.quantized import dequantize_per_use
+    from safetrain.engine.cpu.kernels import cross_entropy, dequantize_per_use, swiglu
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 

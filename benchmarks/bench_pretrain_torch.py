@@ -188,8 +188,7 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.optimizer import learning_rate, optimizer_of
-    from safetrain.engine.trainable import prepare
-    from safetrain.engine.update import apply_gradient, measure
+    from safetrain.engine.update import apply_gradient, measure, prepare
 
     model, gradients = prepare(model_folder, settings)
     optimizer = optimizer_of(settings)

@@ -14,9 +14,9 @@ from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, P
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
+from safetrain.engine.adapters import adapted_names, adapter_weights, make_trainable, set_adapter_weights
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
-from safetrain.engine.trainable import adapted_names, adapter_weights, make_trainable, set_adapter_weights
 from safetrain.engine.upstream.layers import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"

@@ -1,7 +1,8 @@
-"""LoRA and DoRA layers with mlx-lm's parameter names, for bases of any number of bits, quantized or not.
+"""What of a model is trained: LoRA and DoRA layers, some blocks (full), or everything (pretrain).
 
-mlx-lm's own multiply a 16-bit stream in float32 and know no DoRA on 3, 5 and 6 bits. Master weights are float32 here
-too; they are rounded to the stream's type for the product.
+The layers have mlx-lm's parameter names and take bases of any number of bits, quantized or not. mlx-lm's own multiply a
+16-bit stream in float32 and know no DoRA on 3, 5 and 6 bits. Master weights are float32 here too; they are rounded to
+the stream's type for the product.
 """
 
 import math
@@ -10,14 +11,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.memory.estimate import require_trainable
 from safetrain.core.memory.terms import FLOAT32
-from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.frozen import dequantized
-from safetrain.engine.randomness import Dropout, Randomness
-from safetrain.engine.upstream.layers import EXPERTS, LoraExperts
+from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
+from safetrain.engine.layers import Dropout, Randomness, RowLengths, dequantized
+from safetrain.engine.model import BaseModel
+from safetrain.engine.upstream.layers import EXPERTS, LoraExperts, without_adapter
+from safetrain.engine.upstream.loading import is_quantized
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
@@ -43,17 +47,6 @@ class LoraLinear(nn.Module):
         """The adapter's own output, without the base layer's."""
         low = self.dropout(x) @ self.lora_a.astype(x.dtype)
         return low @ (self.scale * self.lora_b).astype(x.dtype)
-
-
-class RowLengths:
-    """Lengths of the rows of every adapted weight, by place: what DoRA divides by.
-
-    They depend only on adapters and base, so they are made once for each change of the adapters (``measure_rows``),
-    not in each forward pass. Compiled programs take ``values`` as inputs.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, mx.array] = {}
 
 
 class DoraLinear(LoraLinear):
@@ -118,22 +111,93 @@ def shape_of(linear: Any) -> tuple[int, int]:
     return outputs, inputs * 32 // linear.bits if "scales" in linear else inputs
 
 
-def add_layers(
-    block: Any, names: set[str], method: str, lora: LoraSettings, source: Randomness, lengths: RowLengths
-) -> None:
+def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
+    """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze blocks (full) or all (pretrain).
+
+    Only the top ``lora.num_layers`` blocks train, except in pretraining. Trained weights are float32 whatever the
+    base is; adapters' initial values depend only on ``seed``. Raises ConfigError or ModelError where there is nothing
+    to train.
+    """
+    blocks = model.module.layers
+    if lora.num_layers > len(blocks):
+        raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)}, the model's")
+    mx.random.seed(seed)
+    if method == PRETRAIN:
+        _unfreeze(model, [model.module])
+    elif method == "full":
+        _unfreeze(model, blocks[-lora.num_layers :])
+    else:
+        names = _target_names(model, lora.targets)
+        for block in blocks[-lora.num_layers :]:
+            _add_layers(model, block, names, method, lora)
+    if not tree_flatten(model.module.trainable_parameters()):
+        raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
+    mx.eval(model.module.parameters())
+
+
+def adapter_weights(model: BaseModel) -> dict[str, mx.array]:
+    """The trainable parameters by name."""
+    return dict(tree_flatten(model.module.trainable_parameters()))
+
+
+def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
+    """Put trainable parameters back; raises ModelError unless names and shapes are exactly those of the model."""
+    own = adapter_weights(model)
+    wrong = sorted(
+        name for name in own.keys() | weights.keys()
+        if name not in own or name not in weights or own[name].shape != weights[name].shape
+    )  # fmt: skip
+    if wrong:
+        raise ModelError(f"{len(wrong)} adapter tensors do not fit the model, the first: {wrong[0]}.")
+    model.module.update(tree_unflatten(list(weights.items())))
+    measure_rows(model.module)
+
+
+def adapted_names(model: BaseModel) -> list[str]:
+    """Full names inside a block of the layers that carry adapters."""
+    return sorted({name for block in model.module.layers for name, m in block.named_modules() if "lora_a" in m})
+
+
+def _unfreeze(model: BaseModel, blocks: list[Any]) -> None:
+    require_trainable("full", quantized=is_quantized(model.module))
+    for block in blocks:
+        block.unfreeze()
+        block.update(tree_map(lambda w: w.astype(mx.float32), block.trainable_parameters()))
+
+
+def _add_layers(model: BaseModel, block: Any, names: set[str], method: str, lora: LoraSettings) -> None:
     """Put an adapter on the layers of ``block`` that ``names`` has; raises ConfigError for DoRA on experts."""
     parts: list[tuple[str, Any]] = []
     for name, layer in block.named_modules():
         if name not in names:
             continue
+        if isinstance(layer, EXPERTS) and method == "dora":
+            raise ConfigError(
+                f"DoRA cannot be put on experts ({name}).", do="train.method=lora, or name other lora.targets"
+            )
         if isinstance(layer, EXPERTS):
-            if method == "dora":
-                raise ConfigError(
-                    f"DoRA cannot be put on experts ({name}).", do="train.method=lora, or name other lora.targets"
-                )
-            parts.append((name, LoraExperts.on(layer, lora, source)))
+            parts.append((name, LoraExperts.on(layer, lora, model.randomness)))
+        elif method == "dora":
+            parts.append((name, DoraLinear(layer, lora, model.randomness, model.lengths)))
         else:
-            dora = method == "dora"
-            parts.append((name, DoraLinear(layer, lora, source, lengths) if dora else LoraLinear(layer, lora, source)))
+            parts.append((name, LoraLinear(layer, lora, model.randomness)))
     if parts:
         block.update_modules(tree_unflatten(parts))
+
+
+def _target_names(model: BaseModel, targets: tuple[str, ...]) -> set[str]:
+    """Full names inside a block (self_attn.q_proj) of the layers that ``targets`` names in full or by their end."""
+    kinds, names = (*LINEAR, *EXPERTS), set[str]()
+    for block in model.module.layers:
+        names |= {name for name, layer in block.named_modules() if isinstance(layer, kinds)}
+    for block in model.module.layers:
+        names -= without_adapter(block)
+    if targets == (ALL_LINEAR,):
+        return names
+    unmatched = [t for t in targets if not any(is_target(name, t) for name in names)]
+    if unmatched:
+        raise ConfigError(
+            f"lora.targets names layers that the model does not have: {', '.join(unmatched)}.",
+            expected=f"some of {', '.join(sorted(names))}, or null for all",
+        )
+    return {name for name in names if any(is_target(name, target) for target in targets)}

@@ -9,7 +9,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import DataError
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, in_order
-from safetrain.engine.cpu.streams import side_by_side
+from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
@@ -54,7 +54,7 @@ def row_losses(
         beat(batch, number)
         if device().side_by_side:
             with loss.one_head():
-                label_losses = side_by_side(lambda _, shard: loss.by_label(shard), batch.shards)
+                label_losses = side_by_side(lambda shard: loss.by_label(shard), batch.shards)
         else:
             label_losses = [loss.by_label(shard) for shard in batch.shards]
         for shard, losses in zip(batch.shards, label_losses, strict=True):

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.adapters import SLICE_BYTES
-from safetrain.engine.frozen import dequantized
+from safetrain.engine.layers import dequantized
 from safetrain.engine.upstream.saving import takes_bits
 
 Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one

@@ -7,19 +7,18 @@ powers of two.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
-from safetrain.engine.cpu.powers import cross_entropy
+from safetrain.engine.cpu.kernels import cross_entropy
+from safetrain.engine.layers import Arrays, with_gradient
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.adaptation import Head, SplitModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
 
-Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
 
@@ -49,30 +48,29 @@ class ShardLoss:
         """Loss of one shard, lazily."""
         if not self._training:
             return self.by_label(shard).sum()
-        if self._matrix is not None and self._split is not None:
-            size = chunk_tokens(self._split.vocabulary, device().shards)
-            loss_of = chunked_loss_of_matrix(self._matrix.head_of, size, fused=device().fuses_loss)
-            return loss_of(self._matrix.now(), self._chosen(shard), shard.targets, shard.weights)
-        if self._split is None:  # the identity stands in for the head
-            arguments = (_unseen, self._chosen(shard), shard.targets, shard.weights)
-            return summed_loss_of_chunk(*arguments, fused=device().fuses_loss)
-        make = chunked_loss(*self._head(self._split), fused=device().fuses_loss)
-        return make(self._chosen(shard), shard.targets, shard.weights)
+        split, fused = self._split, device().fuses_loss
+        if split is None:  # the identity stands in for the head
+            return losses_of(_unseen, self._chosen(shard), shard.targets, shard.weights, fused=fused).sum()
+        if self._matrix is not None:
+            loss_of, trained = chunked_loss(self._matrix.head_of, _chunk(split), fused=fused), [self._matrix.now()]
+        else:
+            head = self._head(split)
+            loss_of, trained = chunked_loss(lambda: head, _chunk(split), fused=fused), []
+        return loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
 
     def by_label(self, shard: Shard) -> mx.array:
         """(labels,) of one shard, lazily and without a gradient; 0 where the list of labels is padded."""
-        head, size = (_unseen, shard.targets.size) if self._split is None else self._head(self._split)
-        measure = measured_losses(head, size, fused=device().fuses_loss)
-        return measure(self._chosen(shard), shard.targets, shard.weights)
+        split = self._split
+        head, size = (_unseen, shard.targets.size) if split is None else (self._head(split), _chunk(split))
+        return measured_losses(head, size, self._chosen(shard), shard.targets, shard.weights, fused=device().fuses_loss)
 
     def _chosen(self, shard: Shard) -> mx.array:
         """(labels, features) of what predicts the labels."""
         call = self._split.trunk if self._split else self._model.module
         return self._observe(through(self._model, call, shard))[shard.positions]
 
-    def _head(self, split: SplitModel) -> tuple[Head, int]:
-        """The head, and how many labels it takes at a time."""
-        return self._shared or split.head(), chunk_tokens(split.vocabulary, device().shards)
+    def _head(self, split: SplitModel) -> Head:
+        return self._shared or split.head()
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -84,6 +82,11 @@ class ShardLoss:
             self._shared = None
 
 
+def _chunk(split: SplitModel) -> int:
+    """Labels whose logits are made together."""
+    return chunk_tokens(split.vocabulary, device().shards)
+
+
 def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
     """(tokens, features) of the model or its trunk, which ``call`` is."""
     if model.packs_rows:
@@ -91,96 +94,57 @@ def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx
     return call_padded(call, shard.inputs, shard.layout)
 
 
-def summed_loss_of_chunk(
-    head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool
-) -> mx.array:
-    """Weighted sum of the losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
-    return _losses_of_chunk(head, hidden, targets, weights, fused=fused).sum()
-
-
-def _losses_of_chunk(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool) -> mx.array:
+def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool) -> mx.array:
+    """Weighted losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
     logits = head(hidden)  # (tokens, vocabulary)
     losses = mx.fast.cross_entropy if fused else cross_entropy
     return losses(logits if fused else logits.astype(mx.float32), targets) * weights
 
 
-def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
-    """A loss of hidden states through a frozen head that never holds the logits of more than ``chunk`` tokens.
+def chunked_loss(head_of: Callable[..., Head], chunk: int, *, fused: bool = False) -> Callable[..., mx.array]:
+    """A loss that never holds the logits of more than ``chunk`` tokens.
 
-    The gradient in the hidden states is made in the forward pass, chunk after chunk, each waiting for the one before:
-    a frozen head needs no gradient, so nothing is computed twice.
+    It takes hidden states (labels, width), targets and weights (labels,), and the arrays that ``head_of`` makes a head
+    of: the matrix where that is trained, nothing where the head is frozen. The gradients are made in the forward pass,
+    chunk after chunk, each waiting for the one before, so nothing is computed twice.
     """
 
-    def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        return summed_loss_of_chunk(head, hidden, targets, weights, fused=fused)
+    def of_chunk(inputs: list[mx.array], targets: mx.array, weights: mx.array) -> mx.array:
+        hidden, *trained = inputs
+        return losses_of(head_of(*trained), hidden, targets, weights, fused=fused).sum()
 
-    with_gradient = mx.value_and_grad(of_chunk)
+    with_gradients = mx.value_and_grad(of_chunk)
 
-    def forward(hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        total = mx.array(0.0)
-        gradients: list[mx.array] = []
+    def forward(hidden: mx.array, targets: mx.array, weights: mx.array, *trained: mx.array) -> Arrays:
+        total, of_hidden = mx.array(0.0), [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
+        of_trained = [mx.zeros(each.shape, mx.float32) for each in trained]
         for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            here = hidden[part] if not gradients else mx.depends([hidden[part]], [gradients[-1]])[0]
-            loss, gradient = with_gradient(here, targets[part], weights[part])
-            total = total + loss
-            gradients.append(gradient)
-        return total, mx.concatenate(gradients)
+            some = slice(start, start + chunk)
+            here = mx.depends([hidden[some]], [of_hidden[-1], *of_trained])[0] if start else hidden[some]
+            loss, (gradient, *added) = with_gradients([here, *trained], targets[some], weights[some])
+            total, of_hidden = total + loss, [*of_hidden, gradient]
+            of_trained = [old + new.astype(mx.float32) for old, new in zip(of_trained, added, strict=True)]
+        return total, mx.concatenate(of_hidden), *of_trained
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        gradient = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
-        return gradient, mx.zeros_like(primals[1]), mx.zeros_like(primals[2])
+        hidden, targets, weights, *trained = primals
+        of_hidden, *of_trained = (
+            (cotangents[0] * gradient).astype(primal.dtype)
+            for gradient, primal in zip(outputs[1:], (hidden, *trained), strict=True)
+        )
+        return of_hidden, mx.zeros_like(targets), mx.zeros_like(weights), *of_trained
 
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return lambda hidden, targets, weights: function(hidden, targets, weights)[0]
-
-
-def chunked_loss_of_matrix(
-    head_of: Callable[[mx.array], Head], chunk: int, *, fused: bool = False
-) -> Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]:
-    """The same loss where the head's matrix is trained: its gradient is added up in the forward pass too.
-
-    Takes the matrix (vocabulary, width), hidden states (labels, width), targets and weights (labels,).
-    """
-
-    def of_chunk(matrix: mx.array, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        return summed_loss_of_chunk(head_of(matrix), hidden, targets, weights, fused=fused)
-
-    with_gradients = mx.value_and_grad(of_chunk, argnums=(0, 1))
-
-    def forward(matrix: mx.array, hidden: mx.array, targets: mx.array, weights: mx.array) -> Arrays:
-        total, of_matrix = mx.array(0.0), mx.zeros(matrix.shape, mx.float32)
-        of_hidden = [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            here = mx.depends([hidden[part]], [of_matrix])[0] if start else hidden[part]
-            loss, (added, gradient) = with_gradients(matrix, here, targets[part], weights[part])
-            total, of_matrix = total + loss, of_matrix + added.astype(mx.float32)
-            of_hidden.append(gradient)
-        return total, of_matrix, mx.concatenate(of_hidden)
-
-    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        of_matrix = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
-        of_hidden = (cotangents[0] * outputs[2]).astype(primals[1].dtype)
-        return of_matrix, of_hidden, mx.zeros_like(primals[2]), mx.zeros_like(primals[3])
-
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return lambda matrix, hidden, targets, weights: function(matrix, hidden, targets, weights)[0]
+    function = with_gradient(forward, backward)
+    return lambda *arrays: function(*arrays)[0]
 
 
 def measured_losses(
-    head: Head, chunk: int, *, fused: bool = False
-) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    head: Head, chunk: int, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool = False
+) -> mx.array:
     """The losses themselves, (tokens,), without what a gradient needs, in chunks that wait for one another too."""
-
-    def measure(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        losses = [mx.zeros(0)]
-        for start in range(0, hidden.shape[0], chunk):
-            some = slice(start, start + chunk)
-            here = mx.depends([hidden[some]], [losses[-1]])[0]
-            losses.append(_losses_of_chunk(head, here, targets[some], weights[some], fused=fused))
-        return mx.concatenate(losses)
-
-    return measure
+    losses = [mx.zeros(0)]
+    for start in range(0, hidden.shape[0], chunk):
+        some = slice(start, start + chunk)
+        here = mx.depends([hidden[some]], [losses[-1]])[0]
+        losses.append(losses_of(head, here, targets[some], weights[some], fused=fused))
+    return mx.concatenate(losses)

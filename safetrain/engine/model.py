@@ -9,9 +9,8 @@ from typing import Any
 import psutil
 
 from safetrain.core.model.files import ModelFiles
-from safetrain.engine.adapters import RowLengths
 from safetrain.engine.backend import device
-from safetrain.engine.randomness import Randomness
+from safetrain.engine.layers import Randomness, RowLengths
 from safetrain.engine.upstream.adaptation import Adaptation, adapt
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.loading import build, errors_told, load, ready_to_compute

@@ -98,15 +98,17 @@ class BlockOptimizer:
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
-    make = of_whole_model if settings.method == PRETRAIN else of_mlx
-    return BlockOptimizer(make(settings.optimizer, settings.weight_decay), compiled=device().compiles)
+    own = of_mlx(settings.optimizer, settings.weight_decay, whole_model=settings.method == PRETRAIN)
+    return BlockOptimizer(own, compiled=device().compiles)
 
 
-def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
+def of_mlx(name: str, weight_decay: float, *, whole_model: bool = False) -> optim.Optimizer:
     """mlx's own optimizer; ``name`` is one of the schema's, and the learning rate is given with each update.
 
     Raises ConfigError for weight decay with Adam, which has none: adamw is that.
     """
+    if name in ("adamw", "muon") and whole_model:
+        return _WholeModel(weight_decay, muon=name == "muon")
     if name == "adam":
         if weight_decay:
             raise ConfigError("Adam has no weight decay.", got=f"{weight_decay:g}", do="train.optimizer=adamw")
@@ -117,60 +119,35 @@ def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
         return optim.Adafactor(0.0, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
     if name == "muon":
         return optim.Muon(0.0, weight_decay=weight_decay)
-    if name == "sgd":
-        return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
-    raise ValueError(f"no optimizer is called {name!r}")
+    return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
 
 
-def of_whole_model(name: str, weight_decay: float) -> optim.Optimizer:
-    """The optimizer of the schema's ``name`` for all weights of a model; raises ConfigError as ``of_mlx`` does."""
-    if name == "adamw":
-        return _DecayingMatrices(weight_decay)
-    if name == "muon":
-        return _MuonInBlocks(weight_decay)
-    return of_mlx(name, weight_decay)
+class _WholeModel(optim.Adam):
+    """AdamW without decay of vectors; with ``muon``, Muon for the matrices inside blocks."""
 
-
-class _DecayingMatrices(optim.Adam):
-    """AdamW without decay of vectors."""
-
-    def __init__(self, weight_decay: float) -> None:
+    def __init__(self, weight_decay: float, *, muon: bool) -> None:
         super().__init__(0.0, betas=BETAS, eps=EPSILON, bias_correction=True)
-        self._decay = weight_decay
-
-    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        """One parameter's new value."""
-        shrinkage = 1 - self.learning_rate * self._decay if parameter.ndim > 1 else 1.0
-        return super().apply_single(gradient, parameter * shrinkage, state)
-
-
-class _MuonInBlocks(_DecayingMatrices):
-    """Muon for what it has a momentum of, AdamW for everything else."""
-
-    def __init__(self, weight_decay: float) -> None:
-        super().__init__(weight_decay)
-        self._muon = optim.Muon(0.0)
+        self._decay, self._muon = weight_decay, optim.Muon(0.0) if muon else None
 
     def init(self, parameters: Any) -> None:
-        """One momentum of the matrices inside blocks, two moments of all others."""
+        """One momentum of what Muon takes, two moments of all others."""
         super().init(parameters)
         for name, parameter in tree_flatten(parameters):
-            if block_of(name) and parameter.ndim == 2:
+            if self._muon is not None and block_of(name) and parameter.ndim == 2:
                 state = part_at(self.state, name)
                 state.clear()
                 self._muon.init_single(parameter, state)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         """One parameter's new value."""
-        if "m" in state:
-            return super().apply_single(gradient, parameter, state)
-        muon = self._muon
+        muon, shrinkage = self._muon, 1 - self.learning_rate * self._decay if parameter.ndim > 1 else 1.0
+        if muon is None or "m" in state:
+            return super().apply_single(gradient, parameter * shrinkage, state)
         momentum = muon.momentum * state["v"] + (1 - muon.momentum) * gradient
         state["v"] = momentum
         ahead = (1 - muon.momentum) * gradient + muon.momentum * momentum  # Nesterov's
         rate = self.learning_rate * ADAMW_LENGTH * max(parameter.shape) ** 0.5
-        orthogonal = muon._zeropower_via_newtonschulz5(ahead, muon.ns_steps)
-        return parameter * (1 - self.learning_rate * self._decay) - rate * orthogonal
+        return parameter * shrinkage - rate * muon._zeropower_via_newtonschulz5(ahead, muon.ns_steps)
 
 
 def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: int, schedule: str = "cosine") -> float:
@@ -179,18 +156,13 @@ def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: 
         return peak * (update + 1) / warmup_updates
     span = max(1, total_updates - warmup_updates)
     progress = min(1.0, (update - warmup_updates) / span)
-    return peak * (FLOOR + (1 - FLOOR) * _share_of_peak(schedule, progress))
-
-
-def _share_of_peak(schedule: str, progress: float) -> float:
-    """1 at the peak, 0 at the floor."""
-    if schedule == "constant":
-        return 1.0
-    if schedule == "linear":
-        return 1.0 - progress
-    if schedule == "wsd":
-        return min(1.0, (1.0 - progress) / DECAY_SHARE)
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    share = {  # 1 at the peak, 0 at the floor
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "wsd": min(1.0, (1.0 - progress) / DECAY_SHARE),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[schedule]
+    return peak * (FLOOR + (1 - FLOOR) * share)
 
 
 def block_of(name: str) -> str:

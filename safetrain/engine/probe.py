@@ -152,7 +152,7 @@ def gradient_fault(model: "BaseModel") -> str:
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.selftest import settings_of
-    from safetrain.engine.trainable import equip
+    from safetrain.engine.update import equip
     from safetrain.engine.upstream.probing import Refusal, refusals
 
     lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))

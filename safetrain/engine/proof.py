@@ -19,6 +19,7 @@ from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import ComparedWith, Proof, require_proof
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
+from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
 from safetrain.engine.effect import Reference, kept_head, likeness, look, measured_rows, no_head, refer_to
@@ -26,7 +27,6 @@ from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.run import TrainingRun, Watcher
 from safetrain.engine.state import best_file
-from safetrain.engine.trainable import set_adapter_weights
 from safetrain.engine.upstream.saving import adapt_for_a_consumer, holds_adapters
 
 SAY_EVERY_SECONDS = 10.0

@@ -29,11 +29,11 @@ from safetrain.core.errors import ConfigError, EngineError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase, Recorder, Work
 from safetrain.core.records.run_state import RunIdentity
+from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.state import TrainState
-from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several

@@ -109,8 +109,7 @@ def train_tiny(updates: int) -> list[float]:
     from safetrain.engine.model import open_skeleton
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of
-    from safetrain.engine.trainable import equip
-    from safetrain.engine.update import apply_gradient, measure
+    from safetrain.engine.update import apply_gradient, equip, measure
 
     settings = settings_of(LoraSettings(8, 2.0, 0.0, 2, (ALL_LINEAR,)), ROWS, TOKENS)
     model = open_skeleton(LLAMA, float32=True)

@@ -8,12 +8,12 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, MOST_METAL_BYTES, Tiles, metal_row_bytes
-from safetrain.engine.cpu.attention import powers_backward, powers_forward
+from safetrain.engine.cpu.kernels import powers_backward, powers_forward
+from safetrain.engine.layers import with_gradient
 from safetrain.engine.tiles import Arrays, Pass, after, softmax_backward, softmax_forward
 
 
@@ -89,24 +89,18 @@ def _tiled(block: Block, scale: float, window: int | None, way: Way) -> Callable
     forward_pass, backward_pass, tiles = PASSES[way]
 
     def forward(*parts: mx.array) -> Arrays:
-        output, *rest = line_by_line(forward_pass, tiles, scale, window, _all_lines(block, *parts))
+        lines = [_lines(block, part, part.shape[1] // parts[1].shape[1]) for part in parts]
+        output, *rest = line_by_line(forward_pass, tiles, scale, window, lines)
         return (_of_lines(block, output, parts[0]), *rest)
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        groups = primals[0].shape[1] // primals[1].shape[1]
-        along, output = (_lines(block, part, groups) for part in (cotangents[0], outputs[0]))
-        gradients = line_by_line(
-            backward_pass, tiles, scale, window, (*_all_lines(block, *primals), along, output, *outputs[1:])
-        )
+        parts = (*primals, cotangents[0], outputs[0])
+        lines = [_lines(block, part, part.shape[1] // primals[1].shape[1]) for part in parts]
+        gradients = line_by_line(backward_pass, tiles, scale, window, (*lines, *outputs[1:]))
         return tuple(_of_lines(block, part, primal) for part, primal in zip(gradients, primals, strict=True))
 
-    attend: Any = mx.custom_function(forward)
-    attend.vjp(backward)
+    attend = with_gradient(forward, backward)
     return lambda *parts: attend(*parts)[0]
-
-
-def _all_lines(block: Block, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-    return _lines(block, q, q.shape[1] // k.shape[1]), _lines(block, k, 1), _lines(block, v, 1)
 
 
 def _lines(block: Block, part: mx.array, groups: int) -> mx.array:

@@ -14,6 +14,7 @@ from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discar
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
+from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.backend import allocator, device, set_limits
 from safetrain.engine.batches import BatchLayout, Share
 from safetrain.engine.disk_wait import DiskWait
@@ -23,8 +24,7 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
-from safetrain.engine.trainable import adapter_weights, prepare
-from safetrain.engine.update import Gradients, Tracer
+from safetrain.engine.update import Gradients, Tracer, prepare
 
 
 @dataclass(frozen=True)

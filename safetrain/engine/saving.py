@@ -21,13 +21,13 @@ from safetrain.core.run_folder import WrittenSample
 from safetrain.core.storage.files import sha256_of, write_text
 from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE
+from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.bad_updates import RefusedUpdate, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import answer, measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.ranks import require_same_weights
 from safetrain.engine.run import TrainingRun, save_best
 from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
-from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import work_of
 
 SAMPLES_TAKEN, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 8, 32  # of a model that is trained from scratch

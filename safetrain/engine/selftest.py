@@ -58,10 +58,11 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
     """Compare on ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained."""
     import mlx.core as mx
 
+    from safetrain.engine.adapters import adapted_names
     from safetrain.engine.backend import device
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
-    from safetrain.engine.trainable import adapted_names, prepare
+    from safetrain.engine.update import prepare
 
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))

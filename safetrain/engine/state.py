@@ -1,6 +1,6 @@
 """Everything a restart needs as one value, and the folders that hold it: checkpoint_epoch_E_step_S, whole or absent.
 
-Random numbers are functions of the step (engine/randomness.py), so none of their state is in here.
+Random numbers are functions of the step (engine/layers.py), so none of their state is in here.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from safetrain.core.records.run_state import (
 )
 from safetrain.core.storage.files import copied_sha256, replace_directory, sha256_of, write_json
 from safetrain.core.storage.paths import POINTER
+from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, one on each line
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side

@@ -13,6 +13,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
+from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.bad_updates import RefusedUpdate, fault_in, path_of, remember
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.job import Job
@@ -22,7 +23,6 @@ from safetrain.engine.ranks import Contribution, Ranks
 from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
 from safetrain.engine.saving import record, save, stop_at
 from safetrain.engine.state import TrainState
-from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
 
 SAME_COMMAND = "the same command continues"

@@ -1,26 +1,32 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_reduce
+from mlx.utils import tree_map, tree_reduce
 
+from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
-from safetrain.engine.adapters import measure_rows
+from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.adapters import make_trainable, measure_rows
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.cpu.streams import side_by_side
+from safetrain.engine.cpu.kernels import side_by_side
+from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
-from safetrain.engine.model import BaseModel
+from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.randomness import key_of
 from safetrain.engine.row_attention import Block, PackedRows
+from safetrain.engine.upstream.loading import training_refusal
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
@@ -42,118 +48,74 @@ class Tracer:
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
         self._recorder, self._say = recorder, say
-        self.work = Work()
+        self._work = Work()
 
     def begin(self, work: Work) -> None:
-        """Call before the graph of a part is built."""
-        self.work = work
+        """Call before the graph of a shard is built."""
+        self._work = work
         self._write(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
 
-    def observe(self, hidden: mx.array) -> mx.array:
-        """Call with what the forward pass gives."""
-        mx.eval(hidden)
-        self._write(Phase.FORWARD, Edge.AFTER, f"output {tuple(hidden.shape)} {str(hidden.dtype).split('.')[-1]}")
-        self._write(Phase.LOSS, Edge.BEFORE, "")
-        return hidden
-
-    def loss(self, loss: mx.array) -> mx.array:
-        """Call with the loss."""
-        mx.eval(loss)
-        self._write(Phase.LOSS, Edge.AFTER, "")
-        self._write(Phase.BACKWARD, Edge.BEFORE, "")
-        return loss
-
-    def end(self, gradient: Any) -> None:
-        """Call with the gradient."""
-        mx.eval(gradient)
-        self._write(Phase.BACKWARD, Edge.AFTER, "")
+    def done(self, phase: Phase, values: Any, following: Phase | None = None) -> Any:
+        """Compute and give back what a phase gives; then the following one begins."""
+        mx.eval(values)
+        is_output = phase is Phase.FORWARD
+        detail = f"output {tuple(values.shape)} {str(values.dtype).split('.')[-1]}" if is_output else ""
+        self._write(phase, Edge.AFTER, detail)
+        if following is not None:
+            self._write(following, Edge.BEFORE)
+        return values
 
     @contextmanager
     def optimizer(self, step: int) -> Iterator[None]:
         """Around the optimizer's work; the loop itself writes the records."""
-        self.work = Work(step)
-        self._tell(Phase.OPTIMIZER, Edge.BEFORE, "")
+        self._work = Work(step)
+        self._tell(Phase.OPTIMIZER, Edge.BEFORE)
         yield
-        self._tell(Phase.OPTIMIZER, Edge.AFTER, "")
+        self._tell(Phase.OPTIMIZER, Edge.AFTER)
 
-    def _write(self, phase: Phase, edge: Edge, detail: str) -> None:
-        self._recorder.write(phase, edge, self.work)
+    def _write(self, phase: Phase, edge: Edge, detail: str = "") -> None:
+        self._recorder.write(phase, edge, self._work)
         self._tell(phase, edge, detail)
 
-    def _tell(self, phase: Phase, edge: Edge, detail: str) -> None:
+    def _tell(self, phase: Phase, edge: Edge, detail: str = "") -> None:
+        place = f"step {self._work.step}" + f" micro-batch {self._work.micro_batch}" * bool(self._work.rows)
         memory = f"mlx {mx.get_active_memory() / 2**20:,.0f} MiB"
-        when = f"trace: step {self.work.step} micro-batch {self.work.micro_batch}"
-        when = when if self.work.rows else f"trace: step {self.work.step}"
-        self._say(f"{when}: {edge.name.lower()} {phase.label}{': ' + detail if detail else ''} ({memory})")
+        self._say(f"trace: {place}: {edge.name.lower()} {phase.label}{': ' + detail if detail else ''} ({memory})")
 
 
-class ShardGradient:
-    """Gives the summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
+def prepare(
+    base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
+) -> tuple[BaseModel, "Gradients"]:
+    """Open the base as the settings want it, its trainable part in place, and what computes its gradients.
 
-    With ``compiled`` each shape is traced once and kept; the parameters are inputs, so their values may change.
-    ``whole_model`` is the type in which a model that is trained whole computes, None for any other method: its weights
-    and their gradients stay float32 (arXiv 1710.03740).
+    Raises ModelError for a family that is not trained.
     """
+    if refusal := training_refusal(base):
+        raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
+    model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
+    return model, equip(model, settings, recorder, tracer)
 
-    def __init__(
-        self,
-        model: BaseModel,
-        *,
-        compiled: bool = False,
-        tracer: Tracer | None = None,
-        whole_model: mx.Dtype | None = None,
-    ) -> None:
-        self._model, self._tracer, self._dtype = model, tracer, whole_model
-        observe = None if tracer is None else tracer.observe
-        self.loss = ShardLoss(model, training=True, observe=observe, trains_head=whole_model is not None)
-        self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
-        self._compile = compiled
 
-    def __call__(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
-        """``share``: of each label in the sum; one divided by the update's labels gives its mean."""
-        module = self._model.module
-        parameters = module.trainable_parameters()
-        layout, weights = shard.layout, shard.weights * share
-        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, key]
-        try:
-            return self._program(shard.layout.blocks)(parameters, *arrays)
-        finally:
-            module.update(parameters)  # tracing leaves placeholders behind
-
-    def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
-        """The function for rows that lie so; a compiled one is kept for each rectangle (engine/layout.py)."""
-        gradient = mx.value_and_grad(self._function(blocks))
-        if not self._compile or len(blocks) > 1 or blocks[0].gather is not None:
-            return gradient
-        if blocks not in self.programs:
-            self.programs[blocks] = mx.compile(gradient, inputs=self._model.lengths.values)
-        return self.programs[blocks]
-
-    def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
-        module, source, dtype = self._model.module, self._model.randomness, self._dtype
-
-        def summed_loss(
-            parameters: Gradient,
-            inputs: mx.array,
-            offsets: mx.array,
-            positions: mx.array,
-            targets: mx.array,
-            weights: mx.array,
-            key: mx.array,
-        ) -> mx.array:
-            module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
-            source.key = key
-            loss = self.loss(Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, (), None))
-            return loss if self._tracer is None else self._tracer.loss(loss)
-
-        return summed_loss
+def equip(
+    model: BaseModel, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
+) -> "Gradients":
+    """Put a model's trainable part in place; returns what computes its gradients."""
+    make_trainable(model, settings.method, settings.lora, settings.seed)
+    blocks, dtype = model.module.layers[-settings.lora.num_layers :], None
+    if settings.method == PRETRAIN:
+        name, blocks = settings.compute_dtype, model.module.layers
+        dtype = mx.float32 if name is None or device().computes_in_float32 else getattr(mx, name)
+    for block in blocks if settings.gradient_checkpointing else ():
+        checkpoint(block)
+    return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=dtype)
 
 
 class Gradients:
     """Computes the gradient of an update; on CPU the shards of a micro-batch run side by side, one thread each.
 
-    Only the products are threaded inside mlx's CPU backend, everything else uses one core; two streams use two
-    (measured: benchmarks/bench_throughput.py).
+    On a GPU each shape is compiled once and kept; the parameters are inputs, so their values may change.
+    ``whole_model`` is the type in which a model that is trained whole computes, None for any other method: its weights
+    and their gradients stay float32 (arXiv 1710.03740).
     """
 
     def __init__(
@@ -166,8 +128,12 @@ class Gradients:
         whole_model: mx.Dtype | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
-        compiled = device().compiles and tracer is None
-        self._compute = ShardGradient(model, compiled=compiled, tracer=tracer, whole_model=whole_model)
+        self._dtype, self.compiles = whole_model, device().compiles and tracer is None
+        observe = None
+        if tracer is not None:
+            observe = functools.partial(tracer.done, Phase.FORWARD, following=Phase.LOSS)
+        self._loss = ShardLoss(model, training=True, observe=observe, trains_head=whole_model is not None)
+        self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
 
     def of(self, update: Update, step: int, check_stop: Callable[[], None] = lambda: None) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
@@ -188,7 +154,7 @@ class Gradients:
             loss, gradient = self._of_micro_batch(batch, step, work, share)
             if summed is not None:
                 mx.eval(total, summed)
-                loss, gradient = total + loss, tree_map(mx.add, summed, gradient)
+                loss, gradient = total + loss, _added(summed, gradient)
             if not at_once:  # only now does a GPU begin with it
                 self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
@@ -198,55 +164,90 @@ class Gradients:
             summed = tree_map(mx.zeros_like, self._model.module.trainable_parameters())
         return total * update.trained_tokens, summed
 
+    def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
+        """The summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
+
+        ``share``: of each label in the sum; one divided by the update's labels gives its mean.
+        """
+        module, layout = self._model.module, shard.layout
+        parameters = module.trainable_parameters()
+        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, shard.weights * share, key]
+        try:
+            return self._program(layout.blocks)(parameters, *arrays)
+        finally:
+            module.update(parameters)  # tracing leaves placeholders behind
+
     def _note(self, edge: Edge, work: Work) -> None:
         if self._recorder is not None:
             self._recorder.write(Phase.GRADIENT, edge, work)
 
     def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
-        def of_shard(_index: int, shard: Shard) -> tuple[mx.array, Gradient]:
-            key = key_of(self._seed, step, shard.rows[0])
+        """Its shards through the whole model. What goes through the model in another way takes this one's place."""
+
+        def of_shard(shard: Shard) -> tuple[mx.array, Gradient]:
+            key, rows = key_of(self._seed, step, shard.rows[0]), shard.rows
             if self._tracer is None:
-                return self._compute(shard, key, share)
-            self._tracer.begin(
-                dataclasses.replace(work, rows=len(shard.rows), tokens=shard.inputs.size, row_ids=row_ids(shard.rows))
-            )
-            results = self._compute(shard, key, share)
-            self._tracer.end(results)
+                return self.of_shard(shard, key, share)
+            own = dataclasses.replace(work, rows=len(rows), tokens=shard.inputs.size, row_ids=row_ids(rows))
+            self._tracer.begin(own)
+            results: tuple[mx.array, Gradient] = self._tracer.done(Phase.BACKWARD, self.of_shard(shard, key, share))
             return results
 
         if not device().side_by_side:
             (shard,) = batch.shards
-            return of_shard(0, shard)
-        with self._compute.loss.one_head():
-            results = side_by_side(of_shard, batch.shards)
-        losses, gradients = [loss for loss, _ in results], [gradient for _, gradient in results]
-        total, summed = mx.stack(losses).sum(), gradients[0]
-        for gradient in gradients[1:]:
-            summed = tree_map(mx.add, summed, gradient)
+            return of_shard(shard)
+        with self._loss.one_head():
+            losses, gradients = zip(*side_by_side(of_shard, batch.shards), strict=True)
+        total, summed = mx.stack(list(losses)).sum(), functools.reduce(_added, gradients)
         mx.eval(total, summed)
         return total, summed
+
+    def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
+        """The function for rows that lie so; a compiled one is kept for each rectangle (engine/batches.py)."""
+        program = mx.value_and_grad(functools.partial(self._summed_loss, blocks))
+        if not self.compiles or len(blocks) > 1 or blocks[0].gather is not None:
+            return program
+        if blocks not in self.programs:
+            self.programs[blocks] = mx.compile(program, inputs=self._model.lengths.values)
+        return self.programs[blocks]
+
+    def _summed_loss(
+        self,
+        blocks: tuple[Block, ...],
+        parameters: Gradient,
+        inputs: mx.array,
+        offsets: mx.array,
+        positions: mx.array,
+        targets: mx.array,
+        weights: mx.array,
+        key: mx.array,
+    ) -> mx.array:
+        model, dtype = self._model, self._dtype
+        model.module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
+        model.randomness.key = key
+        loss = self._loss(Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, (), None))
+        return loss if self._tracer is None else self._tracer.done(Phase.LOSS, loss, Phase.BACKWARD)
+
+
+def _added(one: Gradient, other: Gradient) -> Gradient:
+    return tree_map(mx.add, one, other)
+
+
+def work_of(batch: MicroBatch, step: int, number: int) -> Work:
+    """What the flight recorder says of a micro-batch of the update after ``step``."""
+    tokens = sum(shard.inputs.size for shard in batch.shards)
+    return Work(step + 1, number, len(batch.rows), tokens, row_ids(batch.rows))
 
 
 def last_work_of(update: Update, step: int) -> Work:
     """What the flight recorder says of an update's last micro-batch."""
-    if not update.micro_batches:
-        return Work(step + 1)
     last = len(update.micro_batches) - 1
-    return work_of(update.micro_batches[last], step, last)
+    return work_of(update.micro_batches[last], step, last) if update.micro_batches else Work(step + 1)
 
 
 def norm_of(gradient: Gradient) -> mx.array:
     """Euclidean length of all numbers in the tree."""
-    if not device().compiles:
-        return mx.sqrt(tree_reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
-    arrays = [array.reshape(-1) for _, array in tree_flatten(gradient)]  # an inner product is one kernel
-    return _root_of_sum([mx.inner(array, array) for array in arrays])
-
-
-@mx.compile
-def _root_of_sum(squares: list[mx.array]) -> mx.array:
-    """The root of a sum, in few kernels."""
-    return mx.sqrt(sum(squares, mx.array(0.0)))
+    return mx.sqrt(tree_reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
 
 
 def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
@@ -254,12 +255,6 @@ def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
     norm = norm_of(gradient)
     mx.eval(loss, norm)
     return UpdateResult(float(np.array(loss)), float(np.array(norm)))
-
-
-def work_of(batch: MicroBatch, step: int, number: int) -> Work:
-    """What the flight recorder says of a micro-batch of the update after ``step``."""
-    tokens = sum(shard.inputs.size for shard in batch.shards)
-    return Work(step + 1, number, len(batch.rows), tokens, row_ids(batch.rows))
 
 
 def apply_gradient(

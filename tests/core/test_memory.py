@@ -34,9 +34,9 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import TensorHeader, read_model_files
 from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSettings
+from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx, of_whole_model
-from safetrain.engine.trainable import make_trainable
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.updates import worst_update
@@ -103,7 +103,7 @@ def test_the_state_for_a_whole_model_is_counted_to_the_byte(tiny_model: Callable
     folder, lora = tiny_model(), dataclasses.replace(ALL, num_layers=2)
     opened = open_base(folder, dequantize=True)
     make_trainable(opened, "pretrain", lora, 1)
-    optimizer = BlockOptimizer(of_whole_model(name, 0.1))
+    optimizer = BlockOptimizer(of_mlx(name, 0.1, whole_model=True))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
     backend = dataclasses.replace(CPU, method="pretrain", optimizer=name)

@@ -16,8 +16,8 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.model.quantization import usual_bits, with_quantization
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.trainable import make_trainable
 from tests.support.random_models import TINY, build_model
 
 LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))

@@ -10,11 +10,11 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.batches import BatchLayout, Update, fill, make_batch
 from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Way
-from safetrain.engine.trainable import prepare, set_adapter_weights
-from safetrain.engine.update import Gradients
+from safetrain.engine.update import Gradients, prepare
 from tests.support.settings import SETTINGS as STILL
 
 LORA = STILL.lora  # without dropout

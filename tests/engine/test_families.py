@@ -15,10 +15,11 @@ from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapter_folder import apply_adapter, save_adapter
+from safetrain.engine.adapters import adapted_names, make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.probe import gradient_fault, load, training_fault
 from safetrain.engine.selftest import _spread, examine
-from safetrain.engine.trainable import adapted_names, make_trainable, prepare
+from safetrain.engine.update import prepare
 from safetrain.engine.upstream.functions import delta_rule_in_stretches
 from safetrain.engine.upstream.layers import without_adapter
 from safetrain.engine.upstream.saving import adapt_for_a_consumer

@@ -20,11 +20,10 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine import fuse as fusing
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter, save_adapter
-from safetrain.engine.adapters import measure_rows
+from safetrain.engine.adapters import make_trainable, measure_rows
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import open_base
-from safetrain.engine.trainable import make_trainable
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_training import rows
 from tests.support.random_models import TINY, build_model

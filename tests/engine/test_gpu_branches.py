@@ -193,14 +193,6 @@ def test_quantized_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypa
     assert all(len(shape) == 2 for shape in shapes)
 
 
-def test_the_norm_of_a_gradient_in_one_kernel_each_is_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    mx.random.seed(4)
-    gradient = {"layers": [{"lora_a": mx.random.normal((64, 8)), "m": mx.random.normal((64,))} for _ in range(40)]}
-    norm = update_module.norm_of(gradient).item()
-    back_on_cpu(monkeypatch)
-    assert norm == pytest.approx(update_module.norm_of(gradient).item(), rel=1e-6)
-
-
 def in_float32(folder: Path, base: Path) -> Path:
     """The same model, each of its numbers stored in float32."""
     shutil.copytree(base, folder)

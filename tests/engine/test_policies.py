@@ -16,11 +16,11 @@ from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import identity_of
 from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.adapters import make_trainable
 from safetrain.engine.bad_updates import fault_in
-from safetrain.engine.frozen import dequantized
+from safetrain.engine.layers import dequantized
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_mlx
-from safetrain.engine.trainable import make_trainable
 from safetrain.engine.training import Result
 from safetrain.engine.update import UpdateResult
 from tests.engine.exact import LORA, SETTINGS, STILL

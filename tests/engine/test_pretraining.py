@@ -19,14 +19,14 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.run_folder import WrittenSample
 from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.job import Job
-from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
+from safetrain.engine.loss import chunked_loss, losses_of
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import of_whole_model
+from safetrain.engine.optimizer import of_mlx
 from safetrain.engine.saving import samples_before
-from safetrain.engine.trainable import adapter_weights, prepare
-from safetrain.engine.update import ShardGradient
+from safetrain.engine.update import Gradients, prepare
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
 from tests.support.jobs import job_of, with_rows
@@ -111,11 +111,11 @@ def test_the_loss_in_chunks_has_the_gradients_of_the_loss_at_once() -> None:
         return lambda states: states @ now.T
 
     def at_once(now: mx.array, states: mx.array) -> mx.array:
-        return summed_loss_of_chunk(head_of(now), states, targets, shares, fused=False)
+        return losses_of(head_of(now), states, targets, shares, fused=False).sum()
 
-    in_chunks = chunked_loss_of_matrix(head_of, 7)
+    in_chunks = chunked_loss(head_of, 7)
     whole = mx.value_and_grad(at_once, argnums=(0, 1))(matrix, hidden)
-    parts = mx.value_and_grad(lambda a, b: in_chunks(a, b, targets, shares) * 3, argnums=(0, 1))(matrix, hidden)
+    parts = mx.value_and_grad(lambda a, b: in_chunks(b, targets, shares, a) * 3, argnums=(0, 1))(matrix, hidden)
     assert float(parts[0]) == pytest.approx(3 * float(whole[0]), rel=1e-5)
     for mine, theirs in zip(parts[1], whole[1], strict=True):
         np.testing.assert_allclose(np.array(mine), 3 * np.array(theirs), rtol=1e-4, atol=1e-5)
@@ -189,7 +189,7 @@ def test_it_writes_samples_and_the_folder_opens_as_the_whole_model(tmp_path: Pat
 def test_norms_are_not_decayed_and_muon_takes_the_matrices_of_blocks() -> None:
     weight, norm = mx.ones((4, 8)), mx.ones((8,))
     parameters = {"embed": {"weight": weight}, "layers": [{"proj": {"weight": weight}, "norm": {"weight": norm}}]}
-    optimizer = of_whole_model("muon", 0.5)
+    optimizer = of_mlx("muon", 0.5, whole_model=True)
     optimizer.init({"model": parameters})
     block = optimizer.state["model"]["layers"][0]
     assert (set(block["proj"]["weight"]), set(block["norm"]["weight"])) == ({"v"}, {"m", "v"})
@@ -205,7 +205,7 @@ def test_muon_moves_a_matrix_as_far_as_adamw_moves_its_numbers() -> None:
     """Along an orthogonal matrix, 0.2 rates a number in the root of the mean square (arXiv 2502.16982)."""
     source = np.random.default_rng(4)
     gradient = mx.array(source.normal(size=(48, 16)).astype(np.float32))
-    optimizer = of_whole_model("muon", 0.0)
+    optimizer = of_mlx("muon", 0.0, whole_model=True)
     optimizer.init({"layers": [{"weight": mx.zeros((48, 16))}]})
     state = {"v": mx.zeros((48, 16))}
     optimizer.state["step"], optimizer.state["learning_rate"] = mx.array(1), mx.array(0.1)
@@ -220,7 +220,7 @@ def test_three_steps_of_muon_are_those_of_its_definition() -> None:
     source = np.random.default_rng(5)
     gradients, weight, momentum = source.normal(size=(3, 16, 48)), source.normal(size=(16, 48)), np.zeros((16, 48))
     tree = {"layers": [{"weight": mx.array(weight.astype(np.float32))}]}
-    optimizer = of_whole_model("muon", 0.1)
+    optimizer = of_mlx("muon", 0.1, whole_model=True)
     optimizer.init(tree)
     kept, found = optimizer.state["layers"][0]["weight"], tree["layers"][0]["weight"]
     for step, gradient in enumerate(gradients, 1):
@@ -247,7 +247,7 @@ def test_weights_stay_float32_where_a_pass_computes_in_bfloat16(
     layout = dataclasses.replace(LAYOUTS["planned rectangles"], most_tokens=10**4)
     (shard,) = update_of_rows(found.data, [found.rows], layout).micro_batches[0].shards
     key = mx.random.key(0)
-    made = [ShardGradient(model, whole_model=dtype)(shard, key)[1] for dtype in (mx.float32, mx.bfloat16)]
+    made = [Gradients(model, 0, whole_model=dtype).of_shard(shard, key)[1] for dtype in (mx.float32, mx.bfloat16)]
     for (name, a), (_, b) in zip(*(tree_flatten(each) for each in made), strict=True):
         assert b.dtype == mx.float32, name
         assert 0 < float(mx.linalg.norm(a - b)) < 0.1 * float(mx.linalg.norm(a)), name

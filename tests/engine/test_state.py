@@ -21,12 +21,13 @@ from safetrain.core.records.run_state import MANIFEST, RunIdentity, checkpoints_
 from safetrain.core.records.settings import TrainSettings, identity_of
 from safetrain.core.storage.files import sha256_of
 from safetrain.core.storage.paths import POINTER
+from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.run import Watcher, open_run, records_of_run
 from safetrain.engine.saving import save
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, mark_finished
-from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.training import Result
+from safetrain.engine.update import prepare
 from tests.engine.exact import SETTINGS, STILL, distance, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same, weights
 from tests.support.jobs import with_rows

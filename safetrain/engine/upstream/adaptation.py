@@ -13,8 +13,8 @@ import mlx.nn as nn
 
 from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.backend import device
-from safetrain.engine.cpu.quantized import EmbeddingDequantizedPerUse, LinearDequantizedPerUse
-from safetrain.engine.frozen import dequantized
+from safetrain.engine.cpu.kernels import EmbeddingDequantizedPerUse, LinearDequantizedPerUse
+from safetrain.engine.layers import dequantized
 from safetrain.engine.upstream.functions import replace
 from safetrain.engine.upstream.layers import clip_once, complete
 from safetrain.engine.upstream.packing import PROBE_ROWS, packing_refusal

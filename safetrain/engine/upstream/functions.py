@@ -15,8 +15,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from safetrain.engine.backend import device
-from safetrain.engine.checkpointing import recomputed
-from safetrain.engine.cpu import powers
+from safetrain.engine.cpu import kernels
+from safetrain.engine.layers import recomputed
 from safetrain.engine.upstream.packing import packed_attention
 
 Function = Callable[..., Any]
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """mlx-lm's SwiGLU; on a CPU without exponentials."""
-    return powers.swiglu(gate, x) if device().avoids_exponentials else swiglu(gate, x)
+    return kernels.swiglu(gate, x) if device().avoids_exponentials else swiglu(gate, x)
 
 
 def delta_rule_in_stretches(

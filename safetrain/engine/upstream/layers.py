@@ -8,9 +8,8 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.cpu.quantized import dequantizing_twice
-from safetrain.engine.frozen import change_classes, dequantized
-from safetrain.engine.randomness import Dropout, Randomness
+from safetrain.engine.cpu.kernels import dequantizing_twice
+from safetrain.engine.layers import Dropout, Randomness, change_classes, dequantized
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 # Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.

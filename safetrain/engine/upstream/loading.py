@@ -14,8 +14,8 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.engine.backend import device
-from safetrain.engine.cpu.quantized import dequantize_per_use
-from safetrain.engine.frozen import multiply_as_one_matrix
+from safetrain.engine.cpu.kernels import dequantize_per_use
+from safetrain.engine.layers import multiply_as_one_matrix
 from safetrain.engine.upstream.layers import complete, dequantize_experts_per_use
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)

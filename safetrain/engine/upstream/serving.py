@@ -22,7 +22,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
 
 from safetrain.core.errors import ModelError, SafetrainError
-from safetrain.engine.checkpointing import give
+from safetrain.engine.layers import give
 
 # What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
 USUAL: dict[str, Any] = {

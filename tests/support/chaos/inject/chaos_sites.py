@@ -14,16 +14,16 @@ class Site:
 
 
 RUN, SAVING, STATE = "safetrain.engine.run", "safetrain.engine.saving", "safetrain.engine.state"
-TRAINABLE, TRAINING = "safetrain.engine.trainable", "safetrain.engine.training"
+UPDATE, TRAINING = "safetrain.engine.update", "safetrain.engine.training"
 SITES = (
     Site("read rows", "safetrain.core.data.training_rows", "load_training_rows", "load data"),
     Site("load BLAS", "safetrain.engine.cpu.blas", "load_fast_blas", "load model"),
-    Site("open base", TRAINABLE, "open_base", "load model"),
-    Site("add adapters", TRAINABLE, "make_trainable", "load model"),
+    Site("open base", UPDATE, "open_base", "load model"),
+    Site("add adapters", UPDATE, "make_trainable", "load model"),
     Site("begin", RUN, "_begin", "resume"),
     Site("read checkpoint", RUN, "load_checkpoint", "resume"),
     Site("discard", RUN, "discard_run", "resume"),
-    Site("micro-batch", "safetrain.engine.update", "Gradients._of_micro_batch", "gradient"),
+    Site("micro-batch", UPDATE, "Gradients._of_micro_batch", "gradient"),
     Site("measure", TRAINING, "measure", "gradient"),
     Site("update", TRAINING, "apply_gradient", "optimizer"),
     Site("validate", SAVING, "measure_loss", "evaluate"),

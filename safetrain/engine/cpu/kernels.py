@@ -1,0 +1,180 @@
+"""Operations that mlx computes slowly on a CPU, in another way (benchmarks/bench_cpu.py, bench_ops.py).
+
+``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU, cross-entropy and attention take
+powers of two, in float32, their gradients written out. ``mx.quantized_matmul`` is forty times as slow as a product with
+the dequantized weight. Only products are threaded: shards of a micro-batch are computed side by side, a stream each.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from safetrain.core.memory.terms import CPU_TILES
+from safetrain.engine.cpu.blas import blas_threads
+from safetrain.engine.layers import Arrays, change_classes, dequantized, with_gradient
+from safetrain.engine.tiles import after, grown, hidden, joined, spans, transposed
+
+LOG2_E = 1.4426950408889634
+LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 is 0 to it
+LOWEST_EXPONENT = -60.0  # a smaller power changes no float32 sum; its products would be subnormal, and very slow
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, of two arrays of one shape."""
+    product, _sigmoid = _swiglu(gate, x)
+    return product
+
+
+def _swiglu_forward(gate: mx.array, x: mx.array) -> Arrays:
+    """The product and the sigmoid, which the gradient needs."""
+    sigmoid = 1.0 / (1.0 + mx.power(2.0, mx.minimum(gate * -LOG2_E, LARGEST_EXPONENT)))
+    return gate * sigmoid * x, sigmoid
+
+
+def _swiglu_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+    """d silu(g) = sigmoid(g) * (1 + g * (1 - sigmoid(g)))."""
+    gate, x = primals
+    sigmoid, along = outputs[1], cotangents[0]
+    scaled = along * sigmoid
+    return scaled * x * (1.0 + gate * (1.0 - sigmoid)), scaled * gate
+
+
+_swiglu = with_gradient(_swiglu_forward, _swiglu_backward)
+
+
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """Losses in nats, shape (tokens,), of (tokens, vocabulary) float32 logits."""
+    losses, _softmax = _cross_entropy(logits, targets)
+    return losses
+
+
+def _entropy_forward(logits: mx.array, targets: mx.array) -> Arrays:
+    """Losses (tokens,) and the softmax (tokens, vocabulary), which the gradient needs."""
+    peak = logits.max(axis=-1, keepdims=True)
+    powers = mx.power(2.0, (logits - peak) * LOG2_E)
+    total = powers.sum(axis=-1, keepdims=True)
+    label_logits = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    return (mx.log(total) + peak - label_logits).squeeze(-1), powers / total
+
+
+def _entropy_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+    """Gradient of the losses; that of the softmax is not needed and not given."""
+    logits, targets = primals
+    hit = mx.arange(logits.shape[-1]) == targets[:, None]
+    return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
+
+
+_cross_entropy = with_gradient(_entropy_forward, _entropy_backward)
+
+
+def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
+    """Attention in tiles: outputs, and the log-sum-exp to base 2 of each query (lines, groups, width, 1).
+
+    One more column in the factors of a product sums each line of powers at no cost, or adds a number to each score.
+    """
+    scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
+    outputs, peaks = list[mx.array](), list[mx.array]()
+    for start, stop in spans(q.shape[2], CPU_TILES):
+        (here,) = after(outputs[-1:], scaled[..., start:stop, :])
+        scores = here @ transposed(keys[..., :stop, :]) + hidden(start, stop, q.shape[2], window, CPU_TILES)
+        peaks.append(scores.max(axis=-1, keepdims=True))
+        powers = powers_of(scores - peaks[-1])
+        outputs.append(powers @ values[..., :stop, :])
+    output = joined(outputs)
+    total = output[..., -1:]
+    return output[..., :-1] / total, joined(peaks) + mx.log2(total)
+
+
+def powers_backward(
+    scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array, output: mx.array,
+    log_sums: mx.array,
+) -> Arrays:  # fmt: skip
+    """Gradients of queries, keys and values, from that of the outputs."""
+    inner = (along * output).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
+    scaled, onward = _with_column(q * (scale * LOG2_E), -log_sums), _with_column(along, -inner)
+    keys, values = _with_column(k, 1.0), _with_column(v, 1.0)
+    d_queries, sums = list[mx.array](), list[mx.array]()
+    for start, stop in spans(q.shape[2], CPU_TILES):
+        queries, here = after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
+        scores = queries @ transposed(keys[..., :stop, :]) + hidden(start, stop, q.shape[2], window, CPU_TILES)
+        powers = powers_of(scores)
+        d_scores = powers * (here @ transposed(values[..., :stop, :]))
+        d_queries.append(d_scores @ keys[..., :stop, :])
+        sums = grown(sums, transposed(d_scores) @ queries, transposed(powers) @ here)
+    d_keys, d_values = sums
+    return joined(d_queries)[..., :-1] * scale, d_keys[..., :-1] * (1 / LOG2_E), d_values[..., :-1]
+
+
+def powers_of(scores: mx.array) -> mx.array:
+    """Powers of 2 of the scores, exactly 0 for hidden ones."""
+    return mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT)) - 2.0**LOWEST_EXPONENT
+
+
+def _with_column(part: mx.array, column: mx.array | float) -> mx.array:
+    """(..., size) -> (..., size + 1)"""
+    if not isinstance(column, mx.array):
+        column = mx.full((*part.shape[:-1], 1), column, part.dtype)
+    return mx.concatenate([part, column], axis=-1)
+
+
+def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
+    """``plain``, whose backward pass computes again, so that no dequantized weight outlives its product."""
+
+    def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
+        del output
+        return mx.vjp(plain, [primals], [cotangent])[1][0]
+
+    return with_gradient(plain, backward)
+
+
+def _product(x: mx.array, layer: Any) -> mx.array:
+    """``x @ weight.T`` in the dtype of ``x``; a gradient in ``x`` alone."""
+    return dequantizing_twice(lambda x: x @ dequantized(layer).astype(x.dtype).T)(x)
+
+
+class LinearDequantizedPerUse(nn.QuantizedLinear):
+    """A quantized linear layer. Made by changing the class of one, so names and weights stay."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = _product(x, self)
+        return y + self["bias"] if "bias" in self else y
+
+
+class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
+    """A quantized embedding in float32, as everything on CPU; its use as a head dequantizes it."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return super().__call__(ids).astype(mx.float32)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of hidden states."""
+        return _product(x, self)
+
+
+def dequantize_per_use(module: Any) -> None:
+    """Let every quantized layer of ``module`` but experts dequantize its weight at each use."""
+    kinds = {nn.QuantizedLinear: LinearDequantizedPerUse, nn.QuantizedEmbedding: EmbeddingDequantizedPerUse}
+    change_classes(module, kinds)
+
+
+def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> list[Made]:
+    """``compute`` of each shard on its own stream, evaluated together, the cores shared."""
+    results = []
+    with blas_threads(len(shards)):
+        for index, shard in enumerate(shards):
+            with mx.stream(_stream(index)):
+                results.append(compute(shard))
+        mx.eval(results)
+    return results
+
+
+@functools.cache
+def _stream(index: int) -> mx.Stream:
+    """One of those that work side by side. mlx gives each a thread and takes none back."""
+    return mx.new_stream(mx.cpu)

@@ -1,0 +1,184 @@
+"""What this engine puts into a model's layers: dropout by key, frozen weights in full, blocks that compute again.
+
+Nothing random is state: a draw depends only on seed, update, rows and place in the model. So nothing of it has to be
+saved, and a block that is computed twice draws the same numbers twice. With other micro-batches, or on other ranks, the
+same row draws other numbers.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+ALL = slice(None)
+Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
+
+
+class Randomness:
+    """Hands out keys to the places in a model that draw. ``key`` is set before each forward pass."""
+
+    def __init__(self) -> None:
+        self.places = 0
+        self.key: mx.array | None = None
+
+    def key_at(self, place: int) -> mx.array:
+        """The key of a place, for this forward pass."""
+        if self.key is None:
+            raise RuntimeError("a layer draws random numbers before it was given a key")
+        return self.key + place
+
+
+def key_of(seed: int, update: int, first_row: int) -> mx.array:
+    """The key of the rows that an update computes together, of which ``first_row`` is the first."""
+    digest = hashlib.blake2b(f"{seed} {update} {first_row}".encode(), digest_size=8).digest()
+    return mx.random.key(int.from_bytes(digest, "little"))
+
+
+class Dropout(nn.Module):
+    """Zeroes a share of its input while training and scales up the rest."""
+
+    def __init__(self, share: float, source: Randomness) -> None:
+        super().__init__()
+        self._keep, self._source, self._place = 1.0 - share, source, source.places
+        source.places += 1
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._keep == 1.0 or not self.training:
+            return x
+        mask = mx.random.bernoulli(self._keep, x.shape, key=self._source.key_at(self._place))
+        return mx.where(mask, x * (1.0 / self._keep), 0.0)
+
+
+class RowLengths:
+    """Lengths of the rows of every weight under DoRA, by place: what DoRA divides by.
+
+    They depend only on adapters and base, so they are made once for each change of the adapters, not in each forward
+    pass. Compiled programs take ``values`` as inputs.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, mx.array] = {}
+
+
+def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
+    """The weight of a quantized layer in full, of a plain one as it is; or some rows of it."""
+    if "scales" not in layer:
+        return layer.weight[rows]
+    biases = layer.get("biases")
+    return mx.dequantize(
+        layer.weight[rows],
+        layer.scales[rows],
+        None if biases is None else biases[rows],
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=getattr(layer, "mode", "affine"),
+    )
+
+
+class OneMatrix(nn.QuantizedLinear):
+    """A quantized linear layer for a GPU, whose input is one matrix whatever its shape.
+
+    mlx's CUDA backend multiplies (tokens, 1, width) token by token and reads the whole weight for each
+    (backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``).
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+class EmbeddingOneMatrix(nn.QuantizedEmbedding):
+    """A quantized embedding for a GPU; the same holds for its use as a head."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of hidden states."""
+        return super().as_linear(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+def multiply_as_one_matrix(module: Any) -> None:
+    """Let every quantized layer of ``module`` take its input as one matrix."""
+    change_classes(module, {nn.QuantizedLinear: OneMatrix, nn.QuantizedEmbedding: EmbeddingOneMatrix})
+
+
+def change_classes(module: Any, kinds: Mapping[type, type]) -> None:
+    """Give every part of ``module`` that is exactly of one of these classes the other one."""
+    for _, part in module.named_modules():
+        if type(part) in kinds:
+            part.__class__ = kinds[type(part)]
+
+
+def give(part: Any, members: Mapping[str, Any]) -> None:
+    """Let this object, and no other, have these methods, by its own subclass."""
+    kind: Any = type(part)
+    part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+
+def checkpoint(block: Any) -> None:
+    """Let this block, and no other, keep only its input, and compute again in the backward pass.
+
+    mlx-lm replaces ``__call__`` of the class of the first block, which misses blocks of other classes, and stays for
+    ever. A second call changes nothing.
+    """
+    kind = type(block)
+    if getattr(kind, "recomputes", False):
+        return
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return kind.__call__(self, *args, **kwargs)
+        call_arguments, results = (args, kwargs), []
+        names = [name for name, _ in tree_flatten(self.trainable_parameters())]
+        values = [value for _, value in tree_flatten(self.trainable_parameters())]
+
+        def compute(*arrays: mx.array) -> list[mx.array]:
+            self.update(tree_unflatten(list(zip(names, arrays, strict=False))))
+            positional, keywords = _with_floats(call_arguments, arrays[len(names) :])
+            results.append(kind.__call__(self, *positional, **keywords))
+            return _floats_in(results[-1])
+
+        # every number goes in and comes out openly: what a closure holds gets no gradient
+        outputs = recomputed(compute, len(values))(*values, *_floats_in(call_arguments))
+        self.update(tree_unflatten(list(zip(names, values, strict=True))))
+        return _with_floats(results[0], outputs)
+
+    give(block, {"__call__": call, "recomputes": True})
+
+
+def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:
+    """``compute`` once more in the backward pass; the first ``parameters`` of its inputs are trained.
+
+    It waits for its gradient, and the blocks below wait for the gradients of its parameters. ``mx.checkpoint`` says
+    neither, and a graph that is walked in breadth, as for several streams, then keeps all blocks in memory.
+    """
+
+    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        del outputs
+        later = mx.depends(list(primals), list(cotangents))
+        gradients = mx.vjp(compute, later, list(cotangents))[1]
+        trained, onward = gradients[:parameters], gradients[parameters:]
+        return (*trained, *(mx.depends(onward, trained) if trained and onward else onward))
+
+    return with_gradient(compute, backward)
+
+
+def with_gradient(forward: Callable[..., Any], backward: Callable[[Arrays, Arrays, Arrays], Arrays]) -> Any:
+    """A function that has a gradient of its own: ``backward`` takes inputs, cotangents and outputs."""
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return function
+
+
+def _floats_in(tree: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(tree) if _is_float(leaf)]
+
+
+def _with_floats(tree: Any, arrays: Iterable[mx.array]) -> Any:
+    """The same tree with other numbers."""
+    following = iter(arrays)
+    return tree_map(lambda leaf: next(following) if _is_float(leaf) else leaf, tree)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
