@@ -107,7 +107,8 @@ def call_measure(project: Path, named: dict[str, str]) -> list[list[object]]:
 
 def measure(named: dict[str, str]) -> list[list[object]]:
     """Base, tuned and every fused folder on the test rows."""
-    from safetrain.core.data.held_out import load_held_out
+    from safetrain.core.data.held_out import held_out_in
+    from safetrain.core.data.store import open_split
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.fusing import kept_share
     from safetrain.core.records.metrics import read_run_shape
@@ -117,7 +118,7 @@ def measure(named: dict[str, str]) -> list[list[object]]:
     from safetrain.engine.model import open_base
 
     run, base_folder = read_run_shape(paths.SUMMARY), Path(MODEL)
-    rows = load_held_out(base_folder, None, run.max_seq_length).rows
+    rows = held_out_in(open_split("test", base_folder), None, run.max_seq_length).rows
     tokens = run.batch_size * run.max_seq_length
     tuned_model = open_base(base_folder, dequantize=True)
     apply_adapter(tuned_model, paths.ADAPTERS)

@@ -170,8 +170,8 @@ def _trained_length() -> int:
 
 def _rows(data: Path | None, model: Path, max_examples: int | None, length: int) -> "HeldOut":
     """Of the project's token store, where it was made for this tokenizer; else read and tokenized for the model."""
-    from safetrain.core.data.held_out import load_held_out
-    from safetrain.core.data.store import read_made, store_path
+    from safetrain.core.data.held_out import held_out_in
+    from safetrain.core.data.store import open_split, read_made, store_path
     from safetrain.core.model.files import tokenizer_hash
     from safetrain.data.tokenize import settings_of
     from safetrain.data.validate import read_held_out
@@ -180,7 +180,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
         raise ConfigError("No test rows found.", where=str(TEST_ROWS.absolute()), do="name a data file with --data")
     provenance = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
     if provenance is not None and provenance.tokenizer == tokenizer_hash(model):
-        return load_held_out(model, max_examples, length)
+        return held_out_in(open_split("test", model), max_examples, length)
     section: Any = None
     if Path("params.yaml").is_file():
         from omegaconf import OmegaConf

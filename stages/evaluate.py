@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from safetrain.core.data.general_text import general_text
-from safetrain.core.data.held_out import load_held_out
+from safetrain.core.data.held_out import held_out_in
+from safetrain.core.data.store import open_split
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
@@ -34,8 +35,8 @@ def main(config: Pipeline) -> None:
     run = read_run_shape(paths.SUMMARY)
     seconds = evaluation_seconds(run.elapsed_seconds)
     tokens = seconds * run.tokens_per_second  # that training reads in that time
-    held_out = load_held_out(
-        base,
+    held_out = held_out_in(
+        open_split("test", base),
         settings.max_examples,
         run.max_seq_length,
         run.method,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, metadata_of, store_path
-from safetrain.core.data.token_files import OpenFiles, Stretch, TokenFile, loss_path, sampled_digest
+from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, store_path
+from safetrain.core.data.token_files import Stretch, TokenFile, loss_path, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
@@ -136,7 +136,7 @@ class CorpusReader:
         self.paths = [path for paths in by_split.values() for path in paths]
         self._names = [name for name, paths in by_split.items() for _ in paths]
         self._files = [read_tokenized(path) for path in self.paths]
-        self._tokenizer, self._vocabulary, self._bytes = tokenizer, vocabulary, OpenFiles()
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
         sizes = byte_lengths(tokenizer)[:vocabulary]
         self._text_bytes = np.pad(sizes, (0, vocabulary - len(sizes)))
         self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
@@ -182,14 +182,14 @@ class CorpusReader:
                 for ids, mask, numbers, lengths, counts in self._pieces(source, documents):
                     store.add(lengths, counts, file, numbers)
                     figures.add_documents(lengths, counts)
-                    state.update(ids.tobytes() + mask.tobytes() + lengths.astype("<u4").tobytes())
+                    width = source.file.token_bytes
+                    state.update(ids.astype(f"<u{width}").tobytes() + mask.tobytes() + lengths.astype("<u4").tobytes())
                     labels += int(np.count_nonzero(mask))
                     label_bytes += int(self._text_bytes[ids[mask]].sum())
             if not labels:
                 raise DataError(f"The documents of {name} have no labels.", where=str(self.paths[0]))
-            files = tuple(each.file for each in self._files)
-            metadata = metadata_of(provenance, state.hexdigest(), [file.path for file in files], label_bytes / labels)
-            store.finish(Corpus(files, tuple(stretches)), metadata)
+            corpus = Corpus(tuple(each.file for each in self._files), tuple(stretches))
+            store.finish(provenance, state.hexdigest(), corpus, label_bytes / labels)
         report = figures.report(label_bytes)
         self.rows, self.tokens = self.rows + report.rows, self.tokens + report.tokens
         self.labels, self.label_bytes = self.labels + report.trained_tokens, self.label_bytes + label_bytes
@@ -219,11 +219,7 @@ class CorpusReader:
 
     def _tokens(self, file: TokenFile, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Read ids and which of them are labels; raises DataError for an id that the model does not know."""
-        path, width, count = Path(file.path), file.token_bytes, end - begin
-        ids = np.frombuffer(self._bytes.read(path, begin * width, count * width), dtype=f"<u{width}")
-        mask = np.ones(count, dtype=np.bool_)
-        if file.masked:
-            mask = np.frombuffer(self._bytes.read(loss_path(path), begin, count), dtype=np.uint8) != 0
+        ids, mask = file.ids(begin, end), file.labels(begin, end)
         unknown = np.flatnonzero(ids >= self._vocabulary)
         if len(unknown):
             raise DataError(

@@ -1,9 +1,11 @@
 """The shape of a model is read from keys of many names, and from its weights where config.json is silent."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from safetrain.core.errors import ModelError
 from safetrain.core.model.files import sizes_of
 from safetrain.core.model.shapes import TensorHeader
 
@@ -34,10 +36,10 @@ WEIGHTS = [
 )
 def test_a_shape_has_many_names(config: dict[str, Any], expected: tuple[int | None, ...]) -> None:
     """Width, layers, heads, key heads, a head, feed-forward, vocabulary, positions."""
-    assert tuple(sizes_of(config, WEIGHTS).values()) == expected
+    assert tuple(sizes_of(config, WEIGHTS, Path()).values()) == expected
 
 
 @pytest.mark.parametrize(("config", "missing"), [({}, "hidden_size"), ({"hidden_size": 64}, "num_hidden_layers")])
 def test_what_nothing_says_is_named(config: dict[str, Any], missing: str) -> None:
-    with pytest.raises(KeyError, match=missing):
-        sizes_of(config, [])
+    with pytest.raises(ModelError, match=missing):
+        sizes_of(config, [], Path())

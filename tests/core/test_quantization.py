@@ -13,8 +13,7 @@ from mlx_lm.utils import load_model, quantize_model
 
 from safetrain.core.memory.terms import Backend, Shape, dequantized_bytes, lora_parameters
 from safetrain.core.model.files import read_model_files
-from safetrain.core.model.quantization import usual_bits, with_quantization
-from safetrain.core.model.shapes import TensorHeader
+from safetrain.core.model.shapes import TensorHeader, usual_bits, with_quantization
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base

@@ -3,17 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Store, open_store, store_path
+from safetrain.core.data.store import Store
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows
 from safetrain.core.formatting import counted
-from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.storage import paths
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,6 @@ class HeldOut:
         return texts
 
 
-def load_held_out(
-    base: Path,
-    max_examples: int | None,
-    max_seq_length: int,
-    method: str = "lora",
-    most_tokens: int | None = None,
-) -> HeldOut:
-    """The first ``max_examples`` rows, cut, and their questions; raises ConfigError, DataError.
-
-    ``max_examples`` None: all, or some evenly spread of ``most_tokens`` tokens in all.
-    """
-    store = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
-    most_tokens = most_tokens if max_examples is None else None
-    return held_out_in(store, max_examples, max_seq_length, method, most_tokens)
-
-
 def held_out_in(
     store: Store,
     max_examples: int | None,
@@ -63,9 +44,13 @@ def held_out_in(
     method: str = "lora",
     most_tokens: int | None = None,
 ) -> HeldOut:
-    """The same of any store. ``method``: that the model was trained by."""
+    """The first ``max_examples`` rows of a store, cut, and their questions, for a model trained by ``method``.
+
+    ``max_examples`` None: all, or some evenly spread of ``most_tokens`` tokens in all.
+    """
+    most_tokens = most_tokens if max_examples is None else None
     first, ends = store.rows[:max_examples], frozenset(store.made.stop_ids)
-    if method == PRETRAIN and not store.questions:
+    if method == PRETRAIN and not len(store.questions):
         windows = TokenWindows(first, max_seq_length, ends)
         rows = windows.some(min(MOST_VALID_TOKENS, most_tokens or MOST_VALID_TOKENS))
         return HeldOut(rows, (), ends, store.where, len(rows), 0)
@@ -74,8 +59,7 @@ def held_out_in(
     rows = cut.take(sample)
     rows.cut_rows = int(np.count_nonzero(first.lengths[sample] > max_seq_length))
     place = {int(row): index for index, row in enumerate(sample)}
-    numbers = np.flatnonzero(np.isin(store.questions.rows, sample))
-    questions_available = int(np.count_nonzero(store.questions.rows < len(cut)))
-    questions_of_rows = (store.questions[int(number)] for number in numbers)
-    questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in questions_of_rows)
-    return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(cut), questions_available)
+    chosen = (store.questions[number] for number in np.flatnonzero(np.isin(store.questions.rows, sample)).tolist())
+    questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in chosen)
+    available = int(np.count_nonzero(store.questions.rows < len(cut)))
+    return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(cut), available)

@@ -7,10 +7,7 @@ from typing import Protocol, overload
 
 import numpy as np
 
-from safetrain.core.data.pages import Pages
-
 STRETCH = 2**16  # tokens whose labels are counted at a time
-TOKEN_BYTES = 5  # of an id and whether it is a label
 
 
 class Values(Protocol):
@@ -51,37 +48,22 @@ class Question:
     group: str = ""  # its row's category or task
 
 
-class Questions(Sequence[Question]):
-    """The questions of a split, made when they are needed: the values of one end where ``*_ends`` says."""
+class Questions:
+    """The questions of a split, made when they are needed."""
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        prompts: tuple[np.ndarray, np.ndarray],
-        answers: tuple[np.ndarray, np.ndarray],
-        texts: tuple[np.ndarray, np.ndarray],
-        groups: tuple[np.ndarray, np.ndarray],
-    ) -> None:
-        """``rows`` (questions,); of each of the others the values, texts in UTF-8, and (questions,) where they end."""
-        self.rows, self._parts = rows, (prompts, answers, texts, groups)
+    def __init__(self, rows: np.ndarray, *parts: tuple[Values, np.ndarray]) -> None:
+        """``rows`` (questions,); ``parts``: values of prompts, answers, texts and groups (UTF-8), where each ends."""
+        self.rows, self._parts = rows, parts
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Question: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Question]: ...
-    def __getitem__(self, index: int | slice) -> "Question | list[Question]":
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        place = range(len(self))[index]
+    def __getitem__(self, place: int) -> Question:
         prompt, answer, *texts = (
             values[int(ends[place - 1]) if place else 0 : int(ends[place])] for values, ends in self._parts
         )
-        row = int(self.rows[place])
         text, group = (each.tobytes().decode("utf-8") for each in texts)
-        return Question(row, tuple(prompt.tolist()), tuple(answer.tolist()), text, group)
+        return Question(int(self.rows[place]), tuple(prompt.tolist()), tuple(answer.tolist()), text, group)
 
 
 class TokenRows(Sequence[TokenRow]):
@@ -94,15 +76,14 @@ class TokenRows(Sequence[TokenRow]):
         starts: np.ndarray,
         lengths: np.ndarray,
         label_counts: np.ndarray,
-        pages: Pages | None = None,
         numbers: np.ndarray | None = None,
     ) -> None:
         """``ids`` and ``trained`` (tokens,); of each row (rows,) where it starts in them, its tokens, its labels.
 
         ``numbers`` (rows,): the number of each row in messages; None: its index.
         """
-        self._ids, self._trained, self._pages, self._numbers = ids, trained, pages, numbers
-        self._starts = starts.astype(np.int64, copy=False)
+        self._ids, self._trained, self._numbers = ids, trained, numbers
+        self.starts = starts.astype(np.int64, copy=False)
         self.lengths = lengths.astype(np.int32, copy=False)
         self.label_counts = label_counts.astype(np.int32, copy=False)
         self.cut_rows, self.lost_labels = 0, 0  # by ``cut``
@@ -120,7 +101,7 @@ class TokenRows(Sequence[TokenRow]):
         )
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     @overload
     def __getitem__(self, index: int) -> TokenRow: ...
@@ -128,23 +109,15 @@ class TokenRows(Sequence[TokenRow]):
     def __getitem__(self, index: slice) -> "TokenRows": ...
     def __getitem__(self, index: int | slice) -> "TokenRow | TokenRows":
         if isinstance(index, slice):
-            part = (self._starts[index], self.lengths[index], self.label_counts[index])
-            return TokenRows(self._ids, self._trained, *part, self._pages)
+            return self._part(index)
         place = range(len(self))[index]
-        start, length = int(self._starts[place]), int(self.lengths[place])
-        if self._pages is not None:
-            self._pages.read_row(TOKEN_BYTES * length)
+        start, length = int(self.starts[place]), int(self.lengths[place])
         return TokenRow(self._ids[start : start + length], self._trained[start : start + length])
 
     @property
     def documents(self) -> "TokenRows":
         """Itself: what windows (core/data/windows.py) are cut from."""
         return self
-
-    @property
-    def starts(self) -> np.ndarray:
-        """(rows,) where each row begins among all tokens."""
-        return self._starts
 
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
         """The numbers of these rows in messages."""
@@ -157,15 +130,9 @@ class TokenRows(Sequence[TokenRow]):
 
     def stretches(self, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> "TokenRows":
         """Other rows of the same tokens, from ``starts``, so long, and called so; which tokens are labels is read."""
-        labels = [self._labels(start + 1, start + length) for start, length in zip(starts, lengths, strict=True)]
-        counts = np.array(labels, dtype=np.int32)
-        return TokenRows(self._ids, self._trained, starts, lengths, counts, self._pages, numbers)
-
-    def _labels(self, begin: int, end: int) -> int:
-        """That are among these tokens."""
-        if self._pages is not None:
-            self._pages.read_row(end - begin)
-        return int(np.count_nonzero(self._trained[begin:end]))
+        places = zip((starts + 1).tolist(), (starts + lengths).tolist(), strict=True)
+        counts = np.array([np.count_nonzero(self._trained[begin:end]) for begin, end in places], dtype=np.int32)
+        return TokenRows(self._ids, self._trained, starts, lengths, counts, numbers)
 
     def shapes(self) -> np.ndarray:
         """(rows,) tokens that rows feed: what decides how they lie."""
@@ -178,9 +145,11 @@ class TokenRows(Sequence[TokenRow]):
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "TokenRows":
         """These rows, in this order."""
-        places = np.asarray(rows, dtype=np.int64)
-        part = (self._starts[places], self.lengths[places], self.label_counts[places])
-        return TokenRows(self._ids, self._trained, *part, self._pages)
+        return self._part(np.asarray(rows, dtype=np.int64))
+
+    def _part(self, places: slice | np.ndarray) -> "TokenRows":
+        part = (self.starts[places], self.lengths[places], self.label_counts[places])
+        return TokenRows(self._ids, self._trained, *part)
 
     def sample(self, most_tokens: int) -> np.ndarray:
         """Indices of all rows, or of as many at equal distances as have about ``most_tokens`` tokens."""
@@ -193,7 +162,7 @@ class TokenRows(Sequence[TokenRow]):
         Reads which tokens of longer rows are labels; ``beat`` is called before each MiB of them.
         """
         long = np.flatnonzero(self.lengths > max_seq_length)
-        starts, lengths, labels = self._starts, self.lengths, self.label_counts
+        starts, lengths, labels = self.starts, self.lengths, self.label_counts
         if len(long):
             starts, lengths, labels = starts.copy(), lengths.copy(), labels.copy()
         by_place = long[np.argsort(starts[long], kind="stable")]
@@ -204,18 +173,16 @@ class TokenRows(Sequence[TokenRow]):
             starts[rows] += begins
             lengths[rows] = np.minimum(lengths[rows] - begins, max_seq_length)
             labels[rows] = counts
-        shorter = TokenRows(self._ids, self._trained, starts, lengths, labels, self._pages)
+        shorter = TokenRows(self._ids, self._trained, starts, lengths, labels)
         shorter.cut_rows = len(long)
         shorter.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
         return shorter
 
     def _window(self, rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Of ``rows``, all longer than ``size`` and near each other: which token to begin at, and labels from there."""
-        starts = self._starts[rows]
+        starts = self.starts[rows]
         ends = starts + self.lengths[rows]
         first, last = int(starts[0]), int(ends.max())
-        if self._pages is not None:
-            self._pages.read_along(last - first)
         places = np.flatnonzero(self._trained[first:last]) + first  # of tokens that are labels
         next_label = np.searchsorted(places, starts + 1)
         has_one = next_label < np.searchsorted(places, ends)

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Store, open_store, store_path
+from safetrain.core.data.store import open_split
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
-from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.storage import paths
 
 SAMPLED_ROWS = 2**16  # that are looked at for chats among documents
 
@@ -63,7 +61,7 @@ def load_training_rows(
     Raises ConfigError where they are missing, or made with another tokenizer than that of ``base``; DataError where
     they are damaged. ``beat`` is called as ``TokenRows.cut`` does.
     """
-    train, valid = _open_both(base)
+    train, valid = open_split("train", base), open_split("valid", base)
     made = train.made
     documents = method == PRETRAIN and _documents_alone(train.rows)
     form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
@@ -76,8 +74,7 @@ def load_training_rows(
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """The rows that a training of ``base`` validates on, cut as there; raises ConfigError and DataError as above."""
-    store = open_store(store_path(paths.VALIDATED, "valid"), tokenizer_hash(base))
-    rows = store.rows.cut(max_seq_length)
+    rows = open_split("valid", base).rows.cut(max_seq_length)
     return rows.take(rows.sample(MOST_VALID_TOKENS))
 
 
@@ -85,9 +82,3 @@ def _documents_alone(rows: TokenRows) -> bool:
     """Whether all tokens are labels, as of no chat, in rows from all over."""
     some = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_ROWS)).round().astype(np.int64)
     return bool(np.all(rows.label_counts[some] >= rows.lengths[some] - 1))
-
-
-def _open_both(base: Path) -> tuple[Store, Store]:
-    tokenizer = tokenizer_hash(base)
-    train, valid = (open_store(store_path(paths.VALIDATED, split), tokenizer) for split in ("train", "valid"))
-    return train, valid

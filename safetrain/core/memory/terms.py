@@ -8,8 +8,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from safetrain.core.model.adapted import adapted_weights, in_blocks
-from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 

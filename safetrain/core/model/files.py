@@ -1,4 +1,4 @@
-"""A model folder as files: whether it is complete, its size and its shape. Reads headers, no weights, without mlx.
+"""A model folder as files: whether it is complete, its size, its shape, its blocks. Reads headers, without mlx.
 
 A config.json may leave out what mlx-lm has a default for, and some families have no such thing: a recurrent one has no
 attention heads. Then the weights say it, or what is usual: the estimate of memory goes by it, nothing that is computed.
@@ -7,16 +7,14 @@ attention heads. Then the weights say it, or what is usual: the estimate of memo
 import hashlib
 import json
 import re
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import similar_path
-from safetrain.core.model.quantization import quantization_of, usual_bits, with_quantization
-from safetrain.core.model.shapes import TensorHeader, tensors_of
+from safetrain.core.model.shapes import TensorHeader, quantization_of, tensors_of, usual_bits, with_quantization
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
 
 MAX_HEADER_BYTES = 100 * 2**20
@@ -38,19 +36,30 @@ USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second in widths
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
 BLOCK = re.compile(r"(?:^|[._])(layers|h|blocks)\.(\d+)\.")
 
-TOKENIZER_FILES = (  # that decide how a text becomes tokens
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",  # which ids end an answer
+# Which tensors belong to which block, and which of them an adapter can be put on, by their names
+IN_BLOCK = re.compile(r"(?:^|\.)(layers|h|blocks|kv_reuse_layers)\.(\d+)\.(.+)$")
+ON_TOP = "kv_reuse_layers"  # the last blocks, counted from 0 again (AFM)
+OTHER_PART = re.compile(
+    r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)"
+)  # mlx-lm leaves them out
+# Convolutions; the halves into which multi-head latent attention takes its projection apart; a norm for each head;
+# what the model reads by itself (Gemma 3n, Kimi K3).
+NO_LINEAR = re.compile(
+    r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm|prediction_coefs|correction_coefs|attention_res_proj|"
+    r"mlp_res_proj)$"
 )
+ROUTER = "gate"  # a parameter, not a layer, in these families
+ROUTER_IS_A_PARAMETER = (
+    "bailing_hybrid", "bailing_moe_v3", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41",
+    "deepseek_v41_text", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash",
+    "kimi_k2", "kimi_vl", "mimo_v2_flash", "muse_spark", "nemotron_h",
+)  # fmt: skip
+ADAPTED_OTHERWISE = {"afm7": ("self_attn.qkv_proj",), "bitnet": ("proj",)}  # or not at all, by the ends of their names
+
+TOKENIZER_FILES = (  # that decide how a text becomes tokens, and which ids end an answer
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"
 SOURCE = ".hub_id"  # the hub's name of the model, and on the second line the commit
 
@@ -100,8 +109,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
         raise ModelError("The model has no tokenizer (tokenizer.json).", where=str(folder), do=FETCH)
     paths = _weight_files(folder)
-    headers = [_read_header(path) for path in paths]
-    tensors = tuple(tensor for header in headers for tensor in header)
+    tensors = [tensor for path in paths for tensor in _read_header(path)]
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
         digest.update(_file_sample(path))
@@ -110,8 +118,8 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 def read_limits(folder: Path) -> tuple[int | None, int | None]:
     """Rows of the embedding and tokens of the context, by config.json, without weights; None where it says neither."""
-    config = with_text(_read_json(folder / "config.json"))
-    return first_of(config, VOCABULARY) or None, first_of(config, POSITIONS) or None
+    config = _with_text(_read_json(folder / "config.json"))
+    return _first_of(config, VOCABULARY) or None, _first_of(config, POSITIONS) or None
 
 
 def read_model_plan(path: Path) -> ModelFiles:
@@ -121,38 +129,27 @@ def read_model_plan(path: Path) -> ModelFiles:
     """
     if not path.exists():
         raise _no_model(path)
-    folder = path if path.is_dir() else path.parent
     if path.is_dir() and (any(path.glob("model*.safetensors")) or (path / "model.safetensors.index.json").is_file()):
         return read_model_files(path)
     file = path / "config.json" if path.is_dir() else path
-    config = _read_json(file)
-    digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-    try:
-        return _describe(folder, config, tensors_of(with_text(config)), digest)
-    except KeyError as error:
-        raise ModelError(f"config.json has no {error}.", where=str(file)) from None
+    return model_of_config(_read_json(file), file.parent)
 
 
-def model_of_config(config: dict[str, Any], folder: Path) -> ModelFiles:
-    """A model that is only described, by what would be its config.json; ``folder`` is what it is called."""
+def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
+    """A model that is only described, by what is or would be its config.json; ``folder`` is what it is called."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return _describe(folder, config, tensors_of(config), digest)
-
-
-def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
-    """The record; raises ModelError when neither config.json nor the weights say what is needed."""
-    quantization, config = quantization_of(config), with_text(config)
-    tensors = with_quantization(headers, quantization)
     try:
-        sizes = sizes_of(config, tensors)
+        return _describe(folder, config, tensors_of(_with_text(config)), digest)
     except KeyError as error:
-        raise ModelError(
-            f"config.json has no {error.args[0]}, and the weights do not say it.",
-            where=str(folder / "config.json"),
-            do="use a model that mlx-lm supports",
-        ) from None
+        raise ModelError(f"config.json has no {error}.", where=str(folder / "config.json")) from None
+
+
+def _describe(folder: Path, config: Mapping[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
+    """The record; raises ModelError when neither config.json nor the weights say what is needed."""
+    quantization, config = quantization_of(config), _with_text(config)
+    tensors = with_quantization(headers, quantization)
     return ModelFiles(
-        **sizes,
+        **sizes_of(config, tensors, folder),
         folder=folder,
         model_type=str(config.get("model_type", "unknown")),
         whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
@@ -163,39 +160,42 @@ def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHead
     )
 
 
-def with_text(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json, with the keys of its text part (multimodal models) at the top level."""
     return {**config, **(config.get("text_config") or {})}
 
 
-def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> dict[str, Any]:
+def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder: Path) -> dict[str, Any]:
     """Widths of a model in features, as ModelFiles names them; of layers that differ, the largest.
 
-    Raises KeyError for a size that neither config.json nor the weights give.
+    Raises ModelError for a size that neither config.json nor the weights give.
     """
-    headers = tuple(tensors)
-    embedding = next((t.dequantized_shape for t in headers if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
-    hidden = first_of(config, WIDTH) or embedding[1]
-    layers = first_of(config, DEPTH) or depth_of(headers)
-    vocabulary = first_of(config, VOCABULARY) or embedding[0]
-    for value, names in ((hidden, WIDTH), (layers, DEPTH), (vocabulary, VOCABULARY)):
-        if not value:
-            raise KeyError(names[0])
-    stated, size = first_of(config, HEADS), first_of(config, HEAD_SIZE)
-    heads = stated or max(1, hidden // (size or USUAL_HEAD_SIZE))
+    embedding = next((t.dequantized_shape for t in tensors if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
+    hidden = _first_of(config, WIDTH) or embedding[1]
+    numbers = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
+    layers = _first_of(config, DEPTH) or max(numbers, default=-1) + 1
+    vocabulary = _first_of(config, VOCABULARY) or embedding[0]
+    if missing := [names[0] for names, n in ((WIDTH, hidden), (DEPTH, layers), (VOCABULARY, vocabulary)) if not n]:
+        raise ModelError(
+            f"config.json has no {missing[0]}, and the weights do not say it.",
+            where=str(folder / "config.json"),
+            do="use a model that mlx-lm supports",
+        )
+    size = _first_of(config, HEAD_SIZE)
+    heads = _first_of(config, HEADS) or max(1, hidden // (size or USUAL_HEAD_SIZE))
     return {
         "hidden_size": hidden,
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": min(heads, first_of(config, KEY_HEADS) or heads),
+        "num_kv_heads": min(heads, _first_of(config, KEY_HEADS) or heads),
         "head_dim": size or max(1, hidden // heads),
-        "intermediate_size": first_of(config, FEED_FORWARD) or USUAL_FEED_FORWARD * hidden,
+        "intermediate_size": _first_of(config, FEED_FORWARD) or USUAL_FEED_FORWARD * hidden,
         "vocab_size": vocabulary,
-        "max_positions": first_of(config, POSITIONS) or None,
+        "max_positions": _first_of(config, POSITIONS) or None,
     }
 
 
-def first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
+def _first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
     """The first of ``names`` that is a number, or the largest of a list; 0 if none is set."""
     for name in names:
         value = config.get(name)
@@ -205,35 +205,21 @@ def first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
     return 0
 
 
-def depth_of(tensors: Iterable[TensorHeader]) -> int:
-    """Blocks that the names of the weights count, 0 where they name none."""
-    numbers = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
-    return max(numbers, default=-1) + 1
-
-
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files: those of the index, if there is one."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map", {})
-        names = sorted(set(weight_map.values()))
-        if foreign := [name for name in names if Path(name).name != name]:
-            raise ModelError(
-                f"The model's index names a file outside of its folder: {foreign[0]}.", where=str(index), do=FETCH
-            )
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(
-                f"The model is half downloaded: {len(missing)} of {len(names)} weight files are missing.",
-                where=str(folder),
-                got=f"missing: {', '.join(missing[:5])}",
-                do=FETCH,
-            )
-        return [folder / name for name in names]
-    paths = sorted(folder.glob("model*.safetensors"))
-    if not paths:
+    if not index.is_file():
+        if paths := sorted(folder.glob("model*.safetensors")):
+            return paths
         raise ModelError("The model folder has no weights (model*.safetensors).", where=str(folder), do=FETCH)
-    return paths
+    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    if foreign := [name for name in names if Path(name).name != name]:
+        what = f"The model's index names a file outside of its folder: {foreign[0]}."
+        raise ModelError(what, where=str(index), do=FETCH)
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        what = f"The model is half downloaded: {len(missing)} of {len(names)} weight files are missing."
+        raise ModelError(what, where=str(folder), got=f"missing: {', '.join(missing[:5])}", do=FETCH)
+    return [folder / name for name in names]
 
 
 def _read_header(path: Path) -> list[TensorHeader]:
@@ -241,36 +227,29 @@ def _read_header(path: Path) -> list[TensorHeader]:
 
     Format: an 8-byte little-endian length, that many bytes of JSON, then the data (huggingface/safetensors, README).
     """
-    size = path.stat().st_size
+    size, expected = path.stat().st_size, "a safetensors header"
     with path.open("rb") as file:
         start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if LFS_POINTER.startswith(start) and len(start) == 8:
-            raise ModelError(
-                "A weight file is a pointer of Git LFS: the weights themselves are not here yet.",
-                where=str(path),
-                do=FETCH_LFS,
-            )
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise _truncated(path, "a safetensors header", f"{size} bytes")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            raise _truncated(path, "a safetensors header", "bytes that are not one") from None
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != end:
-        raise _truncated(path, f"{end} bytes, by its header", f"{size} bytes")
-    return [
-        TensorHeader(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in header.items()
-    ]
-
-
-def _truncated(path: Path, expected: str, got: str) -> ModelError:
-    return ModelError(
-        "A weight file is damaged or half downloaded.", where=str(path), expected=expected, got=got, do=FETCH
-    )
+        if start == LFS_POINTER[:8]:
+            what = "A weight file is a pointer of Git LFS: the weights themselves are not here yet."
+            raise ModelError(what, where=str(path), do=FETCH_LFS)
+        length = int.from_bytes(start, "little")
+        text = file.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        sizes = {name: entry["data_offsets"][1] for name, entry in header.items()}
+        end = 8 + length + max(sizes.values(), default=0)
+        expected = f"{end} bytes, by its header"
+        if size == end:
+            return [
+                TensorHeader(name, entry["dtype"], tuple(entry["shape"]), sizes[name] - entry["data_offsets"][0])
+                for name, entry in header.items()
+            ]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        pass
+    what = "A weight file is damaged or half downloaded."
+    raise ModelError(what, where=str(path), expected=expected, got=f"{size} bytes", do=FETCH)
 
 
 def _file_sample(path: Path) -> bytes:
@@ -310,6 +289,34 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+# Blocks
+
+
+def in_blocks(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
+    """The block, the name inside it and the header of every tensor of a block."""
+    matches = [
+        (match, tensor)
+        for tensor in model.tensors
+        if (match := IN_BLOCK.search(tensor.name)) and not OTHER_PART.match(tensor.name)
+    ]
+    on_top = max((int(match[2]) + 1 for match, _ in matches if match[1] == ON_TOP), default=0)
+    for match, tensor in matches:
+        below = model.num_layers - on_top if match[1] == ON_TOP else 0
+        yield below + int(match[2]), match[3], tensor
+
+
+def adapted_weights(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
+    """The block, the layer's name inside it and the weight of every layer that an adapter can be put on."""
+    otherwise = ADAPTED_OTHERWISE.get(model.model_type, ())
+    has_parameter = model.model_type in ROUTER_IS_A_PARAMETER
+    for block, name, tensor in in_blocks(model):
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or len(tensor.shape) < 2 or NO_LINEAR.search(layer) or layer.endswith(otherwise):
+            continue
+        if not (has_parameter and layer.rpartition(".")[2] == ROUTER):
+            yield block, layer, tensor
+
+
 # The tokenizer, compared without loading it
 
 
@@ -326,14 +333,9 @@ def tokenizer_hash(folder: Path) -> str:
 
 def make_same_tokens(first: Path, second: Path) -> bool:
     """Whether two models split texts in the same way; their stop tokens may differ."""
-    return _splitting(first) == _splitting(second)
-
-
-def _splitting(folder: Path) -> bytes:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file():
-            return (folder / name).read_bytes()
-    return b""
+    files = [[folder / name for name in TOKENIZER_FILES[:2] if (folder / name).is_file()] for folder in (first, second)]
+    one, other = (paths[0].read_bytes() if paths else b"" for paths in files)
+    return one == other
 
 
 def source_of(folder: Path) -> list[str]:

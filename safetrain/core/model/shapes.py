@@ -1,10 +1,16 @@
-"""The tensors of a model from its config.json: names, shapes, types, for the dense families that people tune.
+"""The tensors of a model: how they are quantized, and, for an architecture that is known, all of them by config.json.
 
-A model that is not downloaded can then be planned for. Architectures that are not listed are not guessed.
+A header gives the words and the groups of a row, which is bits times group size. Which is which, the type of the scales
+says, or config.json, which has an entry for each layer that differs from the rest.
+
+For the dense families that people tune, config.json also gives every name and shape, so that a model that is not
+downloaded can be planned for. Architectures that are not listed are not guessed.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +23,15 @@ FAMILIES = (
 TYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever the config says, mlx-lm has no other head
+WORD_BITS = 32
+COMPANIONS = ("scales", "biases", "global_scale")
+FLOAT_BITS = {4 * 16: 4, 4 * 32: 4, 8 * 32: 8}  # by bits times group size: nvfp4, mxfp4, mxfp8
+AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor as a safetensors header describes it, and how it is quantized (core/model/quantization.py)."""
+    """One tensor as a safetensors header describes it, and how it is quantized."""
 
     name: str
     dtype: str
@@ -55,90 +65,126 @@ def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
             expected=f"one of {', '.join(FAMILIES)}",
             do="fetch the model: its own files say how large it is, and a dry run measures what it takes",
         )
-    shapes = _Shapes(config, family)
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")
     quantization = config.get("quantization") or {}
     tensors: list[TensorHeader] = []
-    for name, shape in shapes.all():
-        if len(shape) == 2 and quantization:
-            tensors += _quantized(
-                name.removesuffix(".weight"), shape, quantization["bits"], quantization["group_size"], kind
-            )
+    for name, shape in _shapes(config, family):
+        if len(shape) == 2 and quantization:  # words of 32 bits, and a scale and a bias for each group of weights
+            (rows, columns), stem = shape, name.removesuffix(".weight")
+            groups = (rows, columns // quantization["group_size"])
+            tensors.append(_tensor(name, "U32", (rows, columns * quantization["bits"] // WORD_BITS)))
+            tensors += [_tensor(f"{stem}.{part}", kind, groups) for part in ("scales", "biases")]
         else:
             tensors.append(_tensor(name, kind, shape))
     return tuple(tensors)
 
 
-class _Shapes:
-    """Names and shapes, family by family, as mlx-lm's weights have them."""
-
-    def __init__(self, config: dict[str, Any], family: str) -> None:
-        self._config, self._family = config, family
-        self._hidden, self._heads = config["hidden_size"], config["num_attention_heads"]
-        self._kv_heads = config.get("num_key_value_heads") or self._heads
-        self._head_dim = config.get("head_dim") or self._hidden // self._heads
-        self._width = config["intermediate_size"]
-
-    def all(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Tensors of the whole model."""
-        vocabulary, hidden = self._config["vocab_size"], self._hidden
-        yield "model.embed_tokens.weight", (vocabulary, hidden)
-        for layer in range(self._config["num_hidden_layers"]):
-            for name, shape in self.block():
-                yield f"model.layers.{layer}.{name}", shape
-        yield "model.norm.weight", (hidden,)
-        if not self._config.get("tie_word_embeddings", False) and self._family not in ALWAYS_TIED:
-            yield "lm_head.weight", (vocabulary, hidden)
-
-    def block(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Tensors of one block."""
-        hidden, query, key = self._hidden, self._heads * self._head_dim, self._kv_heads * self._head_dim
-        if self._family == "phi3":
-            yield "self_attn.qkv_proj.weight", (query + 2 * key, hidden)
-            yield "mlp.gate_up_proj.weight", (2 * self._width, hidden)
-        else:
-            bias = self._family == "qwen2" or bool(self._config.get("attention_bias"))
-            for name, size in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-                yield f"self_attn.{name}.weight", (size, hidden)
-                if bias:
-                    yield f"self_attn.{name}.bias", (size,)
-            yield "mlp.gate_proj.weight", (self._width, hidden)
-            yield "mlp.up_proj.weight", (self._width, hidden)
-        yield "self_attn.o_proj.weight", (hidden, query)
-        if self._family != "qwen2" and self._config.get("attention_bias") and self._family != "phi3":
-            yield "self_attn.o_proj.bias", (hidden,)
-        yield "mlp.down_proj.weight", (hidden, self._width)
-        for name, size in self._norms(query, key):
-            yield f"{name}.weight", (size,)
-
-    def _norms(self, query: int, key: int) -> Iterator[tuple[str, int]]:
-        hidden, head = self._hidden, self._head_dim
-        if self._family not in ("olmo2",):
-            yield "input_layernorm", hidden
-        if self._family != "cohere":
-            yield "post_attention_layernorm", hidden
-        if self._family in ("gemma2", "gemma3_text", "olmo2"):
-            yield "post_feedforward_layernorm", hidden
-        if self._family in ("gemma2", "gemma3_text"):
-            yield "pre_feedforward_layernorm", hidden
-        if self._family in ("qwen3", "gemma3_text"):
-            yield "self_attn.q_norm", head
-            yield "self_attn.k_norm", head
-        if self._family == "olmo2":
-            yield "self_attn.q_norm", query
-            yield "self_attn.k_norm", key
-
-
-def _quantized(stem: str, shape: tuple[int, ...], bits: int, group: int, kind: str) -> list[TensorHeader]:
-    """Words of 32 bits, and a scale and a bias for each group of weights (mlx's affine quantization)."""
-    rows, columns = shape
-    groups = (rows, columns // group)
-    return [
-        _tensor(f"{stem}.weight", "U32", (rows, columns * bits // 32)),
-        _tensor(f"{stem}.scales", kind, groups),
-        _tensor(f"{stem}.biases", kind, groups),
-    ]
-
-
 def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> TensorHeader:
     return TensorHeader(name, kind, shape, TYPE_BYTES[kind] * math.prod(shape))
+
+
+def _shapes(config: Mapping[str, Any], family: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the whole model, as mlx-lm's weights have them."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    query, key = heads * head, (config.get("num_key_value_heads") or heads) * head
+    block = [*_matrices(config, family, query, key), *_norms(family, hidden, head, query, key)]
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in block:
+            yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (hidden,)
+    if not config.get("tie_word_embeddings", False) and family not in ALWAYS_TIED:
+        yield "lm_head.weight", (vocabulary, hidden)
+
+
+def _matrices(config: Mapping[str, Any], family: str, query: int, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The linear layers of a block, and their biases."""
+    hidden, width, has_bias = config["hidden_size"], config["intermediate_size"], bool(config.get("attention_bias"))
+    if family == "phi3":
+        yield "self_attn.qkv_proj.weight", (query + 2 * key, hidden)
+        yield "mlp.gate_up_proj.weight", (2 * width, hidden)
+    else:
+        for name, size in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+            yield f"self_attn.{name}.weight", (size, hidden)
+            if has_bias or family == "qwen2":
+                yield f"self_attn.{name}.bias", (size,)
+        yield "mlp.gate_proj.weight", (width, hidden)
+        yield "mlp.up_proj.weight", (width, hidden)
+    yield "self_attn.o_proj.weight", (hidden, query)
+    if has_bias and family not in ("qwen2", "phi3"):
+        yield "self_attn.o_proj.bias", (hidden,)
+    yield "mlp.down_proj.weight", (hidden, width)
+
+
+def _norms(family: str, hidden: int, head: int, query: int, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    sizes = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if family == "cohere":
+        del sizes["post_attention_layernorm"]
+    if family in ("gemma2", "gemma3_text"):
+        sizes |= {"post_feedforward_layernorm": hidden, "pre_feedforward_layernorm": hidden}
+    if family in ("qwen3", "gemma3_text"):
+        sizes |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
+    if family == "olmo2":
+        del sizes["input_layernorm"]
+        sizes |= {"post_feedforward_layernorm": hidden, "self_attn.q_norm": query, "self_attn.k_norm": key}
+    return ((f"{name}.weight", (size,)) for name, size in sizes.items())
+
+
+# Quantization
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The quantization in config.json, wherever it stands there; empty for a model that is not quantized."""
+    text = config.get("text_config") or {}
+    entries = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
+    return next((value for value in entries if isinstance(value, dict)), {})
+
+
+def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
+    """The same headers, each quantized weight with its bits, and scales and biases marked."""
+    headers = tuple(tensors)
+    scales = {tensor.name.removesuffix(".scales"): tensor for tensor in headers if tensor.name.endswith(".scales")}
+    result = []
+    for tensor in headers:
+        stem, _, kind = tensor.name.rpartition(".")
+        if stem in scales and kind in COMPANIONS:
+            tensor = dataclasses.replace(tensor, of_quantization=True)
+        elif stem in scales and kind == "weight" and tensor.dtype == "U32":
+            tensor = dataclasses.replace(tensor, bits=_bits(tensor, scales[stem], quantization))
+        result.append(tensor)
+    return tuple(result)
+
+
+def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:
+    """Bits of most of the quantized weights, or what config.json says; None for a model that is not quantized."""
+    counted = Counter[int]()
+    for tensor in tensors:
+        if tensor.bits:
+            counted[tensor.bits] += tensor.weights
+    return counted.most_common(1)[0][0] if counted else _number(quantization.get("bits"))
+
+
+def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str, Any]) -> int:
+    """The bits of one layer; config.json counts only as far as it agrees with the header."""
+    product = weight.shape[-1] * WORD_BITS // scales.shape[-1]  # bits times group size
+    if scales.dtype == "U8" and product in FLOAT_BITS:
+        return FLOAT_BITS[product]
+    own = _entry(weight.name.removesuffix(".weight"), quantization)
+    for group in (_number(own.get("group_size")), _number(quantization.get("group_size")), *AFFINE_GROUPS):
+        if group and product % group == 0 and product // group in AFFINE_BITS:
+            return product // group
+    return _number(own.get("bits")) or _number(quantization.get("bits")) or WORD_BITS
+
+
+def _entry(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry of a layer in config.json; multimodal models may leave out the first part of its name there."""
+    for name in (layer, layer.partition(".")[2]):
+        if isinstance(entry := quantization.get(name), dict):
+            return entry
+    return {}
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -6,16 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.core.data.store import Corpus, DocumentWriter, Store, metadata_of, open_store
-from safetrain.core.data.token_files import (
-    MOST_OPEN,
-    OpenFiles,
-    Stretch,
-    StretchValues,
-    TokenFile,
-    loss_path,
-    sampled_digest,
-)
+from safetrain.core.data.store import Corpus, DocumentWriter, Store, open_store
+from safetrain.core.data.token_files import Stretch, TokenFile, loss_path, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
@@ -40,8 +32,7 @@ def store_of(folder: Path, files: list[TokenFile], stretches: list[Stretch], len
         for stretch, each in zip(stretches, lengths, strict=True):
             sizes = np.array(each)
             writer.add(sizes, sizes - 1, stretch.file, np.arange(1, len(each) + 1))
-        metadata = metadata_of(MADE, "digest", [file.path for file in files], 3.5)
-        writer.finish(Corpus(tuple(files), tuple(stretches)), metadata)
+        writer.finish(MADE, "digest", Corpus(tuple(files), tuple(stretches)), 3.5)
     return open_store(path)
 
 
@@ -71,15 +62,6 @@ def test_windows_go_over_the_border_of_a_file(two_files: tuple[Store, list[Path]
     pieces = [row.ids.tolist() for row in windows.pieces([0])]
     assert pieces == [DOCUMENTS[1], [END, *DOCUMENTS[2]], [END, *DOCUMENTS[4]]]
     assert windows.pieces([0]).label_counts.tolist() == [1, 5, 2]
-
-
-def test_many_files_need_few_open(tmp_path: Path) -> None:
-    files = [token_file(write_ds(tmp_path / f"{number}.ds", [[number, END]])) for number in range(MOST_OPEN + 9)]
-    reader = OpenFiles()
-    values = StretchValues(files, [Stretch(number, 0, 2) for number in range(len(files))], reader)
-    assert values[0 : len(values)][::2].tolist() == list(range(len(files)))
-    assert len(reader) == MOST_OPEN
-    assert values[2:4].tolist() == [1, END], "one that was closed is opened again"
 
 
 @pytest.mark.parametrize("change", ["other bytes", "longer", "gone", "other mask"])
