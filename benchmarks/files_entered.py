@@ -28,7 +28,7 @@ from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
-from safetrain.core.records.settings import Survival, TrainJob
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.paths import FLIGHT
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
@@ -153,8 +153,7 @@ def die() -> Doors:
 
     doors, watched = Doors(set), supervisor._Watch.drain
     settings = dataclasses.replace(SETTINGS, batch_size=1, gradient_checkpointing=True, dequantize_base=False)
-    survival = Survival(False, 2, None)
-    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
+    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None)
 
     def drain(self: supervisor._Watch, show: Callable[[Event], None]) -> None:
         watch(doors)

@@ -12,8 +12,9 @@ from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.reports import Machine, read_data_report, read_machine, require_data_of
 from safetrain.core.records.schema import PRETRAIN, Pipeline
-from safetrain.core.records.settings import Recommendation, write_recommendation
+from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.machines import assumed_tflops
 from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretraining_of
@@ -42,7 +43,7 @@ def main(config: Pipeline) -> None:
         plan = _pretraining(recommendation, model, machine, rows, config)
         for line in pretraining_lines(plan, datetime.now().astimezone()):
             say(line)
-    write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
+    write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
 
 def _pretraining(

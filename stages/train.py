@@ -46,7 +46,7 @@ def main(config: Pipeline) -> None:
             output=paths.OUTPUT,
             watch=WatchSettings(
                 paths.OUTPUT / FLIGHT,
-                job.survival.memory_limit_bytes,
+                job.memory_limit_bytes,
                 60 * train.hang_minutes,
                 locks,
                 ranks=job.ranks,

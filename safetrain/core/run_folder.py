@@ -25,7 +25,7 @@ from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_cs
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import MANIFEST, RunState, checkpoints_in
-from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings, recommendation_from
+from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
@@ -197,7 +197,7 @@ class RunReader:
             name=self._files.name,
             data=self._json(paths.DATA_REPORT.name, functools.partial(from_json, DataReport)),
             machine=self._json(paths.MACHINE.name, functools.partial(from_json, Machine)),
-            plan=self._json(paths.RECOMMENDED_CONFIG.name, recommendation_from),
+            plan=self._json(paths.RECOMMENDED_CONFIG.name, functools.partial(from_json, Recommendation)),
             job=job,
             state=self._json(POINTER, functools.partial(PARTLY, RunState)),
             steps=self._read_steps(),

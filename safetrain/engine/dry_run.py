@@ -56,13 +56,13 @@ def main(job_path: str, scratch: str) -> int:
     train_job = read_record(Path(job_path), TrainJob)
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
-    limit_memory(train_job.survival.memory_limit_bytes)
+    limit_memory(train_job.memory_limit_bytes)
     try:
         job = load_job(train_job)
         load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import keep_to_room
 
-        keep_to_room(train_job.survival.memory_limit_bytes)
+        keep_to_room(train_job.memory_limit_bytes)
         print(json.dumps(dataclasses.asdict(dry_run(job, Path(scratch)))), flush=True)
     except SafetrainError as error:
         print(in_one_line(error), file=sys.stderr)
@@ -108,10 +108,9 @@ def _open(job: Job, scratch: Path) -> "TrainingRun":
     output = scratch / "output"
     output.mkdir()
     settings = dataclasses.replace(job.settings, max_loss_jump=None)
-    survival = dataclasses.replace(job.asked.survival, trace=False)
     trial = dataclasses.replace(
         job,
-        asked=dataclasses.replace(job.asked, settings=settings, survival=survival),
+        asked=dataclasses.replace(job.asked, settings=settings, trace=False),
         rows=dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size])),
         output=output,
         adapters=scratch / "adapters",

@@ -87,7 +87,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     if job.asked.mlx_limit_bytes:
         set_limits(job.asked.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
-        tracer = Tracer(recorder, watcher.say) if job.asked.survival.trace else None
+        tracer = Tracer(recorder, watcher.say) if job.asked.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
@@ -112,7 +112,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait
         discard_run(job.output)
         (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
-    most = job.asked.survival.keep_checkpoints + KEPT_BESIDE
+    most = job.asked.keep_checkpoints + KEPT_BESIDE
     have = len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
     disk.require(max(1, most - have) * size, "the checkpoints of this training")

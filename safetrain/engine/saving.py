@@ -131,7 +131,7 @@ def save(run: TrainingRun) -> None:
 
 def _write_checkpoint(run: TrainingRun) -> None:
     job = run.job
-    best, keep = best_file(run.state, job.adapters / ADAPTER_FILE, job.output), job.asked.survival.keep_checkpoints
+    best, keep = best_file(run.state, job.adapters / ADAPTER_FILE, job.output), job.asked.keep_checkpoints
     save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, keep)
 
 

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     flight.mkdir(parents=True, exist_ok=True)
     pipe = open_events(arguments[1], required=rank == 0)
     job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # the others are given it by rank 0
-    limit = job.survival.memory_limit_bytes if job is not None else None
+    limit = job.memory_limit_bytes if job is not None else None
     set_up_child(int(arguments[2]) or os.getppid(), flight, limit)
     with stop_on_signal() as stop:
         return run_job(job, flight / RECORDER, pipe, stop)
@@ -100,7 +100,7 @@ def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe
     if shared.ranks != ranks.size:
         raise ConfigError("The hostfile has another number of ranks.", expected=str(shared.ranks), got=str(ranks.size))
     if job is None:
-        limit_memory(shared.survival.memory_limit_bytes)
+        limit_memory(shared.memory_limit_bytes)
     _train(shared, recorder, pipe, stop, blas, ranks)
 
 

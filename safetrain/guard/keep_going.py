@@ -73,7 +73,7 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
     previous = explain_unclosed(output, command_again())
     if previous is not None:
         say(f"the training before this one ended suddenly:\n{describe(previous)}")
-    planned, limit = memory_shape(job.settings), limit_now(job.survival.memory_limit_bytes)
+    planned, limit = memory_shape(job.settings), limit_now(job.memory_limit_bytes)
     ladder = read_ladder(output, job.settings, limit.size_bytes)
     if ladder is not None:
         job = _on_ladder(job, ladder, say)
@@ -121,7 +121,7 @@ def _dvc_command() -> str:
 
 
 def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
-    watch, limit = options.watch, limit_now(job.survival.memory_limit_bytes)
+    watch, limit = options.watch, limit_now(job.memory_limit_bytes)
     write_record(options.output / FLIGHT / JOB, job)
     open_marker(options.output, command_again(), watch.hang_seconds, limit)
     watch = dataclasses.replace(watch, environment=gpu_environment(len(job.gpu_rungs), os.environ))

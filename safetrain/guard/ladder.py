@@ -170,7 +170,7 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
             return AvailableMemory(0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy)
     else:
         free = host_room_bytes(host) // ranks_here
-    own = within_data_limit(free, job.survival.memory_limit_bytes)
+    own = within_data_limit(free, job.memory_limit_bytes)
     if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
         raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
         return AvailableMemory(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)

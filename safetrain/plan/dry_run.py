@@ -69,7 +69,7 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     with scratch_folder(paths.OUTPUT) as scratch:
         file = scratch / "job.json"
         write_record(file, job)
-        most = most_bytes(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
+        most = most_bytes(job.memory_budget.total_bytes, job.memory_limit_bytes)
         began = time.monotonic()
         lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, most)
     answer = _answer_of(lines, ended, time.monotonic() - began)
@@ -77,7 +77,7 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
         peak = size_text(answer.measured.peak_bytes)
         runner.say(f"dry run: {answer.measured.update_seconds:.2f} s an update, peak {peak}")
     # A process that the kernel killed, or that has no own limit, may have died of other programs' memory.
-    limited, by_kernel = job.survival.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
     if answer.measured is not None or own_fault:
         keep_answer(path, answer)

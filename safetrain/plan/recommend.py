@@ -25,7 +25,6 @@ from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
     LoraSettings,
-    Reason,
     Recommendation,
     resolve_lora,
     total_updates,
@@ -88,7 +87,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
         planned_optimizer=train.optimizer,
         planned_model=str(model.folder),
         planned_backend=machine.backend,
-        reasons=tuple(Reason(key, text) for key, text in reasons.items()),
+        reasons=reasons,
         predicted_peak_bytes=fit.peak_bytes,
         mlx_limit_bytes=fit.mlx_limit_bytes(machine.memory_budget),
         memory_terms=fit.terms,
@@ -108,11 +107,11 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
 
 def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> Iterator[str]:
     """What `recommend_config` prints: every value with its reason, what it takes, and what the length cuts off."""
-    for reason in recommendation.reasons:
-        section, _, key = reason.key.rpartition(".")
+    for name, reason in recommendation.reasons.items():
+        section, _, key = name.rpartition(".")
         value = getattr(recommendation.lora if section else recommendation, key)
         text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
-        yield f"{reason.key:<22} {text!s:<12} {reason.text}"
+        yield f"{name:<22} {text!s:<12} {reason}"
     peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
     whole, budget = peak + recommendation.process_memory_bytes, recommendation.memory_budget_bytes
     yield f"predicted: mlx {size_text(peak)}, the process {size_text(whole)} of {size_text(budget)} (closed form)"

@@ -20,7 +20,6 @@ from safetrain.core.records.settings import (
     DRY_RUN_TIMED_SECONDS,
     DryRun,
     Recommendation,
-    Survival,
     TrainJob,
     resolve,
     total_updates,
@@ -151,10 +150,10 @@ class _Search:
         """The job of the dry run: the same settings, under a slightly smaller memory limit."""
         train, plan = self._question.train, recommendation_of(self._question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
-        survival = Survival(False, 1, None if limit is None else int(limit * (1 - SPARED)))
         return TrainJob(
             str(self._question.model.folder), resolve(train, self._lora, plan), False, plan.memory_budget, None,
-            survival, (), plan.mlx_limit_bytes,
+            keep_checkpoints=1, memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
+            mlx_limit_bytes=plan.mlx_limit_bytes,
         )  # fmt: skip
 
 

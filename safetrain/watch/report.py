@@ -219,7 +219,7 @@ def values_of(settings: TrainSettings | Recommendation) -> dict[str, Any]:
 def configuration_of(run: Run) -> list[Row]:
     """Key, value, who decided it, and why: first the values that differ from the recommendation."""
     recommended = values_of(run.plan) if run.plan is not None else {}
-    reasons = {reason.key: reason.text for reason in run.plan.reasons} if run.plan is not None else {}
+    reasons = run.plan.reasons if run.plan is not None else {}
     ladder_keys = {f"train.{name}" for name in MEMORY_ONLY} if rungs_of(run) else set[str]()
     rows = list[Row]()
     for key, value in (values_of(run.settings) if run.settings is not None else recommended).items():

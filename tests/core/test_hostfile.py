@@ -9,7 +9,7 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import DATA_BESIDE_BYTES, MemoryBudget
 from safetrain.core.records.hostfile import Hosts, as_launched, backend_of_ranks, hosts_of, read_hostfile
-from safetrain.core.records.settings import Survival, TrainJob, shared_by
+from safetrain.core.records.settings import TrainJob, shared_by
 from tests.support.settings import SETTINGS
 
 HERE = {"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}
@@ -57,7 +57,7 @@ def test_a_file_that_mlx_launch_could_not_use_is_refused(hostfile: Path, content
 
 
 def job(total_bytes: int, limit_bytes: int | None) -> TrainJob:
-    return TrainJob("model", SETTINGS, True, MemoryBudget(total_bytes), None, Survival(False, 2, limit_bytes), ())
+    return TrainJob("model", SETTINGS, True, MemoryBudget(total_bytes), None, memory_limit_bytes=limit_bytes)
 
 
 def test_ranks_on_one_machine_share_its_memory() -> None:

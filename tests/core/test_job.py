@@ -24,7 +24,6 @@ from safetrain.core.records.settings import (
     LoraSettings,
     PlannedMemory,
     Rung,
-    Survival,
     TrainJob,
     memory_shape,
 )
@@ -45,10 +44,9 @@ def job(**other: Any) -> TrainJob:
     lora = LoraSettings(8, 2.0, 0.1, 4, ("q_proj", "mlp.down_proj"))
     settings = dataclasses.replace(SETTINGS, lora=lora, max_steps=7, max_loss_jump=None, early_stopping_patience=3)
     rungs = (Rung(memory_shape(SETTINGS), 7, "killed by the system"), Rung(memory_shape(settings), 0, "segfault"))
-    survival = Survival(True, 3, None)
     planned = PlannedMemory(SETTINGS, LargestUpdate(4, 99, 300, 120), 2**33)
     budget = MemoryBudget(2**34, 2**28)
-    whole = TrainJob("models/a model", settings, True, budget, planned, survival, rungs)
+    whole = TrainJob("models/a model", settings, True, budget, planned, True, 3, rungs=rungs)
     return dataclasses.replace(whole, **other)
 
 
@@ -65,12 +63,14 @@ def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
 
 
 def test_a_memory_limit_comes_back_in_bytes(tmp_path: Path) -> None:
-    given = dataclasses.replace(job(), survival=Survival(False, 1, 5 * 2**30))
+    given = dataclasses.replace(job(), memory_limit_bytes=5 * 2**30)
     write_record(tmp_path / "job.json", given)
-    assert read_record(tmp_path / "job.json", TrainJob).survival.memory_limit_bytes == 5 * 2**30
+    assert read_record(tmp_path / "job.json", TrainJob).memory_limit_bytes == 5 * 2**30
 
 
-@pytest.mark.parametrize("change", [{"surprise": 1}, {"rungs": [{"at_step": 1}]}, {"survival": {}}, {"settings": None}])
+@pytest.mark.parametrize(
+    "change", [{"surprise": 1}, {"rungs": [{"at_step": 1}]}, {"memory_budget": {}}, {"settings": None}]
+)
 def test_a_job_of_another_version_is_an_error_and_not_a_training(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "job.json"
     write_record(path, job())

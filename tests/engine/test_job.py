@@ -7,7 +7,7 @@ import pytest
 
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.records.settings import Survival, TrainJob
+from safetrain.core.records.settings import TrainJob
 from safetrain.engine.job import LEAST_VALID_TOKENS, load_job
 from tests.stores import write_stores
 from tests.support.random_models import EMBEDDED
@@ -20,8 +20,7 @@ def test_a_run_that_max_steps_ends_early_validates_on_fewer_rows(
     rows = [token_row(range(5, 55), [True] * 50)] * 600
     write_stores(tmp_path / "data" / "validated", EMBEDDED, rows, rows)
     monkeypatch.chdir(tmp_path)
-    survival = Survival(trace=False, keep_checkpoints=2, memory_limit_bytes=None)
-    asked = TrainJob(str(EMBEDDED), SETTINGS, False, MemoryBudget(2**40), None, survival, ())
+    asked = TrainJob(str(EMBEDDED), SETTINGS, False, MemoryBudget(2**40), None)
     short = dataclasses.replace(asked, settings=dataclasses.replace(SETTINGS, max_steps=1))
     whole, few = (
         load_job(dataclasses.replace(asked, settings=dataclasses.replace(SETTINGS, max_steps=None))),

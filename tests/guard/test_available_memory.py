@@ -9,7 +9,7 @@ from safetrain.core.memory.budget import MemoryBudget, Readings
 from safetrain.core.memory.estimate import with_margin
 from safetrain.core.memory.run import memory_of_run
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.settings import LoraSettings, PlannedMemory, Survival, TrainJob
+from safetrain.core.records.settings import LoraSettings, PlannedMemory, TrainJob
 from safetrain.guard import ladder
 from safetrain.guard.ladder import PlannedUpdate, available_memory, fit_to_available_memory, needed_bytes
 from tests.conftest import EMBEDDED
@@ -23,7 +23,7 @@ SETTINGS = dataclasses.replace(
 )  # fmt: skip
 LARGEST = worst_update(100, 16)
 PLANNED = PlannedMemory(SETTINGS, LARGEST, 3 * GIB)
-JOB = TrainJob(str(EMBEDDED), SETTINGS, True, MemoryBudget(8 * GIB), PLANNED, Survival(False, 2, None), ())
+JOB = TrainJob(str(EMBEDDED), SETTINGS, True, MemoryBudget(8 * GIB), PLANNED)
 UPDATE = PlannedUpdate("cpu", LARGEST)
 IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percent=54)
 
@@ -70,7 +70,7 @@ def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.Mon
     def limited(limit: int, budget: int) -> TrainJob:
         return dataclasses.replace(
             JOB,
-            survival=dataclasses.replace(JOB.survival, memory_limit_bytes=limit),
+            memory_limit_bytes=limit,
             memory_budget=MemoryBudget(budget),
         )
 

@@ -11,7 +11,7 @@ from safetrain.core.errors import RunDied
 from safetrain.core.events import Event, Said
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.postmortem import read_postmortem
-from safetrain.core.records.settings import Survival, TrainJob
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import FLIGHT, JOB, LADDER
 from safetrain.guard.keep_going import RunOptions, keep_going
@@ -47,7 +47,7 @@ NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 
 def train(output: Path, text: str, needed: str, said: list[str]) -> None:
     """Train with that child."""
-    job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, 2, None), ())
+    job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None)
     planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
     watch = WatchSettings(output / FLIGHT, None, 60.0, ())
     options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, planned=planned)

@@ -11,7 +11,7 @@ from safetrain.core.events import Event
 from safetrain.core.formatting import RUN
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.postmortem import read_postmortem
-from safetrain.core.records.settings import LoraSettings, Survival, TrainJob
+from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.core.storage.paths import ERROR, FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import PlannedUpdate
@@ -117,8 +117,7 @@ def train(output: Path, most_rows: int, **changed: object) -> list[str]:
 def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> None:
     """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
-    survival = Survival(False, 2, None)
-    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
+    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
     watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
     options = RunOptions((sys.executable, "-c", *program), output, watch, planned=planned)

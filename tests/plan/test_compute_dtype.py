@@ -47,7 +47,7 @@ def mistral(tmp_path: Path) -> ModelFiles:
 
 
 def reason_of(chosen: Recommendation) -> str:
-    return next(reason.text for reason in chosen.reasons if reason.key == "compute_dtype")
+    return chosen.reasons["compute_dtype"]
 
 
 def test_only_a_base_in_bfloat16_is_cast_and_only_where_its_own_products_are_slow(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.settings import LoraSettings, Survival, TrainJob
+from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
 from safetrain.plan.child import run_lines
 from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, most_bytes, remove_remains, scratch_folder, try_out
@@ -42,8 +42,7 @@ def job(model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
     settings = dataclasses.replace(
         SETTINGS, lora=ALL_LAYERS, batch_size=2, gradient_accumulation=4, dequantize_base=True, max_seq_length=128
     )
-    survival = Survival(False, 2, None)
-    return TrainJob(str(model.folder), settings, False, MemoryBudget(2**40), None, survival, (), 2**40)
+    return TrainJob(str(model.folder), settings, False, MemoryBudget(2**40), None, mlx_limit_bytes=2**40)
 
 
 def ask(model: ModelFiles, job: TrainJob, said: list[str], module: str = MODULE) -> Answer:
@@ -74,7 +73,7 @@ def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
     lost = ask(model, dataclasses.replace(job, base="nowhere"), said)
     assert (lost.measured, lost.ran_out_of_memory) == (None, False)
     assert lost.ended == "exit code 4: The model folder does not exist."
-    starved = dataclasses.replace(job, survival=dataclasses.replace(job.survival, memory_limit_bytes=300 * 2**20))
+    starved = dataclasses.replace(job, memory_limit_bytes=300 * 2**20)
     died = ask(model, starved, said)
     assert (died.measured, died.ran_out_of_memory) == (None, True)
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import ModelFiles, read_model_plan
-from safetrain.core.records.settings import write_recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.creation.shapes import PRESETS
@@ -184,10 +183,10 @@ def test_ranks_are_told_with_traffic_time_and_how_many_pay(qwen_7b: ModelFiles) 
 
 def test_a_dry_run_of_this_model_here_counts_and_no_other(qwen_7b: ModelFiles) -> None:
     machine = machine_of(read_profile("linux-16gb"))
-    write_recommendation(paths.RECOMMENDED_CONFIG, recommended())
+    write_record(paths.RECOMMENDED_CONFIG, recommended())
     assert speed_here(qwen_7b, machine, "lora").step_seconds is None
     mine = dataclasses.replace(recommended(), planned_model=str(qwen_7b.folder), step_seconds=2.5)
-    write_recommendation(paths.RECOMMENDED_CONFIG, mine)
+    write_record(paths.RECOMMENDED_CONFIG, mine)
     found = speed_here(qwen_7b, machine, "lora")
     assert (found.step_seconds, found.rows) == (2.5, mine.batch_size * mine.gradient_accumulation)
     assert "measured" in found.source

@@ -16,8 +16,8 @@ from safetrain.core.records.settings import (
     read_recommendation,
     require_plan_for,
     resolve,
-    write_recommendation,
 )
+from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import RowStatistics, best_fit
 from safetrain.plan.recommend import ask, recommendation_of
 from tests.conftest import EMBEDDED
@@ -77,7 +77,7 @@ def plan(train: Train = OPEN, lora: Lora = NO_LORA_PINS, **changes: object) -> R
 
 def test_every_value_has_its_reason() -> None:
     recommendation = plan()
-    reasons = {reason.key for reason in recommendation.reasons}
+    reasons = set(recommendation.reasons)
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
         "lora", "planned_method", "planned_optimizer", "planned_model", "planned_backend", "reasons",
         "predicted_peak_bytes", "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms",
@@ -86,7 +86,7 @@ def test_every_value_has_its_reason() -> None:
     }  # fmt: skip
     lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
     assert reasons == values | lora
-    assert all(len(reason.text) > 5 for reason in recommendation.reasons)
+    assert all(len(reason) > 5 for reason in recommendation.reasons.values())
     assert recommendation.verified is False
 
 
@@ -124,9 +124,7 @@ def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
 def test_blocks_are_recomputed_only_where_nothing_fits_otherwise() -> None:
     tight, roomy = (plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=2000)) for gib in (10, 64))
     assert (tight.gradient_checkpointing, roomy.gradient_checkpointing) == (True, False)
-    assert next(reason.text for reason in tight.reasons if reason.key == "gradient_checkpointing").startswith(
-        "less memory"
-    )
+    assert tight.reasons["gradient_checkpointing"].startswith("less memory")
     pinned = plan(dataclasses.replace(OPEN, gradient_checkpointing=True))
     assert pinned.gradient_checkpointing
     assert pinned.predicted_peak_bytes < plan().predicted_peak_bytes
@@ -184,7 +182,7 @@ def test_a_short_run_warms_up_within_itself() -> None:
 
 def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path, recommendation = tmp_path / "r.json", plan()
-    write_recommendation(path, recommendation)
+    write_record(path, recommendation)
     assert read_recommendation(path) == recommendation
     path.write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -212,7 +210,7 @@ def test_one_long_row_does_not_set_the_length_when_it_does_not_fit() -> None:
     outlier = dataclasses.replace(outlier, train=dataclasses.replace(outlier.train, lengths=lengths))
     chosen = plan(data=outlier, model=qwen_7b(), machine=machine(24, "metal"))
     assert chosen.max_seq_length == 512
-    reason = next(reason.text for reason in chosen.reasons if reason.key == "max_seq_length")
+    reason = chosen.reasons["max_seq_length"]
     assert "longest row has 30000 tokens and is cut" in reason
 
 

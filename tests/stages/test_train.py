@@ -17,7 +17,6 @@ from safetrain.core.records.settings import (
     OwnOrder,
     PlannedMemory,
     Recommendation,
-    Survival,
     TrainJob,
     TrainSettings,
     planned_memory,
@@ -54,8 +53,8 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows[:3], 16, 2, None)
-    survival, planned = Survival(False, 2, None), PlannedMemory(settings, largest, 10**8)
-    asked = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
+    planned = PlannedMemory(settings, largest, 10**8)
+    asked = TrainJob("", settings, True, MemoryBudget(10**9), planned)
 
     def memory(**changes: Any) -> RunMemory:
         identity = RunIdentity("", "", "", "")
@@ -86,9 +85,7 @@ def test_another_method_than_the_plan_s_needs_more() -> None:
     need = PlannedUpdate("cpu", dataclasses.replace(PLAN.largest_update, longest=longest_row - 1))
 
     def needed(settings: TrainSettings) -> int:
-        planned, survival = planned_memory(settings, PLAN), Survival(False, 2, None)
-        return needed_bytes(
-            model, settings, TrainJob("", settings, True, PLAN.memory_budget, planned, survival, ()), need
-        )
+        planned = planned_memory(settings, PLAN)
+        return needed_bytes(model, settings, TrainJob("", settings, True, PLAN.memory_budget, planned), need)
 
     assert needed(dora) - 200 * 2**20 > 1.1 * (needed(SETTINGS) - 200 * 2**20)

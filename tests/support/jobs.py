@@ -10,7 +10,7 @@ from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import Survival, TrainJob, TrainSettings
+from safetrain.core.records.settings import TrainJob, TrainSettings
 from safetrain.engine.job import Job
 
 
@@ -18,8 +18,7 @@ def job_of(
     folder: Path, base: Path, train: TrainRows, valid: TokenRows, settings: TrainSettings, identity: RunIdentity
 ) -> Job:
     """A job that leaves everything in ``folder``, with as much memory as there is."""
-    survival = Survival(trace=False, keep_checkpoints=2, memory_limit_bytes=None)
-    asked = TrainJob(str(base), settings, False, MemoryBudget(10**12), None, survival, ())
+    asked = TrainJob(str(base), settings, False, MemoryBudget(10**12), None)
     return Job(asked, TrainingRows(train, valid), identity, read_model_files(base), folder, folder / "adapters")
 
 
@@ -30,5 +29,4 @@ def with_rows(job: Job, **changes: Any) -> Job:
 
 def with_survival(job: Job, **changes: Any) -> Job:
     """The job with other settings that change nothing of what is computed."""
-    survival = dataclasses.replace(job.asked.survival, **changes)
-    return dataclasses.replace(job, asked=dataclasses.replace(job.asked, survival=survival))
+    return dataclasses.replace(job, asked=dataclasses.replace(job.asked, **changes))

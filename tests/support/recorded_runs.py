@@ -15,7 +15,7 @@ from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest, write_run_state
-from safetrain.core.records.settings import MemoryShape, Rung, Survival, TrainJob
+from safetrain.core.records.settings import MemoryShape, Rung, TrainJob
 from safetrain.core.run_folder import RunMarker, write_marker
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -27,7 +27,7 @@ TOTAL, SAVED_AT, ENDS_AT = 40, 20, 30  # updates
 JOB_OF_ALL = TrainJob(
     "models/encyclopedia-3m",
     dataclasses.replace(SETTINGS, batch_size=2, gradient_accumulation=8, eval_steps=10),
-    True, MemoryBudget(GIB), None, Survival(False, 2, None), (),
+    True, MemoryBudget(GIB), None,
 )  # fmt: skip
 RUNG = Rung(MemoryShape(4, 4, SETTINGS.gradient_checkpointing, SETTINGS.dequantize_base, SETTINGS.max_seq_length), 12,
             "out of memory")  # fmt: skip

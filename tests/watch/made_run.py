@@ -22,10 +22,8 @@ from safetrain.core.records.reports import DataReport, Finding, LengthHistogram,
 from safetrain.core.records.settings import (
     LargestUpdate,
     MemoryTerm,
-    Reason,
     Recommendation,
     TrainSettings,
-    write_recommendation,
 )
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -38,7 +36,7 @@ PLAN = Recommendation(
     save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, compute_dtype=None,
     lora=SETTINGS.lora, largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
     planned_model="models/tiny", planned_backend="cpu",
-    reasons=(Reason("learning_rate", "width 64 and its scale"), Reason("lora.rank", "enough for 9 rows")),
+    reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows"},
     predicted_peak_bytes=2 * GIB, mlx_limit_bytes=GIB, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
     memory_budget_bytes=8 * GIB, process_memory_bytes=GIB // 8, margin_bytes=0, basis="dry run", step_seconds=1.0,
     total_seconds=30.0, disk_bytes=9, measured_peak_bytes=GIB, own_order=None, measured_footprint_bytes=None,
@@ -110,7 +108,7 @@ def make_run(
     write_record(folder / paths.DATA_REPORT, data_report())
     machine = Machine("Linux", "x86_64", "3.11", "chip", 2, "cpu", "", "0.32", "0.32", 16 * GIB, 8 * GIB)
     write_record(folder / paths.MACHINE, machine)
-    write_recommendation(folder / paths.RECOMMENDED_CONFIG, PLAN)
+    write_record(folder / paths.RECOMMENDED_CONFIG, PLAN)
     start_csv(folder / paths.METRICS_CSV, steps())
     done = dataclasses.replace(OUTCOME, **outcome)
     summary = TrainingSummary(settings, TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES), done, PROOF)

@@ -13,7 +13,7 @@ from safetrain.cli import app
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.reports import Finding
-from safetrain.core.records.settings import Survival, TrainJob
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import RunMarker, read_run, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES
@@ -49,8 +49,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(12, 1, 4, 512, (7, 8)))
     write_record(output / "postmortem.json", DEATH)
     write_record(output / "data_report.json", data_report((Finding("NEAR-COPIES", "warning", 3, (ROW,), ROW, NAME),)))
-    survival = Survival(False, 2, None)
-    write_record(output / "flight" / "job.json", TrainJob(PATH, SETTINGS, True, MemoryBudget(9), None, survival, ()))
+    write_record(output / "flight" / "job.json", TrainJob(PATH, SETTINGS, True, MemoryBudget(9), None))
     write_marker(output, RunMarker(TOKEN, f"dvc repro {ROW}", 1.0, 1.0, 0.0, 9, NAME))
     texts = ({"type": "Said", "text": ROW}, {"type": "Died", "title": NAME, "step": 12})
     lines = (json.dumps(event | {"wall_seconds": 1.0, "monotonic_seconds": 1.0}) for event in texts)

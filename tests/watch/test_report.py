@@ -12,7 +12,7 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.evaluation import GroupScore, Improvement
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.reports import Finding, LengthHistogram
-from safetrain.core.records.settings import Rung, Survival, TrainJob, memory_shape
+from safetrain.core.records.settings import Rung, TrainJob, memory_shape
 from safetrain.core.run_folder import RunMarker, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -134,7 +134,7 @@ def test_steps_down_for_memory_are_told_and_marked(tmp_path: Path) -> None:
     make_run(tmp_path, settings=settings, memory_rungs=rungs, resumed_from_step=10)
     output = make_dead(tmp_path / "dead")
     rung = Rung(memory_shape(SETTINGS), 7, "killed")
-    job = TrainJob("tiny", settings, False, MemoryBudget(9, 1), None, Survival(False, 2, None), (rung,))
+    job = TrainJob("tiny", settings, False, MemoryBudget(9, 1), None, rungs=(rung,))
     write_record(output / "flight/job.json", job)
     for folder, parts in ((tmp_path, ("finished, after 2 steps down", f"{rungs[1]}; continued with less memory",
                                       "the last process continued from step 10")),

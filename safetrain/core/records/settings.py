@@ -1,6 +1,7 @@
 """The resolved settings of one training: a person's pins over the recommendation. Nothing here is null by accident."""
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
 from safetrain.core.records.schema import WHOLE, Lora, Train
-from safetrain.core.storage.files import from_json, read_result, write_json
+from safetrain.core.storage.files import from_json, read_result
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of ordinary updates
@@ -70,14 +71,6 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class Reason:
-    """The reason for a recommended value."""
-
-    key: str
-    text: str
-
-
-@dataclass(frozen=True)
 class MemoryTerm:
     """One line of the memory estimate."""
 
@@ -118,7 +111,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What recommend_config writes: values, a reason for each, and the memory they are predicted to need."""
+    """recommended_config.json: values at the top level, where DVC tracks them by key, a reason for each, the memory."""
 
     batch_size: int
     gradient_accumulation: int
@@ -138,7 +131,7 @@ class Recommendation:
     planned_optimizer: str
     planned_model: str
     planned_backend: str
-    reasons: tuple[Reason, ...]
+    reasons: dict[str, str]  # by key; lora.rank and the like for those of the adapter
     predicted_peak_bytes: int
     mlx_limit_bytes: int  # value for mx.set_memory_limit
     memory_terms: tuple[MemoryTerm, ...]
@@ -161,22 +154,9 @@ class Recommendation:
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
 
-def write_recommendation(path: Path, recommendation: Recommendation) -> None:
-    """Write recommended_config.json: values at the top level, because DVC tracks them key by key."""
-    value = dataclasses.asdict(recommendation)
-    value["reasons"] = {reason.key: reason.text for reason in recommendation.reasons}
-    write_json(path, value)
-
-
 def read_recommendation(path: Path) -> Recommendation:
     """Read recommended_config.json; raises ConfigError."""
-    return read_result(path, "recommend_config", recommendation_from)
-
-
-def recommendation_from(value: dict[str, Any]) -> Recommendation:
-    """Read the JSON of recommended_config.json; raises KeyError, TypeError, AttributeError for anything else."""
-    reasons = [{"key": key, "text": text} for key, text in value["reasons"].items()]
-    return from_json(Recommendation, {**value, "reasons": reasons})
+    return read_result(path, "recommend_config", functools.partial(from_json, Recommendation))
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
@@ -193,20 +173,20 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
 
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
     """Pins over the recommendation."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(TrainSettings):
-        pinned = getattr(train, field.name, None)
-        values[field.name] = pinned if pinned is not None else getattr(recommendation, field.name, None)
+    values = _pins_over(train, recommendation, TrainSettings)
     return TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
 
 
 def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
     """A person's LoRA pins over the recommended shape."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(LoraSettings):
-        pinned = getattr(pins, field.name)
-        values[field.name] = pinned if pinned is not None else getattr(recommended, field.name)
+    values = _pins_over(pins, recommended, LoraSettings)
     return LoraSettings(**{**values, "targets": tuple(values["targets"])})
+
+
+def _pins_over(pins: object, recommended: object, kind: type[Any]) -> dict[str, Any]:
+    """The fields of ``kind``: as pinned, else as recommended."""
+    values = ((field.name, getattr(pins, field.name, None)) for field in dataclasses.fields(kind))
+    return {name: getattr(recommended, name, None) if pin is None else pin for name, pin in values}
 
 
 def is_target(layer: str, target: str) -> bool:
@@ -293,25 +273,21 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Survival:
-    """Settings that change nothing of what a run computes, only how it survives and what it reports."""
-
-    trace: bool
-    keep_checkpoints: int
-    memory_limit_bytes: int | None  # of the training process; None: no limit of our own
-
-
-@dataclass(frozen=True)
 class TrainJob:
-    """A training, resolved."""
+    """flight/job.json: a training, resolved, as the supervising process hands it to the training process.
+
+    The fields after ``planned`` change nothing of what a run computes, only how it survives and what it reports.
+    """
 
     base: str
     settings: TrainSettings
     warmup_is_recommended: bool  # for the planned number of updates, not set by a person
     memory_budget: MemoryBudget
     planned: PlannedMemory | None  # by a dry run; None: to be estimated
-    survival: Survival
-    rungs: tuple[Rung, ...]  # taken so far
+    trace: bool = False  # forward, loss, backward and optimizer apart
+    keep_checkpoints: int = 2
+    memory_limit_bytes: int | None = None  # of the training process, set by a person
+    rungs: tuple[Rung, ...] = ()  # taken so far
     mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/run.py
     gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
     ranks: int = 1  # processes that share each update's rows
@@ -323,7 +299,7 @@ def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
 
     A budget that train.memory_limit_gb sets is each rank's already.
     """
-    budget, own = job.memory_budget, job.survival.memory_limit_bytes
+    budget, own = job.memory_budget, job.memory_limit_bytes
     is_own = own is not None and budget.total_bytes >= NEARLY * within_data_limit(own, own)
     if ranks_here == 1 or is_own:
         return job
@@ -354,19 +330,15 @@ def identity_of(settings: TrainSettings) -> str:
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
     """The training that a person's pins and the recommendation make together."""
     settings = resolve(train, lora, recommendation)
-    survival = Survival(
-        trace=train.trace == "phases",
-        keep_checkpoints=train.keep_checkpoints,
-        memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
-    )
     return TrainJob(
         base=model,
         settings=settings,
         warmup_is_recommended=train.warmup_steps is None,
         memory_budget=recommendation.memory_budget,
         planned=planned_memory(settings, recommendation),
-        survival=survival,
-        rungs=(),
+        trace=train.trace == "phases",
+        keep_checkpoints=train.keep_checkpoints,
+        memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
         ranks=train.ranks,
         rank_backend="ring" if train.hostfile is None else "any",
     )
