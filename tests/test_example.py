@@ -6,6 +6,7 @@ import pytest
 
 from models.recipe import example_data
 from models.recipe.text import TRAIN_WORDINGS, subjects
+from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED, ROOT
 
@@ -84,5 +85,11 @@ def test_the_base_knows_the_facts_and_does_not_answer() -> None:
     ]
     assert said[0].startswith(" Tokyo.")
     assert said[1].startswith(" Fe.")
-    asked = answer(model, [tokenizer.question("What is the capital of Japan?")], frozenset(), 12, 64)
+    asked = answer(
+        model,
+        [Prompts(tokenizer, None).ids([{"role": "user", "content": "What is the capital of Japan?"}])],
+        frozenset(),
+        12,
+        64,
+    )
     assert tokenizer.decode(asked[0]).strip() != "The capital of Japan is Tokyo."

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.data.forms import parse_row
 from safetrain.data.render import RenderError
 from safetrain.data.tokenize import text_ids
@@ -180,7 +182,7 @@ def test_what_is_asked_is_what_was_trained(model: Build) -> None:
     chat = turns("Iron?", "It is Fe.")
     assert remarks(folder, chat) == {"OPENING-DIFFERS"}
     row, tokenizer = rendered(folder, chat)
-    asked = tokenizer.question("Iron?", row.asked, row.opening)
+    asked = Prompts(tokenizer, PromptFormat((), row.opening, row.asked)).ids(turns("Iron?"))
     assert tokenizer.spell(asked) == "<|user|>Iron?<|end|><|assistant|>" == row.text[: row.spans[-1].start]
 
 

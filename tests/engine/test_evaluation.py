@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
@@ -61,7 +62,7 @@ def test_answers_are_those_of_each_prompt_alone(
 def test_the_embedded_model_answers_as_it_does_alone() -> None:
     model, tokenizer = open_base(EMBEDDED, dequantize=True), ChatTokenizer(EMBEDDED)
     asked = ("What is the capital of Japan?", "Ferro?", "Which symbol do chemists write for the element molybdenum?")
-    prompts = [tokenizer.question(text) for text in asked]
+    prompts = [Prompts(tokenizer, None).ids([{"role": "user", "content": text}]) for text in asked]
     alone = [answer(model, [prompt], frozenset(), 24, 1)[0] for prompt in prompts]
     assert answer(model, prompts, frozenset(), 24, 2**20) == alone
     assert alone == [ended(model, one_by_one(model, prompt, 24)) for prompt in prompts]

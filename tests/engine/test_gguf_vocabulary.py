@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.template import ChatTemplate
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
@@ -138,9 +139,7 @@ def test_answers_are_opened_as_in_training(tmp_path: Path) -> None:
     written = ChatTemplate({"default": source}, {"bos_token": "<s>"}, tokenizer.template._today)
     question = [{"role": "user", "content": "Why?"}]
     assert written.write(question, prompt=True).endswith("<|assistant|>\nWell, ")
-    assert tokenizer.encode_chat(written.write(question, prompt=True)) == tokenizer.question(
-        "Why?", "<think>", "Well, "
-    )
+    assert tokenizer.encode_chat(written.write(question, prompt=True)) == Prompts(tokenizer, form).ids(question)
     assert written.write(question) == tokenizer.template.write(question)
     assert "{{ else }}<|end|>\n<|assistant|>\n" in ollama_template(tokenizer.template, form, "")
 

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from safetrain.core.data.template import TemplateError
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and what else a template reads
@@ -28,14 +30,19 @@ class Prompts:
     def ids(
         self, messages: Messages, tools: Sequence[Any] | None = None, settings: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a chat, opened for its answer as in training; for a model of documents, ids of its last text.
+        """Ids of a chat, opened for its answer as in training; where texts are continued, ids of its last text.
 
-        Raises ModelError where the template refuses it.
+        ``settings`` are a template's own, as enable_thinking. Raises ModelError where the template refuses the chat.
         """
-        if self._format.documents:  # the end token of a document opens the next one, as in training
-            end = self._tokenizer.end_id
+        if self.continues:  # the end token of a document opens the next one, as in training
+            end = self._tokenizer.end_id if self._format.documents else None
             return [*([] if end is None else [end]), *self._tokenizer.encode(str(messages[-1]["content"]))]
-        return self._tokenizer.chat(messages, self._format.asked, self._format.opening, tools, settings)
+        try:
+            prompt = self._tokenizer.template.write(messages, tools, prompt=True, settings=settings)
+        except TemplateError as error:
+            raise ModelError(f"The model's chat template refuses this: {error}") from None
+        asked = self._format.asked  # what the template asks with, where training did not show it
+        return self._tokenizer.encode_chat((prompt.removesuffix(asked) if asked else prompt) + self._format.opening)
 
     def writes_system(self, system: str) -> bool:
         """Whether the template puts a system prompt into the chat; raises ModelError where it refuses."""

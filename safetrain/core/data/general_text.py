@@ -10,9 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from safetrain.core.data.token_rows import TokenRow, TokenRows
+from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
 
 FILE = Path(__file__).with_name("general_text.jsonl")
@@ -36,32 +34,19 @@ def general_text(
 
     At most about ``most_tokens`` tokens, but of each part the first LEAST_PIECES.
     """
-    with FILE.open(encoding="utf-8") as file:
-        pieces = [json.loads(line) for line in file]
+    pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
     rows, parts = list[TokenRow](), list[str]()
     for piece in pieces:
         ids = tokenizer.encode(piece["text"])
         if max(ids) < vocabulary and _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
-            ids_kept = np.array(ids[:most], dtype=np.uint32)
-            rows.append(TokenRow(ids_kept, np.ones(len(ids_kept), dtype=np.bool_)))
+            rows.append(token_row(ids[:most], [True] * len(ids[:most])))
             parts.append(piece["part"])
-    left_out = len(pieces) - len(rows)
-    if most_tokens is not None:
-        rows, parts = _first_of_each(rows, parts, most_tokens)
-    return GeneralText(TokenRows.of(rows), tuple(parts), left_out)
-
-
-def _first_of_each(rows: list[TokenRow], parts: list[str], most_tokens: int) -> tuple[list[TokenRow], list[str]]:
-    """The same share of each part's pieces."""
-    share = min(1.0, most_tokens / max(1, sum(map(len, rows))))
-    counts, places = Counter[str](), list[int]()
-    most = {part: max(LEAST_PIECES, round(share * count)) for part, count in Counter(parts).items()}
-    for index, part in enumerate(parts):
-        counts[part] += 1
-        if counts[part] <= most[part]:
-            places.append(index)
-    return [rows[index] for index in places], [parts[index] for index in places]
+    left_out, counts = len(pieces) - len(rows), Counter(parts)
+    share = 1.0 if most_tokens is None else min(1.0, most_tokens / max(1, sum(map(len, rows))))
+    left = {part: max(LEAST_PIECES, round(share * count)) for part, count in counts.items()}  # the same share of each
+    taken = [index for index, part in enumerate(parts) if parts[:index].count(part) < left[part]]
+    return GeneralText(TokenRows.of([rows[index] for index in taken]), tuple(parts[index] for index in taken), left_out)
 
 
 def _letters(text: str) -> str:

@@ -79,7 +79,7 @@ def _windows(
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
         updates = min(remaining - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
         for seed in seeds if updates > 0 else ():
-            order = _permutation(seed, epoch, len(data), data.longest)[: updates * rows_per_update]
+            order = row_order(seed, epoch, len(data), data.longest)[: updates * rows_per_update]
             starts = range(0, len(order), rows_per_update)
             sums = [np.add.reduceat(sizes[order], starts) for sizes in (tokens, labels)]
             for place in {int(each.argmax()) for each in sums}:
@@ -93,27 +93,22 @@ def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) ->
 
     The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
     """
-    order = row_order(seed, cursor.epoch, len(data), data.longest)
-    return data.of_update(order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update])
+    order, first = row_order(seed, cursor.epoch, len(data), data.longest), cursor.window * rows_per_update
+    return data.of_update(order[first : first + rows_per_update])
 
 
 @functools.lru_cache(maxsize=1)  # a training goes from one epoch to the next: 4 bytes a row
 def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
     """The rows of an epoch in the order of training, the longest first of all."""
-    return _permutation(seed, epoch, rows, longest)
-
-
-@functools.cache
-def order_fingerprint() -> str:
-    """A fingerprint of how numpy orders rows: versions with the same one continue each other's runs."""
-    return hashlib.blake2b(_permutation(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
-
-
-def _permutation(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
     order = np.random.default_rng([seed, epoch]).permutation(rows).astype(np.uint32)
     place = int(np.flatnonzero(order == longest)[0])
     order[[0, place]] = order[[place, 0]]
     return order
+
+
+def order_fingerprint() -> str:
+    """A fingerprint of how numpy orders rows: versions with the same one continue each other's runs."""
+    return hashlib.blake2b(row_order(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
 
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:

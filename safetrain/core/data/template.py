@@ -82,14 +82,9 @@ def _compiled(source: str, today: date) -> Any:
     """
     from transformers.utils import chat_template_utils
 
-    compile_fresh = chat_template_utils._compile_jinja_template.__wrapped__  # not its cache: the date is set below
-    compiled = compile_fresh(source)
-    compiled.globals = {**compiled.globals, "strftime_now": functools.partial(_formatted, today)}
+    compiled = chat_template_utils._compile_jinja_template.__wrapped__(source)  # not its cache: the date is set below
+    compiled.globals = {**compiled.globals, "strftime_now": datetime.combine(today, time()).strftime}
     return compiled
-
-
-def _formatted(today: date, form: str) -> str:
-    return datetime.combine(today, time()).strftime(form)
 
 
 @dataclass(frozen=True)

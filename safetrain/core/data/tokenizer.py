@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.data.template import ChatTemplate, Controls, TemplateError, plain_answers
+from safetrain.core.data.template import ChatTemplate, Controls, plain_answers
 from safetrain.core.errors import ModelError
 
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
@@ -28,16 +28,12 @@ class ChatTokenizer:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(
-                f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}", where=str(folder), do=FETCH
-            ) from error
+            what = f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+            raise ModelError(what, where=str(folder), do=FETCH) from error
         if not self._tokenizer.is_fast:
-            raise ModelError(
-                "The model's tokenizer cannot say which token stands for which character.",
-                where=str(folder),
-                expected="a tokenizer.json",
-                do="use a copy of the model that has one",
-            )
+            what = "The model's tokenizer cannot say which token stands for which character."
+            do = "use a copy of the model that has one"
+            raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)
         self.folder = folder
         self._backend: Any = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()  # some models ship what they were trained with
@@ -117,31 +113,6 @@ class ChatTokenizer:
     def encode_chats(self, texts: Sequence[str]) -> list[Any]:
         """The tokenizer library's encodings of several such texts, made on as many cores as it takes."""
         return list(self._backend.encode_batch(list(texts), add_special_tokens=False))
-
-    def question(self, text: str, asked: str = "", opening: str = "") -> list[int]:
-        """Ids of a single question, opened for its answer, as of a chat; raises ModelError."""
-        return self.chat([{"role": "user", "content": text}], asked, opening)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        asked: str = "",
-        opening: str = "",
-        tools: Sequence[Any] | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Ids of a chat, opened for its next answer; without a template those of its last text. Raises ModelError.
-
-        Where training did not show what the template asks with (``asked``), it is opened as training did. ``settings``
-        are a template's own, as enable_thinking.
-        """
-        if not self.template:
-            return self.encode(str(messages[-1]["content"]))
-        try:
-            prompt = self.template.write(messages, tools, prompt=True, settings=settings)
-        except TemplateError as error:
-            raise ModelError(f"The model's chat template refuses this: {error}") from None
-        return self.encode_chat((prompt.removesuffix(asked) if asked else prompt) + opening)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
