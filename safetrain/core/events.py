@@ -1,7 +1,7 @@
 """What happens in a training: events that the training process sends over a pipe, and the journal that keeps them.
 
-The supervisor receives the events, adds its own, and appends them to flight/journal.jsonl with the time. Nothing
-depends on the journal: a line that cannot be written is left out, a torn line is not read.
+The supervisor receives the events, adds its own, and appends them to flight/journal.jsonl. Nothing depends on the
+journal: a line that cannot be written is left out, a torn line is not read.
 """
 
 import contextlib
@@ -11,15 +11,13 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.files import from_json, from_line, to_line
+from safetrain.core.storage.files import from_json, write_text
 
 PROGRESS_SECONDS = 10.0  # between progress lines of the journal
-KEPT_BYTES = 2**20  # of the journal's end, when it has grown to twice as much
 MOST_LETTERS = 2000  # of a text in the journal
 
 
@@ -87,10 +85,19 @@ class Died:
     step: int
 
 
-Event = Begun | Recorded | Said | Failed | Finished
-SENT: tuple[type[Event], ...] = (Begun, Recorded, Said, Failed, Finished)
-JournalEvent = Begun | Said | Failed | Finished | Started | Progress | Died
-KEPT: tuple[type[JournalEvent], ...] = (Begun, Said, Failed, Finished, Started, Progress, Died)
+Event = Begun | Recorded | Said | Failed | Finished | Started | Progress | Died
+KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (Begun, Recorded, Said, Failed, Finished, Started, Progress, Died)
+}
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """An event and its time."""
+
+    wall_seconds: float
+    monotonic_seconds: float  # the machine's clock, which stands still while a laptop sleeps
+    event: Event
 
 
 class EventPipe:
@@ -103,7 +110,7 @@ class EventPipe:
         """Send one event, whole."""
         if self._failures_only and not isinstance(event, Failed):
             return
-        line = to_line(event).encode() + b"\n"
+        line = f"{_line_of(event)}\n".encode()
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -132,30 +139,15 @@ def open_events(place: str, *, required: bool = True) -> EventPipe:
     return EventPipe(descriptor)
 
 
-def parse_event(line: bytes) -> Event | None:
-    """An event from its line; None when a sudden end has torn the line."""
-    return from_line(line, SENT)
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """An event and its time."""
-
-    wall_seconds: float
-    monotonic_seconds: float  # the machine's clock, which stands still while a laptop sleeps
-    event: JournalEvent
-
-
 class Journal:
-    """Appends events to a file and keeps the end of what earlier trainings wrote there."""
+    """Appends events to a file. A run that begins at its first update replaces the journal of the run before."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._progress_at, self._validations = -PROGRESS_SECONDS, 0
+        self._start = ""  # lines of a process that has not begun
         with contextlib.suppress(OSError):  # a failing disk must not end the supervisor
             path.parent.mkdir(parents=True, exist_ok=True)
-            _shorten(path)
-        self._is_torn = _is_torn(path)  # the last line: the next one then begins on a new line
 
     def take(self, event: Event) -> None:
         """Write down what the training process reports; of its records, every PROGRESS_SECONDS how far it is."""
@@ -170,59 +162,47 @@ class Journal:
             self._progress_at = now
             self.write(Progress(record.step, record.elapsed_seconds, self._validations))
 
-    def write(self, event: JournalEvent) -> None:
-        """Append one entry, as of now, in one piece."""
-        values = {
-            name: value[:MOST_LETTERS] if isinstance(value, str) else value
-            for name, value in dataclasses.asdict(event).items()
-        }
-        times = {"wall_seconds": time.time(), "monotonic_seconds": time.monotonic()}
-        line = json.dumps({"type": type(event).__name__, **times, **values}).encode() + b"\n"
+    def write(self, event: Event) -> None:
+        """Append one entry, as of now, in one piece, on a line of its own: the one before may be torn."""
+        line = f"\n{_line_of(event, MOST_LETTERS)}"
+        if isinstance(event, Started) or self._start:
+            self._start = line if isinstance(event, Started) else self._start + line
         with contextlib.suppress(OSError):
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                line = b"\n" * self._is_torn + line
-                self._is_torn = os.write(descriptor, line) < len(line)
-            finally:
-                os.close(descriptor)
+            if isinstance(event, Begun) and event.resumed_from_step == 0:
+                write_text(self._path, self._start or line)
+            else:
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    os.write(descriptor, line.encode())
+                finally:
+                    os.close(descriptor)
+        self._start = "" if isinstance(event, Begun) else self._start
 
 
-def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
-    """The entries of the last run: from the start of the process that restarted it. Torn lines are left out."""
-    entries, started = list[JournalEntry](), 0
-    for line in lines:
-        try:
-            value = json.loads(line)
-            name = value.pop("type")
-            kind = next(kind for kind in KEPT if kind.__name__ == name)
-            times = value.pop("wall_seconds"), value.pop("monotonic_seconds")
-            entries.append(JournalEntry(*times, from_json(kind, value)))
-        except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-            continue
-        event = entries[-1].event
-        if isinstance(event, Started):
-            started = len(entries) - 1
-        if isinstance(event, Begun) and event.resumed_from_step == 0:
-            entries, started = entries[started:], 0
-    return entries
+def parse_event(line: bytes) -> Event | None:
+    """An event from its line; None when a sudden end has torn the line, or a library printed it."""
+    entry = _entry_of(line)
+    return entry.event if entry is not None else None
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether the last line of a file has no end, because power or disk failed while it was written."""
+def parse_journal(content: bytes) -> tuple[JournalEntry, ...]:
+    """The entries of a journal, without torn lines."""
+    return tuple(entry for line in content.splitlines() if (entry := _entry_of(line)) is not None)
+
+
+def _line_of(event: Event, most_letters: int | None = None) -> str:
+    values = {
+        name: value[:most_letters] if isinstance(value, str) else value
+        for name, value in dataclasses.asdict(event).items()
+    }
+    times = {"wall_seconds": time.time(), "monotonic_seconds": time.monotonic()}
+    return json.dumps({"type": type(event).__name__, **times, **values})
+
+
+def _entry_of(line: bytes) -> JournalEntry | None:
     try:
-        with path.open("rb") as file:
-            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-    except OSError:
-        return False
-
-
-def _shorten(path: Path) -> None:
-    """Keep the last KEPT_BYTES, in a new file because a reader may have the old one open."""
-    if not path.is_file() or path.stat().st_size <= 2 * KEPT_BYTES:
-        return
-    with path.open("rb") as file:
-        file.seek(-KEPT_BYTES, os.SEEK_END)
-        rest = file.read().partition(b"\n")[2]
-    shorter = path.with_name(f".{path.name}.partial")
-    shorter.write_bytes(rest)
-    shorter.replace(path)
+        value = json.loads(line)
+        kind, times = KINDS[value.pop("type")], (value.pop("wall_seconds"), value.pop("monotonic_seconds"))
+        return JournalEntry(*times, from_json(kind, value))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -235,7 +235,7 @@ class RunReader:
         """The entries, parsed again only when the file has changed."""
         content = self._files.read(f"{FLIGHT}/{JOURNAL}") or b""
         if content != self._journal[0]:
-            self._journal = content, tuple(parse_journal(content.splitlines()))
+            self._journal = content, parse_journal(content)
         return self._journal[1]
 
     def _json(self, name: str, build: Callable[[Any], Kind]) -> Kind | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.events import Begun, Died, Failed, Finished, JournalEntry, JournalEvent, Progress, Said, Started
+from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Progress, Said, Started
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase
 from safetrain.core.records.evaluation import evaluation_seconds
@@ -162,7 +162,7 @@ def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
     return [(entry.wall_seconds, _event_text(entry.event)) for entry in newest]
 
 
-def _event_text(event: JournalEvent) -> str:
+def _event_text(event: Event) -> str:
     match event:
         case Begun():
             start = f"continues from step {event.resumed_from_step}" if event.resumed_from_step else "begins"
@@ -173,9 +173,9 @@ def _event_text(event: JournalEvent) -> str:
             return f"error: {event.message}"
         case Died():
             return f"ended: {event.title}"
-        case Finished() | Progress():
+        case Finished():
             return f"finished at step {event.step}"
-        case Started():
+        case _:
             return "training process started"
 
 

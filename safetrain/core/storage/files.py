@@ -17,16 +17,13 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
 from safetrain.core.formatting import dvc, size_text
 from safetrain.core.storage.paths import ERROR
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Kind = TypeVar("Kind")
 
@@ -273,21 +270,6 @@ def from_json(kind: type[Kind], value: Any, *, partly: bool = False) -> Kind:
         raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
     hints = get_type_hints(kind)
     return kind(**{name: _field(hints.get(name), item) for name, item in value.items() if name in hints or not partly})
-
-
-def to_line(record: "DataclassInstance") -> str:
-    """A dataclass as one line of JSON that names its type."""
-    return json.dumps({"type": type(record).__name__, **dataclasses.asdict(record)})
-
-
-def from_line(text: str | bytes, kinds: Sequence[type[Kind]]) -> Kind | None:
-    """The value of a line, if it is one of ``kinds``; None for one that is cut off, or that a library printed."""
-    try:
-        value = json.loads(text)
-        name = value.pop("type")
-        return next((from_json(kind, value) for kind in kinds if kind.__name__ == name), None)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _field(kind: Any, value: Any) -> Any:
