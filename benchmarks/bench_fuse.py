@@ -107,6 +107,7 @@ def call_measure(project: Path, named: dict[str, str]) -> list[list[object]]:
 
 def measure(named: dict[str, str]) -> list[list[object]]:
     """Base, tuned and every fused folder on the test rows."""
+
     from safetrain.core.data.held_out import held_out_in
     from safetrain.core.data.store import open_split
     from safetrain.core.model.files import read_model_files
@@ -114,20 +115,20 @@ def measure(named: dict[str, str]) -> list[list[object]]:
     from safetrain.core.records.metrics import read_run_shape
     from safetrain.core.storage import paths
     from safetrain.engine.adapter_folder import apply_adapter
-    from safetrain.engine.effect import likeness, look, refer_to
     from safetrain.engine.model import open_base
+    from safetrain.engine.tuned import TunedModel
 
     run, base_folder = read_run_shape(paths.SUMMARY), Path(MODEL)
     rows = held_out_in(open_split("test", base_folder), None, run.max_seq_length).rows
     tokens = run.batch_size * run.max_seq_length
     tuned_model = open_base(base_folder, dequantize=True)
     apply_adapter(tuned_model, paths.ADAPTERS)
-    reference = refer_to(tuned_model, rows, tokens)
+    reference = TunedModel.of(tuned_model, rows, tokens)
 
     def of(folder: Path) -> Any:
-        return likeness(look(open_base(folder, dequantize=True), rows, tokens, reference), reference.seen)
+        return reference.likeness_of(open_base(folder, dequantize=True))
 
-    base, tuned = of(base_folder), likeness(reference.seen, reference.seen)
+    base, tuned = of(base_folder), reference.own
     folders = {"base": base_folder, **{name: Path("fused") / place for name, place in named.items()}}
     made: list[list[object]] = []
     for name, folder in folders.items():

@@ -20,7 +20,7 @@ def main() -> None:
 
     from safetrain.engine.cpu.kernels import cross_entropy, dequantize_per_use, swiglu
     from safetrain.engine.row_attention import Block, PackedRows
-    from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
+    from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
 
     normal = mx.random.normal
     x, weight = normal((TOKENS, HIDDEN)), normal((INNER, HIDDEN))

@@ -40,7 +40,7 @@ def convert(
     if bits not in BITS or group_size not in GROUP_SIZES:
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     require_new(target)
-    from safetrain.engine.upstream.saving import quantize
+    from safetrain.engine.upstream.loading import quantize
     from safetrain.watch.progress import still_working
 
     with still_working(f"{source} is quantized"):

@@ -17,7 +17,7 @@ from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.layers import dequantized
-from safetrain.engine.upstream.saving import takes_bits
+from safetrain.engine.upstream.loading import takes_bits
 
 Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
 AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of trying

@@ -29,9 +29,8 @@ from safetrain.engine.arrays import save_shards
 from safetrain.engine.backend import set_limits
 from safetrain.engine.folding import Folds, Plan, bits_plan, float_plan, folded, folds_of, own_plan, quantization_in
 from safetrain.engine.tuned import ExportJob, measure_tuned
-from safetrain.engine.upstream.loading import errors_told, load
-from safetrain.engine.upstream.packing import tolerance_of
-from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer, write_config
+from safetrain.engine.upstream.loading import copy_beside, errors_told, load, logits_for_a_consumer, write_config
+from safetrain.engine.upstream.probing import tolerance_of
 
 MORE_BITS = 8  # where the base's own lose too much
 OPENED_TOKENS = 8  # through the model as mlx-lm itself computes it
@@ -75,7 +74,7 @@ class _Fusing:
         set_limits(job.mlx_limit_bytes)
         self._tuned = measure_tuned(job, self._files)
         rows = self._tuned.rows
-        self._base = self._tuned.measure_base(self._files, self._say)
+        self._base = job.measure_base(self._tuned, self._files, self._say)
         size = self._files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
         self._say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(rows)))
         name_chosen = next((name for name, plan in self._candidates() if self._holds(name, plan)), None)

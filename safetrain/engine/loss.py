@@ -17,7 +17,7 @@ from safetrain.engine.cpu.kernels import cross_entropy
 from safetrain.engine.layers import Arrays, with_gradient
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.adaptation import Head, SplitModel
-from safetrain.engine.upstream.packing import call_packed, call_padded
+from safetrain.engine.upstream.functions import call_packed, call_padded
 
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 

@@ -133,8 +133,7 @@ def looks_ahead(module: Any) -> bool:
     """Whether the logits of a token depend on later ones, which are the labels."""
     import mlx.core as mx
 
-    from safetrain.engine.upstream.packing import tolerance_of
-    from safetrain.engine.upstream.probing import asked
+    from safetrain.engine.upstream.probing import asked, tolerance_of
 
     row = list(range(1, TRIED_TOKENS + 1))
     logits = asked(module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]

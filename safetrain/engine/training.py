@@ -18,11 +18,12 @@ from safetrain.engine.bad_updates import RefusedUpdate, fault_in, path_of, remem
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
-from safetrain.engine.proof import TunedReference, remember_best
+from safetrain.engine.proof import remember_best
 from safetrain.engine.ranks import Contribution, Ranks
 from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
 from safetrain.engine.saving import record, save, stop_at
 from safetrain.engine.state import TrainState
+from safetrain.engine.tuned import TunedModel
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
 
 SAME_COMMAND = "the same command continues"
@@ -36,7 +37,7 @@ class Result:
     metrics: TrainingMetrics
     state: TrainState
     trainable_parameters: int
-    tuned: TunedReference  # to be compared with what the adapter's folder gives
+    tuned: TunedModel  # to be compared with what the adapter's folder gives
 
 
 def train(job: Job, watcher: Watcher) -> Result:

@@ -1,21 +1,78 @@
-"""The tuned model, measured once: what a fused or an exported model is compared with."""
+"""The tuned model at every label of some rows: what a model that was opened, fused or exported is compared with.
 
+Of the tuned model only its head stays in memory, so that another one has room beside it.
+"""
+
+import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.formatting import counted
+from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.fusing import HEADER, Likeness, describe, require_effect
 from safetrain.engine.adapter_folder import apply_adapter
-from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
+from safetrain.engine.batches import Shard, in_order
+from safetrain.engine.layout import layout_for
+from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+from safetrain.engine.upstream.adaptation import Head
 
-MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on the sample
+MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
+MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
+PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
+Beat = Callable[[], None]  # before each micro-batch
+
+
+@dataclass(frozen=True, eq=False)
+class TunedModel:
+    """What the tuned model gives, (labels,) each, in the order of rows and places."""
+
+    rows: TokenRows
+    most_tokens: int  # that are computed together
+    head: Callable[[], Head] | None  # None: that of the model that is compared
+    keys: np.ndarray  # int64: row and place
+    losses: np.ndarray  # nats
+    greedy: np.ndarray  # the token it chooses
+    right: np.ndarray  # whether that is the label
+    states: np.ndarray  # (labels, width) before the head
+
+    @classmethod
+    def of(
+        cls, model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = lambda: None, *, keep_head: bool = True
+    ) -> "TunedModel":
+        """Look at it. Its head need not be kept where others have the same."""
+        seen = _at_labels(model, rows, most_tokens, None, beat)
+        return cls(rows, most_tokens, head_of(model) if keep_head else None, *seen)
+
+    @property
+    def own(self) -> Likeness:
+        """To itself."""
+        return self._likeness(self.losses, self.greedy, self.right, np.zeros(1))
+
+    def likeness_of(self, model: BaseModel, beat: Beat = lambda: None) -> Likeness:
+        """Compare another model with it."""
+        return self._likeness(*_at_labels(model, self.rows, self.most_tokens, self, beat)[1:])
+
+    def _likeness(self, losses: np.ndarray, greedy: np.ndarray, right: np.ndarray, divergences: np.ndarray) -> Likeness:
+        same = greedy == self.greedy
+        starts = np.flatnonzero(np.diff(self.keys >> PLACE_BITS, prepend=-1))  # of each row, which has a label at least
+        its, own = (np.logical_and.reduceat(each, starts) for each in (right, self.right))
+        return Likeness(
+            loss=float(losses.mean()),
+            divergence=max(0.0, float(divergences.mean())),
+            same_tokens=float(same.mean()),
+            same_answers=float(np.logical_and.reduceat(same, starts).mean()),
+            right_answers=int(its.sum()),
+            lost_answers=int((own & ~its).sum()),
+            won_answers=int((its & ~own).sum()),
+        )
 
 
 @dataclass(frozen=True)
@@ -35,53 +92,97 @@ class ExportJob:
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 
-
-@dataclass(frozen=True, eq=False)
-class TunedModel:
-    """The tuned model on the rows that others are compared with it on; of itself only its head stays in memory."""
-
-    job: ExportJob
-    rows: TokenRows
-    reference: Reference
-    own: Likeness  # to itself
-
-    def likeness_of(self, model: BaseModel) -> Likeness:
-        """Compare another model with the tuned one."""
-        return likeness(look(model, self.rows, self.job.most_tokens, self.reference), self.reference.seen)
-
-    def describe_rows(self) -> str:
-        """One sentence: what is measured, and on which sample."""
-        labels, of = counted(len(self.reference.seen.keys), "label"), len(self.job.rows)
-        some = f"; evenly spread among {of:,}" if len(self.rows) < of else ""
-        rows = counted(len(self.rows), "validation row")
-        return f"Loss and predictions are compared with the tuned model's on {rows} ({labels}{some})."
-
-    def measure_base(self, files: ModelFiles, say: Callable[[str], None]) -> Likeness:
+    def measure_base(self, tuned: TunedModel, files: ModelFiles, say: Callable[[str], None]) -> Likeness:
         """Open the base, and begin a table with it; raises ModelError where the adapter changes nothing."""
-        base = self.likeness_of(self.job.open(self.job.base))
+        base = tuned.likeness_of(self.open(self.base))
         gc.collect()
-        require_effect(base, str(self.job.adapter))
-        say(self.describe_rows())
+        require_effect(base, str(self.adapter))
+        say(self.describe_rows(tuned))
         say(HEADER)
-        say(describe("base", files.static_bytes, 0.0, base, len(self.rows)))
+        say(describe("base", files.static_bytes, 0.0, base, len(tuned.rows)))
         return base
 
-
-def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel) -> TokenRows:
-    """As many rows, evenly spread, as memory and a few seconds on a CPU allow, and ``LEAST_ROWS`` at least."""
-    rows = measured_rows(rows, files, model)
-    operations = 2 * files.parameters * int(rows.lengths.sum(dtype=np.int64))
-    count = min(len(rows), max(LEAST_ROWS, len(rows) * MOST_OPERATIONS // operations))
-    return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
+    def describe_rows(self, tuned: TunedModel) -> str:
+        """One sentence: what is measured, and on which sample."""
+        labels, of = counted(len(tuned.keys), "label"), len(self.rows)
+        some = f"; evenly spread among {of:,}" if len(tuned.rows) < of else ""
+        rows = counted(len(tuned.rows), "validation row")
+        return f"Loss and predictions are compared with the tuned model's on {rows} ({labels}{some})."
 
 
 def measure_tuned(job: ExportJob, files: ModelFiles) -> TunedModel:
     """Look at the tuned model, which is gone from memory afterwards."""
     model = job.open(job.base)
-    rows = sample_of(job.rows, files, model)
+    rows = sample_of(job.rows, files, model, min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters)), LEAST_ROWS)
     if job.adapter is not None:
         apply_adapter(model, job.adapter)
-    reference = refer_to(model, rows, job.most_tokens)
+    tuned = TunedModel.of(model, rows, job.most_tokens)
     del model
     gc.collect()
-    return TunedModel(job, rows, reference, likeness(reference.seen, reference.seen))
+    return tuned
+
+
+def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
+    """Rows to compare models on, evenly spread: about ``most_tokens``, ``least_rows``, and what memory holds."""
+    width = files.vocab_size if model.adaptation.split is None else files.hidden_size
+    state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
+    kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
+    count = min(len(rows), int(kept * len(rows)), max(least_rows, int(read * len(rows))))
+    return rows.take(np.linspace(0, len(rows) - 1, max(1, count)).round().astype(np.int64))
+
+
+def _at_labels(
+    model: BaseModel, rows: TokenRows, most_tokens: int, tuned: TunedModel | None, beat: Beat
+) -> list[np.ndarray]:
+    """Keys, losses, choices, whether these are right, and divergences from the tuned model; without it, states."""
+    model.module.eval()
+    heads = [head_of(model)()]
+    if tuned is not None:
+        heads.append(heads[0] if tuned.head is None else tuned.head())  # one may be dequantized: once is enough
+    layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
+    chunks: list[tuple[np.ndarray, ...]] = []
+    for batch in in_order(rows, layout):
+        beat()
+        for shard in batch.shards:
+            chunks += _of_shard(model, shard, heads, tuned)
+    found = [np.concatenate(parts) for parts in zip(*chunks, strict=True)]
+    order = np.argsort(found[0])
+    return [each[order] for each in found]
+
+
+def _of_shard(
+    model: BaseModel, shard: Shard, heads: list[Head], tuned: TunedModel | None
+) -> Iterator[tuple[np.ndarray, ...]]:
+    split, labels = model.adaptation.split, int(np.array(shard.weights).sum())
+    positions, targets = shard.positions[:labels], shard.targets[:labels]
+    states = through(model, split.trunk if split is not None else model.module, shard)[positions]
+    keys = np.asarray(shard.tokens)[np.array(positions)]
+    size = chunk_tokens(split.vocabulary if split is not None else states.shape[-1])
+    size = size if tuned is None else max(1, size // 2)  # two models' logits
+    for start in range(0, labels, size):
+        some = slice(start, start + size)
+        own, labels_here = log_softmax(heads[0](states[some])), targets[some]
+        greedy = mx.argmax(own, axis=-1)
+        mx.eval(own, greedy)  # before there are more of its size
+        if tuned is None:
+            last = states[some].astype(mx.float32)
+        else:
+            places = np.searchsorted(tuned.keys, keys[some])
+            theirs = log_softmax(heads[1](mx.array(tuned.states[places]).astype(states.dtype)))
+            last = (mx.exp(theirs) * (theirs - own)).sum(axis=-1)
+        losses = -mx.take_along_axis(own, labels_here[:, None].astype(mx.int32), axis=-1).squeeze(-1)
+        values_here = (losses, greedy, greedy == labels_here, last)
+        mx.eval(values_here)
+        yield (keys[some], *(np.array(values) for values in values_here))
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities of logits (labels, vocabulary), in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def head_of(model: BaseModel) -> Callable[[], Head]:
+    """What makes logits of its states; a model that is not split gives logits itself."""
+    split = model.adaptation.split
+    return split.head if split is not None else lambda: lambda logits: logits

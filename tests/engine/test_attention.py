@@ -14,7 +14,7 @@ from safetrain.engine.batches import _gather
 from safetrain.engine.cpu.kernels import powers_of
 from safetrain.engine.layout import GRADIENT_KERNEL, KERNEL, attention_graph
 from safetrain.engine.row_attention import Block, PackedRows, Way
-from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
+from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
 from tests.support.kept_attention import kept_probabilities
 
 SIZE = 8

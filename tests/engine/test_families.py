@@ -22,7 +22,7 @@ from safetrain.engine.selftest import _spread, examine
 from safetrain.engine.update import prepare
 from safetrain.engine.upstream.functions import delta_rule_in_stretches
 from safetrain.engine.upstream.layers import without_adapter
-from safetrain.engine.upstream.saving import adapt_for_a_consumer
+from safetrain.engine.upstream.loading import adapt_for_a_consumer
 from safetrain.plan.selftest import judge
 from tests.engine.exact import SETTINGS
 from tests.support.families import build_family

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from safetrain.engine.model import open_base
-from safetrain.engine.upstream.packing import packing_refusal
+from safetrain.engine.upstream.adaptation import packing_refusal
 from safetrain.engine.upstream.probing import Refusal, asked, through_few_blocks
 from tests.support.random_models import TINY, build_model
 

@@ -20,7 +20,7 @@ from safetrain.engine.loss import ShardLoss, chunked_loss, measured_losses
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.update import Gradients, apply_gradient, measure
 from safetrain.engine.upstream import adaptation
-from safetrain.engine.upstream.packing import call_packed
+from safetrain.engine.upstream.functions import call_packed
 from tests.engine.exact import (
     LAYOUTS,
     LORA,

@@ -24,11 +24,11 @@ from safetrain.engine.cpu.kernels import swiglu
 from safetrain.engine.layers import Randomness
 from safetrain.engine.model import BaseModel, open_skeleton
 from safetrain.engine.row_attention import Block, PackedRows
-from safetrain.engine.upstream import functions, packing
+from safetrain.engine.upstream import functions
+from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
 from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.layers import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts
 from safetrain.engine.upstream.loading import build
-from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 from safetrain.engine.upstream.probing import few_blocks, head_size, trunk_of
 from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
@@ -49,8 +49,8 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (_get_classes, ["config"], "loading.py"),
         (dequantize_model, ["model"], "loading.py"),
         (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "layers.py"),
-        (base.scaled_dot_product_attention, parameters(packed_attention), "packing.py"),
-        (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "packing.py"),
+        (base.scaled_dot_product_attention, parameters(packed_attention), "functions.py"),
+        (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "functions.py"),
         (cache.make_prompt_cache, ["model"], "generation.py"),
         (cache.can_trim_prompt_cache, ["cache"], "generation.py"),
         (cache.trim_prompt_cache, ["cache", "num_tokens"], "generation.py"),
@@ -82,9 +82,9 @@ def test_the_fast_swiglu_is_theirs() -> None:
 
 def test_files_use_our_functions_by_the_names_that_they_import() -> None:
     assert functions.replace(build(LLAMA, bfloat16=False)), f"{MOVED}functions.py"
-    assert llama.scaled_dot_product_attention is packing.packed_attention
+    assert llama.scaled_dot_product_attention is functions.packed_attention
     assert llama.swiglu is functions.fast_swiglu
-    assert base.scaled_dot_product_attention is packing.scaled_dot_product_attention, "mlx-lm's own file is as it was"
+    assert base.scaled_dot_product_attention is functions.scaled_dot_product_attention, "mlx-lm's own file is as it was"
     assert functions.replace(build(LLAMA, bfloat16=False)), "once more"
 
 
@@ -100,9 +100,9 @@ def model_files() -> Iterator[types.ModuleType]:
 def test_every_attention_of_the_known_name_is_the_known_one() -> None:
     """Else a family's rows would be padded, without an error: in all of mlx-lm's files."""
     own = [each.__name__ for each in model_files()
-           if getattr(each, "scaled_dot_product_attention", packing.packed_attention)
-           not in (packing.scaled_dot_product_attention, packing.packed_attention)]  # fmt: skip
-    assert not own, f"{MOVED}packing.py"
+           if getattr(each, "scaled_dot_product_attention", functions.packed_attention)
+           not in (functions.scaled_dot_product_attention, functions.packed_attention)]  # fmt: skip
+    assert not own, f"{MOVED}functions.py"
 
 
 def test_every_linear_layer_whose_weight_a_model_reads_is_known() -> None:
@@ -142,7 +142,7 @@ def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
     module(mx.array([[1], [2], [3]]), cache=[Watched()] * len(module.layers))
     asked_for = {name for name in seen if not name.startswith("__")}
-    assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}packing.py"
+    assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}functions.py"
     assert isinstance(base.create_attention_mask(mx.zeros((3, 1, 4)), ours), SlidingWindow)
     assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7).size == 7
 

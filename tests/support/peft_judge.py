@@ -9,8 +9,7 @@ import pytest
 
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.folding import Folds, float_plan, folded, quantization_in
-from safetrain.engine.upstream.loading import load
-from safetrain.engine.upstream.saving import write_config
+from safetrain.engine.upstream.loading import load, write_config
 
 
 def logits_of_peft(base: Path, adapter: Path, ids: list[list[int]]) -> np.ndarray:

@@ -126,9 +126,9 @@ class _GgufExport:
         parts = parts_of(module, self._family)
         is_measured = self._require_room(path, parts)
         tuned = measure_tuned(job, self._files)
-        base = tuned.measure_base(self._files, self._say) if job.adapter is not None else None
+        base = job.measure_base(tuned, self._files, self._say) if job.adapter is not None else None
         if base is None:
-            self._say(tuned.describe_rows())
+            self._say(job.describe_rows(tuned))
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
             unquantized = path if job.kind in KINDS else Path(scratch) / path.name
             self._write(unquantized, module, folds, parts, vocabulary)

@@ -62,7 +62,7 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     require_pairs(arrays, job.adapter)
     set_limits(job.mlx_limit_bytes)
     tuned = measure_tuned(job, files)
-    base, size = tuned.measure_base(files, say), sum(value.nbytes for value in arrays.values())
+    base, size = job.measure_base(tuned, files, say), sum(value.nbytes for value in arrays.values())
     say(describe("tuned: base and adapter", files.static_bytes + size, 1.0, tuned.own, len(tuned.rows)))
     reports: list[PeftReport] = []
 
@@ -129,6 +129,6 @@ def _report(
     form = read_prompt_format(job.adapter)
     return PeftReport(
         str(job.base), files.fingerprint, files.quantization_bits, job.base_name, fingerprint(job.adapter),
-        len(tuned.rows), len(tuned.reference.seen.keys), base, tuned.own, likeness, share,
+        len(tuned.rows), len(tuned.keys), base, tuned.own, likeness, share,
         form.stop_ids if form else (),
     )  # fmt: skip

@@ -4,7 +4,7 @@ A model is split into what makes hidden states and the head that makes logits, s
 both together are the model is found by comparing numbers on a few tokens; a model that differs keeps its own way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,23 @@ from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.kernels import EmbeddingDequantizedPerUse, LinearDequantizedPerUse
 from safetrain.engine.layers import dequantized
-from safetrain.engine.upstream.functions import replace
+from safetrain.engine.row_attention import Block, PackedRows, Way
+from safetrain.engine.upstream.functions import call_packed, replace
 from safetrain.engine.upstream.layers import clip_once, complete
-from safetrain.engine.upstream.packing import PROBE_ROWS, packing_refusal
-from safetrain.engine.upstream.probing import Refusal, asked, few_words, through_few_blocks, trunk_of
+from safetrain.engine.upstream.probing import (
+    Refusal,
+    are_close,
+    asked,
+    few_words,
+    numbers,
+    through_few_blocks,
+    tolerance_of,
+    trunk_of,
+)
 
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
 LogitsTransform = Callable[[mx.array], mx.array]  # what is done to logits after the head
+PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,35 @@ def adapt(module: Any) -> Adaptation:
         return Adaptation(packing, split(module), "")
     except Refusal as refusal:
         return Adaptation(packing, None, str(refusal))
+
+
+def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:
+    """Why rows in one list do not give the numbers that each gives alone in these ways; empty where they do.
+
+    That is found by comparing them on a few tokens, never by the model's name.
+    """
+
+    def ask() -> str:
+        call = trunk_of(module) or module  # the head sees one token at a time
+        alone = [asked(call, mx.array([row]))[0] for row in PROBE_ROWS]
+        largest = max(float(abs(numbers(values)).max()) for values in alone)
+        offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
+        ids = mx.array([token for row in PROBE_ROWS for token in row])
+        for way in ways:
+            blocks, start = list[Block](), 0
+            for row in PROBE_ROWS:
+                blocks.append(Block(start, start + len(row), 1, len(row), way=way))
+                start += len(row)
+            packed = asked(call_packed, call, len(module.layers), ids, PackedRows(offsets, tuple(blocks)))
+            found = [packed[block.start : block.stop] for block in blocks]
+            if not are_close(found, alone, largest, tolerance_of(alone[0].dtype)):
+                return "other numbers than row by row"
+        return ""
+
+    try:
+        return through_few_blocks(module, ask)
+    except Refusal as refusal:
+        return str(refusal)
 
 
 def split(module: Any) -> SplitModel:

@@ -6,7 +6,8 @@ Each of ours hands on to mlx-lm's whatever is not its own case.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +18,70 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from safetrain.engine.backend import device
 from safetrain.engine.cpu import kernels
 from safetrain.engine.layers import recomputed
-from safetrain.engine.upstream.packing import packed_attention
+from safetrain.engine.row_attention import PackedRows, block_attention
+from safetrain.engine.upstream.probing import Refusal
 
-Function = Callable[..., Any]
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Stands in for the mask that a model makes: how far back its layer may look, None for everything before."""
+
+    size: int | None
+
+
+class PackedRowsCache:
+    """Stands in for a key-value cache, which is how mlx-lm's layers learn positions: each token is a row of its own.
+
+    Model code sees (tokens, 1) ids, rotates each token by its own offset, and hands this object to the attention.
+    """
+
+    def __init__(self, rows: PackedRows) -> None:
+        self.rows = rows
+        self.offset = rows.offsets
+
+    def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> SlidingWindow:
+        """The stand-in for a mask that mlx-lm gets from a cache."""
+        del return_array
+        return SlidingWindow(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Nothing is kept."""
+        return keys, values
+
+
+def packed_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention function, with the case of a ``PackedRowsCache`` added."""
+    if not isinstance(cache, PackedRowsCache):
+        return scaled_dot_product_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if sinks is not None:
+        raise Refusal("its attention has sinks")
+    if not isinstance(mask, SlidingWindow):
+        raise Refusal("its attention has its own mask")
+    outputs = [
+        block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
+        for block in cache.rows.blocks
+    ]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def call_packed(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: PackedRows) -> mx.array:
+    """Run a model or its trunk on (tokens,) ids that lie as ``rows`` says; returns (tokens, features)."""
+    return call(ids[:, None], cache=[PackedRowsCache(rows)] * layers).squeeze(1)
+
+
+def call_padded(call: Callable[..., mx.array], ids: mx.array, rows: PackedRows) -> mx.array:
+    """The same for a model that takes no lists, of rows in one rectangle."""
+    (block,) = rows.blocks
+    values = call(ids.reshape(block.rows, block.width))
+    return values.reshape(-1, values.shape[-1])
 
 
 def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -54,7 +116,7 @@ def delta_rule_in_stretches(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), state
 
 
-OURS: Sequence[tuple[Function, Function]] = (
+OURS = (
     (scaled_dot_product_attention, packed_attention),
     (swiglu, fast_swiglu),
     (gated_delta_update, delta_rule_in_stretches),

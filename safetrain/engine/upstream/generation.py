@@ -15,8 +15,15 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from safetrain.engine.upstream.packing import TOLERANCE_16_BIT
-from safetrain.engine.upstream.probing import Refusal, asked, refusals, through_few_blocks
+from safetrain.engine.upstream.probing import (
+    TOLERANCE_16_BIT,
+    Refusal,
+    are_close,
+    asked,
+    numbers,
+    refusals,
+    through_few_blocks,
+)
 
 # Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens that are
 # read at a time, of all prompts together (twice as many where these are more than 16), which bounds what activations
@@ -138,29 +145,22 @@ def chooser(temperature: float, top_p: float, seed: int | None) -> Callable[[mx.
 
 def padding_refusal(module: Any) -> str:
     """Why padded prompts do not continue as each does by itself; empty if they do."""
+
+    def ask() -> str:
+        """Of prompts of several lengths, continued by two given tokens; then all but one leave."""
+        alone = [asked(module, mx.array([row]))[0] for row in PROBE_ROWS]
+        with refusals():
+            together = Continuations(module, [row[:-2] for row in PROBE_ROWS], padded=True)
+            logits = [together.next_logits(mx.array([row[place] for row in PROBE_ROWS])) for place in (-3, -2)]
+            last = together.keep([len(PROBE_ROWS) - 1], mx.array([row[-1] for row in PROBE_ROWS]))
+            logits.append(together.next_logits(last))
+            mx.eval(logits)
+        expected = [mx.stack([values[place] for values in alone]) for place in (-3, -2)] + [alone[-1][-1:]]
+        largest = max(float(np.abs(numbers(values)).max()) for values in alone)
+        rounding = ROUNDING if logits[0].dtype == mx.float32 else TOLERANCE_16_BIT
+        return "" if are_close(logits, expected, largest, rounding) else "other numbers than one by one"
+
     try:
-        return through_few_blocks(module, lambda: "" if _agree(module) else "other numbers than one by one")
+        return through_few_blocks(module, ask)
     except Refusal as refusal:
         return str(refusal)
-
-
-def _agree(module: Any) -> bool:
-    """Prompts of several lengths, continued by two given tokens; then all but one leave."""
-    alone = [_numbers(asked(module, mx.array([row]))[0]) for row in PROBE_ROWS]
-    with refusals():
-        together = Continuations(module, [row[:-2] for row in PROBE_ROWS], padded=True)
-        logits = [together.next_logits(mx.array([row[place] for row in PROBE_ROWS])) for place in (-3, -2)]
-        last = together.keep([len(PROBE_ROWS) - 1], mx.array([row[-1] for row in PROBE_ROWS]))
-        logits.append(together.next_logits(last))
-        mx.eval(logits)
-    rounding = ROUNDING if logits[0].dtype == mx.float32 else TOLERANCE_16_BIT
-    tolerance = rounding * max(np.abs(values).max() for values in alone)
-    expected = [np.stack([values[place] for values in alone]) for place in (-3, -2)]
-    expected.append(alone[-1][-1:])
-    pairs = zip(map(_numbers, logits), expected, strict=True)
-    with np.errstate(invalid="ignore"):  # what is not a number does not agree
-        return all(one.shape == other.shape and np.abs(one - other).max() <= tolerance for one, other in pairs)
-
-
-def _numbers(values: mx.array) -> np.ndarray:
-    return np.array(values.astype(mx.float32))

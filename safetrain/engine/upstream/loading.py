@@ -1,8 +1,10 @@
-"""Models as mlx-lm opens and builds them, and the types of their numbers."""
+"""Model folders as mlx-lm opens, builds, quantizes and writes them, and the types of their numbers."""
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map, tree_map_with_path
-from mlx_lm.utils import _get_classes, dequantize_model, load_model
+from mlx_lm.convert import convert
+from mlx_lm.utils import (
+    DEFAULT_ALLOW_PATTERNS,
+    _get_classes,
+    dequantize_model,
+    load_adapters,
+    load_model,
+    save_config,
+)
+from mlx_lm.utils import load as load_with_tokenizer
 
 from safetrain.core.errors import EngineError, ModelError
+from safetrain.core.model.files import read_model_files
+from safetrain.core.storage.files import replace_directory
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.kernels import dequantize_per_use
 from safetrain.engine.layers import multiply_as_one_matrix
@@ -24,6 +37,9 @@ NOT_TRAINED = {  # families, by the name in config.json
     "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens"
 }
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
+# Files that a new model writes itself, and one that it may add stop tokens to.
+OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
+GENERATION = "generation_config.json"
 
 
 @contextmanager
@@ -90,47 +106,33 @@ def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: st
     if dequantize:
         module = dequantize_model(module)
     if here.dequantizes_per_use:
-        _require_known_quantization(module)
+        for name, part in module.named_modules():
+            if getattr(part, "global_scale", None) is not None:  # nvfp4
+                raise ValueError(f"{name} is quantized with a global scale, which cannot be dequantized on CPU")
         dequantize_per_use(module)
         dequantize_experts_per_use(module)
     else:
         multiply_as_one_matrix(module)
     if here.computes_in_float32:
-        _cast_to_float32(module)
+        # but not scales and biases: dequantizing in their type is what mlx-lm computes
+        cast(module, mx.float32, lambda name: not name.endswith((".scales", ".biases")))
     mx.eval(module.parameters())
     return module
 
 
-def cast(module: Any, dtype: Any) -> None:
+def cast(module: Any, dtype: Any, may_cast: Callable[[str], bool] | None = None) -> None:
     """Every floating parameter, scales and biases of quantized weights too, except those that mlx-lm never casts."""
-    may_cast = getattr(module, "cast_predicate", lambda _name: True)
+    may: Any = may_cast or getattr(module, "cast_predicate", bool)
 
     def to_dtype(name: str, value: mx.array) -> mx.array:
-        return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) and may_cast(name) else value
+        return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) and may(name) else value
 
     module.update(tree_map_with_path(to_dtype, module.parameters()))
-
-
-def _cast_to_float32(module: Any) -> None:
-    """All but scales and biases of quantized weights: dequantizing in their type is what mlx-lm computes."""
-
-    def to_float32(name: str, value: mx.array) -> mx.array:
-        quantized = name.endswith((".scales", ".biases"))
-        return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) and not quantized else value
-
-    module.update(tree_map_with_path(to_float32, module.parameters()))
 
 
 def is_quantized(module: Any) -> bool:
     """Whether any layer is quantized."""
     return any(hasattr(part, "bits") for _, part in module.named_modules())
-
-
-def _require_known_quantization(module: Any) -> None:
-    """Raise ValueError for weights with a global scale (nvfp4), which would be dequantized wrong."""
-    scaled = [name for name, part in module.named_modules() if getattr(part, "global_scale", None) is not None]
-    if scaled:
-        raise ValueError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU")
 
 
 def plain_model(folder: Path, *, in_float32: bool) -> Any:
@@ -142,3 +144,75 @@ def plain_model(folder: Path, *, in_float32: bool) -> Any:
     complete(module)
     module.freeze()
     return module
+
+
+def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
+    """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
+        temporary = Path(scratch) / "new"
+        try:
+            convert(str(source), mlx_path=str(temporary), quantize=True, q_bits=bits, q_group_size=group_size)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"mlx-lm cannot convert the model: {error}", where=str(source)) from error
+        read_model_files(temporary)
+        replace_directory(temporary, target)
+
+
+def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
+    """config.json of ``module``; "quantization" in it says how each layer is stored."""
+    keeps_vision = "vision_tower" in getattr(module, "model", {})
+    save_config(dict(config), folder / "config.json", keep_vision_config=keeps_vision)
+
+
+def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
+    """Tokenizer, template and licence of a model, and its generation settings with further tokens that end answers."""
+    for file in sorted(source.iterdir()):
+        is_usual = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
+        if file.is_file() and is_usual and not any(file.match(pattern) for pattern in OWN_FILES):
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    path = folder / GENERATION
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    own = settings.get("eos_token_id", config.get("eos_token_id"))
+    ends = set(own if isinstance(own, list) else [own] if own is not None else [])
+    if not set(stop_ids) <= ends:
+        settings["eos_token_id"] = sorted(ends | set(stop_ids))
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
+    """Logits (tokens, vocabulary) of a few tokens by the model that ``mlx_lm.load`` opens, with its tokenizer.
+
+    In float32 where safetrain computes so: rounding to 16 bits in every layer would look like another model. Raises
+    ModelError where it opens nothing.
+    """
+    with errors_told("open the model", str(folder)):
+        module: Any = load_with_tokenizer(str(folder), lazy=True)[0]
+        if device().computes_in_float32:
+            module.set_dtype(mx.float32)
+        logits = module(mx.array([ids]))[0].astype(mx.float32)
+        mx.eval(logits)
+        return logits
+
+
+def holds_adapters(module: Any, method: str) -> bool:
+    """Whether mlx-lm can put adapters of ``method`` on the module: its DoRA takes no base of 3, 5 or 6 bits."""
+    return method != "dora" or all(32 % getattr(layer, "bits", 32) == 0 for _, layer in module.named_modules())
+
+
+def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
+    """Put the adapter folder on a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
+    with errors_told("open the adapter", str(adapter)):
+        load_adapters(module, str(adapter)).eval()
+        mx.eval(module.parameters())
+
+
+def takes_bits(module: Any, group_size: int) -> list[str]:
+    """Paths of the layers that mlx-lm would quantize in groups of ``group_size``."""
+    may = getattr(module, "quant_predicate", None) or (lambda _path, _layer: True)
+    return [
+        path
+        for path, layer in module.named_modules()
+        if hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group_size == 0 and may(path, layer)
+    ]

@@ -3,15 +3,17 @@
 A refusal is an answer: the model then keeps its own way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 Answer = TypeVar("Answer")
 
 FOREIGN = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError)  # that a model's code raises
+TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest difference that is rounding, relative to the largest number
 FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
 SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 
@@ -39,6 +41,25 @@ def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
     if not isinstance(values, mx.array):
         raise Refusal(f"it gives no array, but {type(values).__name__}")
     return values
+
+
+def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], largest: float, share: float) -> bool:
+    """Whether these are the same numbers, up to a share of the largest one; what is not a number is not."""
+    with np.errstate(invalid="ignore"):
+        return all(
+            one.shape == other.shape and np.abs(numbers(one) - numbers(other)).max() <= share * largest
+            for one, other in zip(found, expected, strict=True)
+        )
+
+
+def numbers(values: mx.array) -> np.ndarray:
+    """As float32."""
+    return np.array(values.astype(mx.float32))
+
+
+def tolerance_of(dtype: Any) -> float:
+    """The share of the largest number that is rounding."""
+    return TOLERANCE if dtype == mx.float32 else TOLERANCE_16_BIT
 
 
 def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
@@ -80,6 +101,16 @@ def few_blocks(module: Any) -> Iterator[bool]:
         trunk.layers = blocks
 
 
+def _kind(block: Any) -> list[tuple[str, str, str]]:
+    """What a block is made of, and its settings except its number."""
+    return sorted(
+        (name, type(part).__name__, str(sorted(
+            (key, value) for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER
+        )))
+        for name, part in block.named_modules()
+    )  # fmt: skip
+
+
 @contextmanager
 def few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
     """Inside, these layers, embedding and head, have FEW_WORDS rows: a large vocabulary takes more than a training.
@@ -96,15 +127,6 @@ def few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
     finally:
         for part, arrays in weights:
             part.update(arrays)
-
-
-def _kind(block: Any) -> tuple[tuple[str, str, str], ...]:
-    """What a block is made of, and its settings except its number."""
-    parts = []
-    for name, part in block.named_modules():
-        settings = {key: value for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER}
-        parts.append((name, type(part).__name__, str(sorted(settings.items(), key=str))))
-    return tuple(sorted(parts))
 
 
 def trunk_of(module: Any) -> Any:

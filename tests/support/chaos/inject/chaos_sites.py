@@ -36,7 +36,7 @@ SITES = (
     Site("pointer", STATE, "write_run_state", "save"),
     Site("prune", STATE, "shutil.rmtree", "save"),
     Site("open adapter", "safetrain.engine.proof", "adapt_for_a_consumer", "load model"),
-    Site("check adapter", "safetrain.engine.proof", "look", "verify"),
+    Site("check adapter", "safetrain.engine.proof", "TunedModel.likeness_of", "verify"),
     Site("write metrics", "safetrain.core.storage.files", "write_record", "finish"),
     Site("write summary", "safetrain.core.records.metrics", "write_summary", "finish"),
     Site("mark finished", STATE, "mark_finished", "finish"),
