@@ -129,7 +129,6 @@ def result(
     With --gate: exit 0 better than its base, 1 not better, 2 it forgets or this could not be determined. The thresholds
     are in section gate of params.yaml.
     """
-    from safetrain.core.records.evaluation import Thresholds
     from safetrain.core.records.schema import gate_of
     from safetrain.core.run_folder import read_run
     from safetrain.watch import result as results
@@ -143,8 +142,7 @@ def result(
     except ConfigError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
-    limits = Thresholds(thresholds.least_gain, thresholds.least_exact_match, thresholds.most_forgotten)
-    verdict = results.gate(read_run(), limits)
+    verdict = results.gate(read_run(), thresholds)
     print("\n".join([verdict.title, *verdict.reasons]))
     sys.exit(verdict.exit_code)
 

@@ -5,7 +5,6 @@ from safetrain.core.formatting import counted, duration_text
 from safetrain.core.records.evaluation import (
     Evaluation,
     Sample,
-    Thresholds,
     Verdict,
     describe_exact_match,
     describe_forgetting,
@@ -14,7 +13,7 @@ from safetrain.core.records.evaluation import (
     judge,
 )
 from safetrain.core.records.metrics import TrainingSummary
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import PRETRAIN, Gate
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 
@@ -57,7 +56,7 @@ def describe_scores(scores: Evaluation) -> list[str]:
     return [f"{line}." for line in (*lines, describe_loss(scores))]
 
 
-def gate(run: Run, thresholds: Thresholds) -> Verdict:
+def gate(run: Run, thresholds: Gate) -> Verdict:
     """Whether the run is better than its base; raises ConfigError without a finished and evaluated run."""
     _, scores = _measured(run)
     return judge(scores.improvement, scores.tuned, scores.forgetting, thresholds)

@@ -16,12 +16,12 @@ from safetrain.core.records.evaluation import (
     Forgetting,
     Improvement,
     Score,
-    Thresholds,
     describe_evaluation,
     describe_improvement,
     describe_sample,
     judge,
 )
+from safetrain.core.records.schema import Gate
 from safetrain.core.records.scoring import SAMPLES, SHOWN, ModelMeasures, evaluation_of
 from safetrain.core.storage.files import read_record, write_record
 
@@ -152,7 +152,7 @@ def test_the_gate_compares_the_ends_of_the_intervals(
     gain: tuple[float, float | None], limits: tuple[float, Any, Any], forgotten: tuple[Any, Any], code: int
 ) -> None:
     score = Score(loss=1.0, perplexity=2.0, exact_match_low=0.8, exact_match_high=0.9)
-    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, "", ()), Thresholds(*limits))
+    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, "", ()), Gate(*limits))
     titles = ("better", "not better", "could not be determined", "forgets")
     assert (verdict.exit_code, verdict.title) == (min(code, 2), titles[code])
     assert len(verdict.reasons) == sum(limit is not None for limit in limits)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
+from safetrain.core.records.schema import Gate
 from safetrain.core.storage import paths
 
 EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # of the training's time; a short training has this
@@ -195,15 +196,6 @@ def _table_of_groups(groups: tuple[GroupScore, ...]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """Section gate of params.yaml. None: not checked."""
-
-    least_gain: float  # nats per label, on the test rows
-    least_exact_match: float | None
-    most_forgotten: float | None  # nats per token, on the general text
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Whether the tuned model is better. ``exit_code``: 0 yes, 1 no, 2 it forgets or the data does not tell."""
 
@@ -212,7 +204,7 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Thresholds) -> Verdict:
+def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Gate) -> Verdict:
     """Compare intervals with thresholds: above passes, below fails, an interval across one is undecided.
 
     Forgetting has to stay below its threshold; it does not count if it was not measured.

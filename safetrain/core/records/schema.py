@@ -5,7 +5,7 @@ A plain dataclass, because Hydra merges into it; stages hand its parts on, and n
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,7 @@ class Evaluate:
 
 @dataclass
 class Gate:
-    """Thresholds of `safetrain result --gate`."""
+    """Thresholds of `safetrain result --gate`, in nats; None: not checked."""
 
     least_gain: float = number(at_least=-100, at_most=100)
     least_exact_match: float | None = number(at_least=0, at_most=0.99)
@@ -161,32 +161,15 @@ def gate_of(values: Mapping[str, Any]) -> Gate:
     if unknown or missing:
         what = f"Unknown key gate.{unknown[0]}" if unknown else f"gate.{missing[0]} has no value"
         raise ConfigError(f"{what}.", where="params.yaml", expected=", ".join(f"gate.{name}" for name in names))
-    for key in dataclasses.fields(Gate):
-        value, allowed = values[key.name], key.metadata[RANGE]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (allowed.admits(value) if is_number else value is None and _is_optional(key)):
-            raise ConfigError(
-                f"gate.{key.name} has an impossible value.",
-                where="params.yaml",
-                expected=describe_allowed("gate", key.name),
-                got=str(value),
-            )
-    return Gate(**values)
+    gate = Gate(**values)
+    _refuse([*_impossible("gate", gate)])
+    return gate
 
 
 def check_ranges(config: Pipeline) -> None:
     """Raise one ConfigError that names every key whose value is out of its range."""
-    problems = []
-    for section in dataclasses.fields(config):
-        part = getattr(config, section.name)
-        for key in dataclasses.fields(part):
-            value, allowed = getattr(part, key.name), key.metadata.get(RANGE)
-            words = (*key.metadata.get(CHOICES, (value,)), *((None,) if _is_optional(key) else ()))
-            full_name = f"{section.name}.{key.name}"
-            if value not in words or (allowed is not None and value is not None and not allowed.admits(value)):
-                problems.append(f"{full_name} = {value}: allowed is {describe_allowed(section.name, key.name)}")
-            elif isinstance(value, str) and not value.strip():
-                problems.append(f"{full_name} is empty: allowed is {describe_allowed(section.name, key.name)}")
+    sections = [(section.name, getattr(config, section.name)) for section in dataclasses.fields(config)]
+    problems = [problem for name, part in sections for problem in _impossible(name, part)]
     if config.lora.targets is not None and not config.lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
     if config.train.method in WHOLE:
@@ -203,6 +186,23 @@ def check_ranges(config: Pipeline) -> None:
             f"train.learning_rate is null with train.optimizer = {config.train.optimizer}: "
             "the recommended one is Adam's; set your own"
         )
+    _refuse(problems)
+
+
+def _impossible(section: str, part: Any) -> Iterator[str]:
+    """What is wrong with the values of a section, key by key."""
+    for key in dataclasses.fields(part):
+        value, name, allowed = getattr(part, key.name), f"{section}.{key.name}", key.metadata.get(RANGE)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_null = value is None and _is_optional(key)
+        in_range = allowed is None or (is_number and allowed.admits(value))
+        is_empty = isinstance(value, str) and not value.strip()
+        if not is_null and (is_empty or not in_range or value not in key.metadata.get(CHOICES, (value,))):
+            what = "is empty" if is_empty else f"= {value}"
+            yield f"{name} {what}: allowed is {describe_allowed(section, key.name)}"
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError(
             "The configuration has impossible values:\n" + "\n".join(f"  {problem}" for problem in problems),
@@ -216,27 +216,24 @@ def _is_optional(key: dataclasses.Field[Any]) -> bool:
 
 def describe_allowed(section: str, key: str) -> str:
     """The values that a key accepts, in words: ``a whole number, at least 1 and at most 1024, or null``."""
-    part = {f.name: f.type for f in dataclasses.fields(Pipeline)}.get(section)
-    fields = [f for f in dataclasses.fields(part) if f.name == key] if isinstance(part, type) else []
-    if not fields:
+    found = next((field for field in _fields_of(section) if field.name == key), None)
+    if found is None:
         return ""
-    kind = str(fields[0].type) if not isinstance(fields[0].type, type) else fields[0].type.__name__
+    kind = str(found.type) if not isinstance(found.type, type) else found.type.__name__
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "Any": COLUMNS}
     text = words.get(kind.split(" | ")[0], LIST)
-    if CHOICES in fields[0].metadata:
-        text = " or ".join(map(str, fields[0].metadata[CHOICES]))
-    allowed = fields[0].metadata.get(RANGE)
-    if allowed is not None:
-        text += f", {allowed}"
-    return text + (", or null" if _is_optional(fields[0]) else "")
+    if CHOICES in found.metadata:
+        text = " or ".join(map(str, found.metadata[CHOICES]))
+    if RANGE in found.metadata:
+        text += f", {found.metadata[RANGE]}"
+    return text + (", or null" if _is_optional(found) else "")
 
 
 def keys_of(section: str) -> list[str]:
     """The keys of a section, or the sections themselves for an empty name."""
-    fields = {f.name: f.type for f in dataclasses.fields(Pipeline)}
-    if section not in fields:
-        return list(fields)
-    part = fields[section]
-    return (
-        [f.name for f in dataclasses.fields(part)] if isinstance(part, type) and dataclasses.is_dataclass(part) else []
-    )
+    return [field.name for field in _fields_of(section) or dataclasses.fields(Pipeline)]
+
+
+def _fields_of(section: str) -> tuple[dataclasses.Field[Any], ...]:
+    kind = next((field.type for field in dataclasses.fields(Pipeline) if field.name == section), None)
+    return dataclasses.fields(kind) if isinstance(kind, type) else ()
