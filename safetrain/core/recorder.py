@@ -32,7 +32,6 @@ MOST_ROWS = 8  # row ids in a record
 # cache, footprint, data segment, loss, first row ids
 LAYOUT = struct.Struct(f"<QddBBIIIIQQQQQQd{MOST_ROWS}I")
 RING_BYTES = HEADER_BYTES + SLOTS * LAYOUT.size
-SLOTS_A_READ = 64
 MEMORY_SECONDS = 0.1  # between readings of the process's own memory, which cost half a record
 FLUSH_SECONDS, RARE_FLUSH_SECONDS = 5.0, 1.0  # between flushes to the disk; the second at a rare phase
 STATM = Path("/proc/self/statm")
@@ -253,31 +252,18 @@ class FlightReader:
         self.records.clear()
 
     def _read_new(self, descriptor: int) -> list[FlightRecord]:
-        """Records after the last one seen; all of the ring where the writer has overtaken us."""
-        before = self.records[-1].number if self.records else 0
-        new = list[FlightRecord]()
-        while True:
-            last_number = new[-1].number if new else before
-            slot = last_number % SLOTS
-            size = min(SLOTS_A_READ, SLOTS - slot) * LAYOUT.size
-            part = os.pread(descriptor, size, HEADER_BYTES + slot * LAYOUT.size)
-            count = len(part) // LAYOUT.size
-            slots = [_record_in(part, number * LAYOUT.size, slot + number) for number in range(count)]
-            fresh = [record for record in slots if record is not None and record.number > last_number]
-            if fresh and fresh[0].number > last_number + 1:
-                return self._read_whole(descriptor, before)
-            new += fresh
-            if len(fresh) < SLOTS_A_READ and slot + len(fresh) < SLOTS:
-                self.records.extend(new)
-                return new
-
-    def _read_whole(self, descriptor: int, before: int) -> list[FlightRecord]:
-        content = os.pread(descriptor, RING_BYTES, 0)
-        slots = [_record_in(content, HEADER_BYTES + slot * LAYOUT.size, slot) for slot in range(SLOTS)]
-        records = sorted((record for record in slots if record is not None), key=lambda record: record.number)
-        self.records.clear()
-        self.records.extend(records)
-        return [record for record in records if record.number > before]
+        """Records after the last one seen, as far as the ring still has them; one that is torn is passed over."""
+        ring, last = os.pread(descriptor, RING_BYTES, 0), self.last.number if self.last else 0
+        new, missed, slot = list[FlightRecord](), 0, last % SLOTS
+        while missed < 2 and len(new) < SLOTS:
+            record = _record_in(ring, slot)
+            slot, missed = (slot + 1) % SLOTS, missed + 1
+            if record is not None and record.number > last:
+                new.append(record)
+                missed = 0
+        new.sort(key=lambda record: record.number)
+        self.records.extend(new)
+        return new
 
 
 def read_flight(path: Path) -> FlightReader:
@@ -325,9 +311,9 @@ def _header_in(content: bytes) -> FlightHeader | None:
         return None
 
 
-def _record_in(content: bytes, place: int, slot: int) -> FlightRecord | None:
-    """The record of a slot, at a place in ``content``; None if it is empty or torn."""
-    values = LAYOUT.unpack_from(content, place)
+def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
+    """The record of a slot; None if it is empty or torn."""
+    values = LAYOUT.unpack_from(ring, HEADER_BYTES + slot * LAYOUT.size)
     number, wall, monotonic, phase, edge, step, micro_batch, rows, tokens = values[:9]
     if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
         return None
