@@ -254,13 +254,16 @@ class FlightReader:
     def _read_new(self, descriptor: int) -> list[FlightRecord]:
         """Records after the last one seen, as far as the ring still has them; one that is torn is passed over."""
         ring, last = os.pread(descriptor, RING_BYTES, 0), self.last.number if self.last else 0
-        new, missed, slot = list[FlightRecord](), 0, last % SLOTS
-        while missed < 2 and len(new) < SLOTS:
-            record = _record_in(ring, slot)
-            slot, missed = (slot + 1) % SLOTS, missed + 1
+        new, missed = list[FlightRecord](), 0
+        for step in range(SLOTS):
+            record = _record_in(ring, (last + step) % SLOTS)
             if record is not None and record.number > last:
                 new.append(record)
                 missed = 0
+            elif missed:
+                break
+            else:
+                missed = 1
         new.sort(key=lambda record: record.number)
         self.records.extend(new)
         return new

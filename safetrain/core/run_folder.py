@@ -3,14 +3,12 @@
 Reading holds no lock and changes nothing. A record that is missing is None; one that cannot be read is None and named.
 """
 
-import functools
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -27,11 +25,10 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import MANIFEST, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import from_json, write_record
+from safetrain.core.storage.files import from_json, read_or_none, write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
 
 Kind = TypeVar("Kind")
-PARTLY = functools.partial(from_json, partly=True)
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,6 @@ class RunReader:
         self._output = files.output if isinstance(files, FolderFiles) else None
         self._flight = FlightReader(self._output / FLIGHT / RECORDER) if self._output is not None else None
         self._csv, self._steps = b"", list[StepRecord]()
-        self._journal: tuple[bytes, tuple[JournalEntry, ...]] = (b"", ())
         self._unreadable = list[tuple[str, str]]()
 
     def read(self) -> Run:
@@ -183,28 +179,28 @@ class RunReader:
         if self._flight is not None:
             self._flight.read()
         header = self._flight.header if self._flight is not None else None
-        summary = self._json(paths.SUMMARY.name, summary_from)
-        evaluation = self._json(paths.EVALUATION.name, functools.partial(from_json, Evaluation))
+        summary = self._part(paths.SUMMARY.name, lambda text: summary_from(json.loads(text)))
+        evaluation = self._record(paths.EVALUATION.name, Evaluation)
         adapter = self._files.adapter() if evaluation is not None else None
         stale = evaluation is not None and (summary is None or adapter not in (None, evaluation.adapter))
-        marker = self._json(f"{FLIGHT}/{MARKER}", marker_from)
-        job = self._json(f"{FLIGHT}/{JOB}", functools.partial(from_json, TrainJob))
-        journal = self._read_journal()
+        marker = self._record(f"{FLIGHT}/{MARKER}", RunMarker)
+        job = self._record(f"{FLIGHT}/{JOB}", TrainJob)
+        journal = parse_journal(self._files.read(f"{FLIGHT}/{JOURNAL}") or b"")
         flight = tuple(self._flight.records) if self._flight is not None else ()
         if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
             job, journal, header, flight = None, (), None, ()
         return Run(
             name=self._files.name,
-            data=self._json(paths.DATA_REPORT.name, functools.partial(from_json, DataReport)),
-            machine=self._json(paths.MACHINE.name, functools.partial(from_json, Machine)),
-            plan=self._json(paths.RECOMMENDED_CONFIG.name, functools.partial(from_json, Recommendation)),
+            data=self._record(paths.DATA_REPORT.name, DataReport),
+            machine=self._record(paths.MACHINE.name, Machine),
+            plan=self._record(paths.RECOMMENDED_CONFIG.name, Recommendation),
             job=job,
-            state=self._json(POINTER, functools.partial(PARTLY, RunState)),
+            state=self._record(POINTER, RunState),
             steps=self._read_steps(),
             summary=summary,
             evaluation=None if stale else evaluation,
             has_stale_evaluation=stale,
-            postmortem=self._json(POSTMORTEM, functools.partial(PARTLY, PostMortem)),
+            postmortem=self._record(POSTMORTEM, PostMortem),
             journal=journal,
             samples=self._part(SAMPLES, _samples) or (),
             checkpoint=_newest_checkpoint(self._output) if self._output is not None else None,
@@ -231,15 +227,8 @@ class RunReader:
             self._unreadable.append((str(paths.METRICS_CSV), str(error)))
         return tuple(self._steps)
 
-    def _read_journal(self) -> tuple[JournalEntry, ...]:
-        """The entries, parsed again only when the file has changed."""
-        content = self._files.read(f"{FLIGHT}/{JOURNAL}") or b""
-        if content != self._journal[0]:
-            self._journal = content, parse_journal(content)
-        return self._journal[1]
-
-    def _json(self, name: str, build: Callable[[Any], Kind]) -> Kind | None:
-        return self._part(name, lambda text: build(json.loads(text)))
+    def _record(self, name: str, kind: type[Kind]) -> Kind | None:
+        return self._part(name, lambda text: from_json(kind, json.loads(text), partly=True))
 
     def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
         """A file's text through ``build``; None if it is missing or cannot be read."""
@@ -258,23 +247,9 @@ def read_run(output: Path = paths.OUTPUT) -> Run:
     return RunReader(FolderFiles(output)).read()
 
 
-def marker_from(value: Any) -> RunMarker:
-    """The marker from its JSON; raises TypeError where a field has another type, or a number that is not finite."""
-    marker = PARTLY(RunMarker, value)
-    for name, kind in get_type_hints(RunMarker).items():
-        found = getattr(marker, name)
-        is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-        if not (is_number if kind in (float, int) else isinstance(found, kind)):
-            raise TypeError(f"{name} is {found!r}")
-    return marker
-
-
 def read_marker(output: Path) -> RunMarker | None:
     """flight/run.json; None if it is missing or cannot be read."""
-    try:
-        return marker_from(json.loads((output / FLIGHT / MARKER).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
+    return read_or_none(output / FLIGHT / MARKER, RunMarker)
 
 
 def write_marker(output: Path, marker: RunMarker) -> None:

@@ -248,7 +248,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "half a line of the journal": lambda run: _append(run / FLIGHT / JOURNAL, b'{"type": "Said", "ki'),
     "damaged metrics": lambda run: (run / paths.METRICS_CSV.name).write_bytes(b"\xff\x00,,,\n" * 9),
     "half a marker": lambda run: (run / FLIGHT / MARKER).write_text('{"boot_id": "x"'),
-    "a marker with half of a limit": lambda run: change(run / FLIGHT / MARKER, limit_bytes="half", hang_seconds=None),
     "half a job": lambda run: (run / FLIGHT / JOB).write_text('{"base":'),
     "half a post-mortem": lambda run: (run / POSTMORTEM).write_text('{"cause": "ki'),
     "a recorder cut short": lambda run: (run / FLIGHT / RECORDER).write_bytes(b"SAFETRN2"),

@@ -1,12 +1,11 @@
 """postmortem.json: why a training ended, as the guard writes it and everyone else reads it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.storage.files import from_json
+from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import POSTMORTEM
 
 
@@ -46,10 +45,7 @@ class PostMortem:
 
 def read_postmortem(output: Path) -> PostMortem | None:
     """The last one; None if no training has ended badly here."""
-    try:
-        return from_json(PostMortem, json.loads((output / POSTMORTEM).read_text(encoding="utf-8")), partly=True)
-    except (OSError, ValueError, TypeError):
-        return None
+    return read_or_none(output / POSTMORTEM, PostMortem)
 
 
 def describe(death: PostMortem, *, with_next: bool = True) -> str:

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.storage.files import from_json, sha256_of, write_json
+from safetrain.core.storage.files import read_or_none, sha256_of, write_json, write_record
 from safetrain.core.storage.paths import BAD_UPDATES, CHECKPOINTS, DAMAGED, HALF_WRITTEN, LADDER, POINTER, REPLACED
 
 MANIFEST = "manifest.json"
@@ -66,15 +66,12 @@ class RunState:
 
 def write_run_state(output: Path, state: RunState) -> None:
     """Write training_state.json."""
-    write_json(output / POINTER, dataclasses.asdict(state))
+    write_record(output / POINTER, state)
 
 
 def read_run_state(output: Path) -> RunState | None:
     """None where the file is missing or unreadable: the checkpoints then speak for themselves."""
-    try:
-        return from_json(RunState, json.loads((output / POINTER).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
+    return read_or_none(output / POINTER, RunState)
 
 
 def is_finished(output: Path) -> bool:

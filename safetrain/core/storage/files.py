@@ -237,6 +237,14 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
     return from_json(kind, json.loads(path.read_text(encoding="utf-8")))
 
 
+def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
+    """The record; None where it is missing or cannot be read. Keys that ``kind`` does not have are passed over."""
+    try:
+        return from_json(kind, json.loads(path.read_text(encoding="utf-8")), partly=True)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
     """A stage's JSON through ``build``; raises ConfigError if it is missing or cannot be read."""
     try:
