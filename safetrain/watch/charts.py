@@ -1,4 +1,4 @@
-"""The pictures of a run. matplotlib draws each once: for a PNG file, an SVG file, and as a part of the report."""
+"""The curves and pictures of a run: matplotlib draws each once, for a PNG file, an SVG file and the report."""
 
 import io
 import logging
@@ -8,17 +8,15 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetrain.core.events import Begun
-from safetrain.core.formatting import size_text
 from safetrain.core.records.evaluation import GroupScore
-from safetrain.core.records.reports import BINS_PER_DOUBLING
+from safetrain.core.records.metrics import StepRecord
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_atomic
-from safetrain.watch.curves import Points, points_of, smoothed, thinned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +30,6 @@ CURVES = {  # title and unit by field of StepRecord
     "grad_norm": ("Gradient norm before clipping", ""),
 }
 SMOOTHED = ("train_loss", "labels_per_second", "grad_norm")
-MARKED_STEP = re.compile(r"step (\d+): ")  # of a memory rung in words
 TEXT, DIM, LINE = "#1b1f24", "#5a6370", "#d6dae0"
 BLUE, ORANGE, GREEN, RED = "#0b66b0", "#c2570c", "#0a7a55", "#b3261e"
 SERIES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))  # told apart without colours too
@@ -48,6 +45,10 @@ MOST_POINTS = 1000  # of a curve
 FEW_POINTS = 40  # of a curve, drawn as dots too
 MOST_LETTERS = 24  # of a category's name
 IN_SIGHT = 4  # times the highest value: a level above would press the curves flat
+SMOOTHING_SHARE = 0.02  # of all points: the time constant of the smoothed curve
+LEAST_SMOOTHED = 100  # points; a smoothed curve of fewer points would lag
+
+Points = tuple[tuple[float, float], ...]  # x ascending
 
 
 def pictures(run: Run) -> "dict[str, Figure]":
@@ -99,6 +100,43 @@ def inline_svg(figure: "Figure") -> str:
     return text
 
 
+def points_of(steps: Sequence[StepRecord], field: str) -> Points:
+    """(step, value) of the records that have a finite value in this field of StepRecord.
+
+    The learning rate of step 0 and the first speed, which includes compiling, are left out.
+    """
+    values = [(float(record.step), getattr(record, field)) for record in steps]
+    points = tuple((step, float(value)) for step, value in values if value is not None and math.isfinite(value))
+    if field == "learning_rate":
+        return tuple(point for point in points if point[0])
+    return points[1:] if field == "labels_per_second" else points
+
+
+def smoothed(points: Points) -> Points:
+    """The exponential moving average, corrected for its start; empty for few points."""
+    if len(points) < LEAST_SMOOTHED:
+        return ()
+    decay = 1 - 1 / (1 + SMOOTHING_SHARE * len(points))
+    mean, weight, averages = 0.0, 0.0, list[tuple[float, float]]()
+    for step, value in points:
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
+        averages.append((step, mean / weight))
+    return tuple(averages)
+
+
+def thinned(points: Points, most: int) -> Points:
+    """About ``most`` points at most: the first, lowest, highest and last of each stretch."""
+    if len(points) <= most:
+        return points
+    size = -(-4 * len(points) // most)
+    extremes = list[tuple[float, float]]()
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        low, high = min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])
+        extremes += sorted({stretch[0], low, high, stretch[-1]})
+    return tuple(extremes)
+
+
 def rungs_of(run: Run) -> tuple[str, ...]:
     """The settings that the run changed for memory, in words: ``step 7: 2 x 2 rows per update …: out of memory``."""
     if run.summary is not None:
@@ -128,13 +166,8 @@ def _loss(run: Run) -> Any:
     _plot(axes, valid, ORANGE, "validation")
     starts = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
     starts |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
-    rung_steps = {int(match[1]) for text in rungs_of(run) if (match := MARKED_STEP.match(text))}
-    for marks, colour, label in (
-        (starts - rung_steps, DIM, "continued"),
-        (rung_steps, RED, "continued with less memory"),
-    ):
-        for number, mark in enumerate(sorted(marks - {0})):
-            axes.axvline(mark, color=colour, linestyle="--", linewidth=1, label=None if number else label)
+    for number, mark in enumerate(sorted(starts - {0})):
+        axes.axvline(mark, color=DIM, linestyle="--", linewidth=1, label=None if number else "continued")
     if tuned := [point for point in valid if point[0]]:  # before the first update it is the base
         step, loss = min(tuned, key=lambda point: (point[1], point[0]))
         side = "right" if step > run.steps[-1].step / 2 else "left"
@@ -180,8 +213,6 @@ def _memory(run: Run) -> Any:
         axes.axhline(predicted / size, color=GREEN, linestyle=":", linewidth=1.8, label="predicted peak of mlx")
     if 0 < limit < IN_SIGHT * highest:
         axes.axhline(limit / size, color=RED, linewidth=1.4, label="limit")
-    elif limit:
-        axes.set_xlabel(f"step (the limit, {size_text(limit)}, is far above)")
     return _finished(figure, axes)
 
 
@@ -194,31 +225,19 @@ def _row_lengths(run: Run) -> Any:
     figure, (by_tokens, by_labels) = _axes("Row lengths", "% of the split's rows", columns=2)
     for (name, split), (colour, dashes) in zip(splits, SERIES, strict=False):
         for axes, counts in ((by_tokens, split.histogram.rows), (by_labels, split.histogram.rows_by_labels)):
-            edges, heights = _bins(split.histogram.edges, counts)
-            axes.stairs(heights, edges, color=colour, linestyle=dashes, label=f"{name}: {split.rows:,} rows")
-    if limit and data.train.rows:
-        histogram = data.train.histogram
-        rows, labels = (100 * data.train.share_beyond(of, limit) for of in (histogram.rows, histogram.labels))
+            used = [number for number, count in enumerate(counts) if count]
+            shares = [100 * count / split.rows for count in counts[used[0] : used[-1] + 1]]
+            edges = [max(edge, 0.5) for edge in split.histogram.edges[used[0] : used[-1] + 2]]
+            axes.stairs(shares, edges, color=colour, linestyle=dashes, label=f"{name}: {split.rows:,} rows")
+    if limit:
         by_tokens.axvline(limit, color=RED, linewidth=1.2)
-        beyond = f"beyond max_seq_length {limit:,}:\n{rows:.2g} % of train's rows, {labels:.2g} % of its labels"
-        by_labels.set_title(beyond, loc="right", color=RED, fontsize="small", fontweight="normal")
+        by_tokens.set_title(f"max_seq_length {limit:,}", loc="right", color=RED, fontsize="small")
     figure.legend(*by_labels.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     for axes, words in ((by_tokens, "tokens of a row"), (by_labels, "labels of a row")):
         axes.set_xlabel(words)
-        low, high = (math.log2(value) for value in axes.dataLim.intervalx)
         axes.set_xscale("log", base=2)
-        axes.set_xlim(2 ** (math.floor(low) - 0.1), 2 ** (math.ceil(high) + 0.1))
         axes.xaxis.set_major_formatter("{x:,g}")
     return figure
-
-
-def _bins(edges: Sequence[int], counts: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Edges of the bins in use, and shares, as high as if all bins were equally wide on a logarithmic axis."""
-    used = [number for number, count in enumerate(counts) if count]
-    bins = slice(used[0], used[-1] + 1)
-    lows = [max(edge, 0.5) for edge in edges[bins.start : bins.stop + 1]]
-    widths = [BINS_PER_DOUBLING * math.log2(high / low) for low, high in pairwise(lows)]
-    return lows, [100 * count / sum(counts) / width for count, width in zip(counts[bins], widths, strict=True)]
 
 
 def _evaluation(run: Run) -> Any:

@@ -10,10 +10,18 @@ from rich.text import Text
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
 from safetrain.core.records.postmortem import describe_rows
-from safetrain.watch.curves import Points, points_of, smoothed, thinned
-from safetrain.watch.monitor import MonitorView, batch_parts, events_of, losses_of, memory_of, speed_of
-from safetrain.watch.state import PhaseAge, State
-from safetrain.watch.time_left import clock_text, time_left_text
+from safetrain.watch.charts import Points, points_of, smoothed, thinned
+from safetrain.watch.monitor import (
+    MonitorView,
+    PhaseAge,
+    State,
+    batch_parts,
+    events_of,
+    losses_of,
+    memory_of,
+    speed_of,
+)
+from safetrain.watch.progress import clock_text, time_left_text
 
 LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
 MOST_POINTS = 1000  # of the curve

@@ -1,22 +1,107 @@
-"""What a training prints while it runs and when it has ended."""
+"""What a training prints while it runs and when it has ended, and how long it still takes."""
 
 import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from safetrain.core.events import Begun, Event, JournalEntry, Progress, Recorded, Said
-from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.formatting import duration_text
 from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
-from safetrain.watch.time_left import time_left
 
 SAY_EVERY_SECONDS = 10.0
 MOST_ENTRIES = 256  # to estimate the time left from; of more, every second one is dropped
-LINE_CELLS = 80
+STRETCHES = 8  # of the recent half of the updates, whose paces are compared
+LEAST_STRETCHES = 4  # from which the fastest and the slowest count as exceptions
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """Seconds until updates, validations and the adapter check are over; 0: they take longer than estimated."""
+
+    seconds: float
+    least: float | None  # as if the rest went like the fastest recent stretch; None: too early to tell
+    most: float | None
+    updates_seconds: float  # of all updates of the run
+
+
+def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft | None:
+    """Time left at ``now_seconds`` of the monotonic clock; None before the time of an update is known."""
+    begun, marks = None, list[tuple[float, Progress]]()  # of the newest process
+    for entry in journal:
+        if isinstance(entry.event, Begun):  # a continued run's updates have no time before its first progress
+            begun = entry.event
+            marks = [] if begun.resumed_from_step else [(entry.monotonic_seconds, Progress(0, 0.0, 0))]
+        elif isinstance(entry.event, Progress):
+            marks.append((entry.monotonic_seconds, entry.event))
+    if begun is None or len(marks) < 2 or marks[-1][1].step <= marks[0][1].step:
+        return None
+    last_seconds, last = marks[-1]
+    paces = _paces([progress for _, progress in marks])
+    is_sure = len(paces) >= LEAST_STRETCHES
+    paces = paces[1:-1] if is_sure else paces  # a process that was stopped for a while shows as one slow stretch
+    updates, pace = max(0, begun.total_steps - last.step), float(np.mean(paces))
+    validation = _validation_seconds(marks)
+    validations = _validations_left(last.step, begun) + begun.check_validations
+    rest, *ends = (
+        max(0.0, updates * each + validations * validation - max(0.0, now_seconds - last_seconds))
+        for each in (pace, paces[0], paces[-1])
+    )
+    least, most = ends if is_sure else (None, None)
+    return TimeLeft(rest, least, most, last.elapsed_seconds + updates * pace)
+
+
+def time_left_text(left: TimeLeft, now_wall_seconds: float) -> str:
+    """``about 3 min left (2 min to 4 min), until 14:32``."""
+    if not left.seconds:
+        return "takes longer than estimated"
+    text = f"about {duration_text(left.seconds)} left"
+    if left.least is not None and left.most is not None:
+        least, most = duration_text(left.least), duration_text(left.most)
+        text += f" ({least} to {most})" if least != most else ""
+    return f"{text}, until {clock_text(now_wall_seconds + left.seconds, now_wall_seconds)}"
+
+
+def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
+    """``14:32``; on another day ``Tue 03 Mar 14:32``."""
+    there, now = time.localtime(wall_seconds), time.localtime(now_wall_seconds)
+    return time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
+
+
+def _paces(marks: Sequence[Progress]) -> list[float]:
+    """Seconds of an update in stretches of the recent half of the updates, ascending."""
+    steps = np.array([mark.step for mark in marks])
+    elapsed = np.array([mark.elapsed_seconds for mark in marks])
+    ends = np.linspace(steps[-1] - (steps[-1] - steps[0] + 1) // 2, steps[-1], STRETCHES + 1)
+    places = np.unique(np.searchsorted(steps, ends, side="right") - 1)
+    return sorted((np.diff(elapsed[places]) / np.diff(steps[places])).tolist())
+
+
+def _validation_seconds(marks: Sequence[tuple[float, Progress]]) -> float:
+    """The median time of a validation: time between two marks that was not an update. 0: no validation yet."""
+    times = [
+        ((now - before) - (after.elapsed_seconds - earlier.elapsed_seconds)) / (after.validations - earlier.validations)
+        for (before, earlier), (now, after) in pairwise(marks)
+        if after.validations > earlier.validations
+    ]
+    return max(0.0, median(times)) if times else 0.0
+
+
+def _validations_left(step: int, begun: Begun) -> int:
+    """At each multiple of ``eval_steps``, and after the last update."""
+    if step >= begun.total_steps:
+        return 0
+    every = begun.eval_steps or begun.total_steps
+    return 1 + (begun.total_steps - 1) // every - step // every
 
 
 class TrainProgress:
@@ -69,9 +154,7 @@ def line_of(record: StepRecord, begun: Begun, seconds_left: float) -> str:
     parts += [f"{valid * bits:.3f} bits/byte"] if valid is not None and bits else []
     parts += [f"{record.labels_per_second:,.0f} labels/s"] if record.labels_per_second is not None else []
     parts += [f"{duration_text(seconds_left)} left"] if seconds_left else []
-    line = " · ".join(parts)
-    with_memory = f"{line} · process {size_text(record.footprint_bytes)}"
-    return with_memory if len(with_memory) <= LINE_CELLS else line
+    return " · ".join(parts)
 
 
 def show_end(summary: TrainingSummary) -> None:

@@ -18,7 +18,7 @@ from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendat
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted_peak, rungs_of
-from safetrain.watch.state import State, state_of
+from safetrain.watch.monitor import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict

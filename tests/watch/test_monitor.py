@@ -23,9 +23,8 @@ from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
-from safetrain.watch.monitor import MonitorView, json_line, running_stage, view_of
+from safetrain.watch.monitor import MonitorView, State, json_line, running_stage, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of
-from safetrain.watch.state import State
 from tests.support.recorded_runs import (
     ENDINGS,
     ENDS_AT,

@@ -141,7 +141,6 @@ def test_steps_down_for_memory_are_told_and_marked(tmp_path: Path) -> None:
                           (tmp_path / "dead", ("step 7: 2 x 2 rows per update, at most 64 tokens each",))):  # fmt: skip
         text = told(folder)
         assert all(part in text for part in (*parts, "train.batch_size 1 lowered for memory recommended: 2"))
-        assert "continued with less memory" in text.partition("Training")[2].partition("Memory")[0]
 
 
 @pytest.mark.parametrize("content", [b'{"a": [1', b"\xff\xfe", b"[]", b"null", b'{"reasons": 3}'])
