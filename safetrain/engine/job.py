@@ -10,7 +10,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.data.windows import TrainRows
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.run import RunMemory, in_rectangles, memory_of_run, require_fit
+from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN, WHOLE

@@ -13,9 +13,8 @@ from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.data.windows import TrainRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.memory.budget import within_own_limit
-from safetrain.core.memory.estimate import require_computable, require_trainable
-from safetrain.core.memory.run import in_rectangles
+from safetrain.core.memory.budget import own_limit_bytes, within_data_limit
+from safetrain.core.memory.estimate import in_rectangles, require_computable, require_trainable
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
@@ -56,7 +55,7 @@ def ask(
     require_trainable(train.method, quantized=model.quantization_bits is not None)
     require_computable(train.compute_dtype, machine.backend)
     if machine.backend != "cuda":  # train.memory_limit_gb does not count the memory of a CUDA device
-        budget = within_own_limit(machine.memory_budget_bytes, train.memory_limit_gb)
+        budget = within_data_limit(machine.memory_budget_bytes, own_limit_bytes(train.memory_limit_gb))
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     lora, reasons = _lora(data, model, lora_pins)
     reasons = {} if train.method in WHOLE else reasons

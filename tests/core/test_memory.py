@@ -11,13 +11,13 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import (
     at_work_bytes,
-    fits,
+    memory_of_run,
     mlx_limit_bytes,
     predicted_peak,
+    require_fit,
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.run import memory_of_run, require_fit
 from safetrain.core.memory.terms import (
     METAL_HEAD_SIZES,
     Backend,
@@ -161,8 +161,7 @@ def test_a_margin_is_for_what_is_estimated() -> None:
     terms = (MemoryTerm("base weights", 1000, exact=True), MemoryTerm("stored activations", 200))
     assert with_margin(terms, 1.25) == 1250
     assert with_margin(terms, 0.5) == 1100  # of what is estimated only half may be needed
-    assert fits(terms, MemoryBudget(1450, 200), 1.25)
-    assert not fits(terms, MemoryBudget(1449, 200), 1.25)
+    assert with_margin(terms, 1.25) == MemoryBudget(1450, 200).mlx_bytes
 
 
 def test_a_run_is_checked_against_the_budget_and_the_model() -> None:

@@ -12,8 +12,9 @@ from safetrain.core.memory.budget import (
     budget_bytes,
     cuda_budget_bytes,
     metal_budget_bytes,
+    own_limit_bytes,
     read_memory,
-    within_own_limit,
+    within_data_limit,
 )
 from tests.core.readings import PRESSED_MACS, READINGS, Reading
 
@@ -59,7 +60,7 @@ def test_on_cpu_it_is_what_is_available() -> None:
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "container_room_bytes", lambda: GIB // 4)
+    monkeypatch.setattr(memory_budget, "memory_room_bytes", lambda _groups: GIB // 4)
     assert budget_bytes(DeviceMemory("cpu"), IDLE) == GIB // 4
 
 
@@ -69,6 +70,6 @@ def test_a_limit_of_the_shell_counts() -> None:
 
 
 def test_an_own_limit_counts() -> None:
-    assert within_own_limit(8 * GIB, None) == 8 * GIB
-    assert within_own_limit(8 * GIB, 2.0) == 2 * GIB - GIB // 10
-    assert within_own_limit(GIB, 2.0) == GIB
+    assert within_data_limit(8 * GIB, None) == 8 * GIB
+    assert within_data_limit(8 * GIB, own_limit_bytes(2.0)) == 2 * GIB - GIB // 10
+    assert within_data_limit(GIB, 2 * GIB) == GIB

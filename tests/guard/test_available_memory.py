@@ -6,8 +6,7 @@ import pytest
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget, Readings
-from safetrain.core.memory.estimate import with_margin
-from safetrain.core.memory.run import memory_of_run
+from safetrain.core.memory.estimate import memory_of_run, with_margin
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings, PlannedMemory, TrainJob
 from safetrain.guard import ladder

@@ -112,13 +112,8 @@ def host_room_bytes(host: Readings) -> int:
 
 def machine_room_bytes(host: Readings) -> int:
     """What is available, within the limit of the container."""
-    container = container_room_bytes()
+    container = memory_room_bytes(memory_groups())
     return host.available_bytes if container is None else min(host.available_bytes, container)
-
-
-def container_room_bytes() -> int | None:
-    """What the container or service may still take; None without a limit."""
-    return memory_room_bytes(memory_groups())
 
 
 def shell_room_bytes() -> int | None:
@@ -130,11 +125,6 @@ def shell_room_bytes() -> int | None:
     limits = {kind: resource.getrlimit(kind)[0] for kind in beside}
     rooms = [max(0, limits[kind] - beside[kind]) for kind in beside if limits[kind] != resource.RLIM_INFINITY]
     return min(rooms, default=None)
-
-
-def within_own_limit(budget: int, memory_limit_gb: float | None) -> int:
-    """The budget under train.memory_limit_gb."""
-    return within_data_limit(budget, own_limit_bytes(memory_limit_gb))
 
 
 def within_data_limit(budget: int, limit_bytes: int | None) -> int:

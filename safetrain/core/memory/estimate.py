@@ -1,22 +1,21 @@
-"""The prediction of mlx's peak memory: what is always there, and the most that an update needs at any moment.
+"""The memory of a run: the prediction of mlx's peak, whether it fits, and the memory limit of mlx.
 
-Pure arithmetic on a model's headers (core/memory/terms.py): the plan chooses by it, core/memory/run.py checks by it.
-(measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
+Arithmetic on a model's headers (core/memory/terms.py). The plan chooses by it; ``train``, the guard on each rung and
+the training process check by it. (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.terms import (
-    COEFFICIENTS,
     FLOAT32,
     Backend,
-    PhaseTerms,
     Shape,
+    backend_of,
     base_bytes,
     matrix_bytes,
     optimizer_state_bytes,
@@ -25,8 +24,9 @@ from safetrain.core.memory.terms import (
     work_phases,
 )
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.shapes import is_known
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, PlannedMemory, TrainSettings
 
 # The factor on estimated terms; counted ones need none (measured on Linux CPU: the closed form is 7 to 35 % above the
 # peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
@@ -36,26 +36,23 @@ MARGIN = 1.15
 LEAST_SHARE = 0.7
 OPTIMIZER_COPIES = 3  # of one block's numbers while the optimizer works on it (measured: 1.7 to 2.7)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
-TERM_NAMES = {
-    "stored": "stored activations",
-    "scores": "attention scores",
-    "block": "block in its backward pass",
-    "logits": "logits and loss",
-    "beside": "logits of other shards",
-    "head": "head, dequantized",
-    "head_gradient": "gradient of the head",
-    "early_gradient": "gradient so far",
-    "dequantized": "a block's weights, dequantized",
-    "gradient": "gradient",
-    "dequantizing": "slice of the head being dequantized",
-}
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of mlx's allocator in a run, in bytes."""
+
+    terms: tuple[MemoryTerm, ...]  # of the closed form
+    peak_bytes: int
+    needed_bytes: int  # the peak, with a margin where it is not measured
+    mlx_limit_bytes: int
 
 
 def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
     """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
     accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if shape.accumulates else ()
-    working = [(*accumulated, *terms_of(phase)) for phase in work_phases(model, lora, shape, backend)]
+    working = [(*accumulated, *phase) for phase in work_phases(model, lora, shape, backend)]
     optimizer = (MemoryTerm("optimizer at work", at_work_bytes(model, lora, backend)),)
     return (
         MemoryTerm("base weights", base_bytes(model, backend), exact=True),
@@ -77,13 +74,6 @@ def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> in
     return trained + int(OPTIMIZER_COPIES * block)
 
 
-def terms_of(phase: PhaseTerms) -> tuple[MemoryTerm, ...]:
-    """The terms of a phase, each times its coefficient; those of 0 bytes are left out."""
-    names = [field.name for field in dataclasses.fields(phase)]
-    sizes = [(name, int(getattr(phase, name) * getattr(COEFFICIENTS, name))) for name in names]
-    return tuple(MemoryTerm(TERM_NAMES[name], size) for name, size in sizes if size)
-
-
 def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
     """The sum of the terms."""
     return sum(term.size_bytes for term in terms)
@@ -96,11 +86,6 @@ def with_margin(terms: tuple[MemoryTerm, ...], factor: float = MARGIN) -> int:
     """
     total, exact = total_bytes(terms), sum(term.size_bytes for term in terms if term.exact)
     return exact + int((total - exact) * factor)
-
-
-def fits(terms: tuple[MemoryTerm, ...], budget: MemoryBudget, factor: float = MARGIN) -> bool:
-    """Whether a predicted peak, with its margin, leaves the process its part of the budget."""
-    return with_margin(terms, factor) <= budget.mlx_bytes
 
 
 def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
@@ -123,20 +108,64 @@ def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update
     return Shape(rows, longest, tokens < in_update, tokens, labels)
 
 
-def check_model_takes(model: ModelFiles, settings: TrainSettings) -> None:
-    """Raise ConfigError when the model cannot be trained with these settings, whatever memory there is."""
+def memory_of_run(
+    model: ModelFiles,
+    settings: TrainSettings,
+    largest: LargestUpdate,
+    backend_name: str,
+    budget: MemoryBudget,
+    planned: PlannedMemory | None,
+) -> RunMemory:
+    """The memory of a run: as measured, if the dry run covers it; else scaled from it, or only by the closed form.
+
+    ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when model or backend cannot take the settings.
+    """
     require_trainable(settings.method, quantized=model.quantization_bits is not None)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
         raise ConfigError(
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",
             expected=f"at most {model.max_positions}",
         )
+    require_computable(settings.compute_dtype, backend_name)
+    terms = _terms(model, settings, largest, backend_name)
+    if planned is None:
+        peak, needed = total_bytes(terms), with_margin(terms)
+        return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
+    then = _terms(model, planned.settings, planned.largest_update, backend_name)
+    peak = _scaled(planned.peak_bytes, then, terms)
+    if planned.covers(settings, largest):  # it met the largest update of several orders of the rows, not of one
+        own = planned.own_order
+        peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, planned.peak_bytes)
+        peak = min(peak, budget.mlx_bytes)
+    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
 
 
-def peak_of_run(
-    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend: Backend
+def _scaled(measured_bytes: int, then: tuple[MemoryTerm, ...], now: tuple[MemoryTerm, ...]) -> int:
+    """What was measured, for another run: what is counted is exact, the rest in proportion to what is estimated."""
+    exact_then, exact_now = (sum(term.size_bytes for term in terms if term.exact) for terms in (then, now))
+    estimated_then, estimated_now = total_bytes(then) - exact_then, total_bytes(now) - exact_now
+    share = estimated_now / estimated_then if estimated_then else 1.0
+    return exact_now + int(max(0, measured_bytes - exact_then) * share)
+
+
+def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
+    """Whether rows are padded to rectangles: always on a GPU, on CPU where packing is not known to work."""
+    return backend_name != "cpu" or not is_known(model.model_type)
+
+
+def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
+    """Raise MachineError when a run does not fit: pins on the command line were never planned for."""
+    if memory.needed_bytes > budget.mlx_bytes:
+        raise does_not_fit(memory.terms, settings.batch_size, padded(largest.longest), budget, memory.needed_bytes)
+
+
+def _terms(
+    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
 ) -> tuple[MemoryTerm, ...]:
-    """The terms of the peak of a run with these settings and this largest update."""
+    backend = backend_of(
+        model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
+        optimizer=settings.optimizer, compute_dtype=settings.compute_dtype,
+    )  # fmt: skip
     shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
     return predicted_peak(model, settings.lora, shape, backend)
 

@@ -1,16 +1,14 @@
-"""What a training keeps in memory, term by term, from a model's headers. core/memory/estimate.py adds it up.
-
-The factors on them are ``Coefficients``.
-"""
+"""What a training keeps in memory, term by term, from a model's headers. core/memory/estimate.py adds it up."""
 
 import math
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, is_target
 
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
 ADAPTED_LAYERS = 7  # linear layers of a block, at most
@@ -73,41 +71,20 @@ class Shape:
         return self.all_tokens or self.rows * self.tokens
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Factors on the terms, on the safe side (measured: benchmarks/bench_memory_estimate)."""
-
-    stored: float = 1.15  # activations that blocks keep for the backward pass, or their inputs, where recomputed
-    scores: float = 1.3  # of attention
-    block: float = 2.0  # a block in its backward pass: its activations and their gradients
-    logits: float = 1.3  # of one shard of a micro-batch
-    beside: float = 1.0  # those of each further shard that is computed at the same time
-    head: float = 1.0  # the dequantized head, one for all shards
-    head_gradient: float = 1.0  # of a head that is trained, for each shard
-    early_gradient: float = 0.5  # the part of the gradient that is there when the loss is computed
-    dequantized: float = 1.5  # a block's quantized weights, dequantized
-    gradient: float = 1.2  # the whole gradient
-    dequantizing: float = 3.0  # a slice of the head while it is being dequantized
-
-
-COEFFICIENTS = Coefficients()
-
-
-@dataclass(frozen=True)
-class PhaseTerms:
-    """Bytes of a phase before the coefficient of the same name is applied."""
-
-    stored: int = 0
-    scores: int = 0
-    block: int = 0
-    logits: int = 0
-    beside: int = 0
-    head: int = 0
-    head_gradient: int = 0
-    early_gradient: int = 0
-    dequantized: int = 0
-    gradient: int = 0
-    dequantizing: int = 0
+# The factor on each estimated term, on the safe side (measured: benchmarks/bench_memory_estimate)
+COEFFICIENTS = {
+    "stored activations": 1.15,  # that blocks keep for the backward pass, or their inputs, where recomputed
+    "attention scores": 1.3,
+    "block in its backward pass": 2.0,  # its activations and their gradients
+    "logits and loss": 1.3,  # of one shard of a micro-batch
+    "logits of other shards": 1.0,  # that are computed at the same time
+    "head, dequantized": 1.0,  # one for all shards
+    "gradient of the head": 1.0,  # that is trained, for each shard
+    "gradient so far": 0.5,  # when the loss is computed
+    "a block's weights, dequantized": 1.5,
+    "gradient": 1.2,
+    "slice of the head being dequantized": 3.0,
+}
 
 
 @dataclass(frozen=True)
@@ -164,8 +141,10 @@ def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
-def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[PhaseTerms, ...]:
-    """What an update holds, beside what is always there, at the four moments of which one is the peak: the head is
+def work_phases(
+    model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend
+) -> tuple[tuple[MemoryTerm, ...], ...]:
+    """The terms of an update, beside what is always there, at the four moments of which one is the peak: the head is
     dequantized, the loss is computed, the top block goes backward, the lowest trained block goes backward.
 
     At the loss and at the top block the activations of all blocks are there; with recomputing only the inputs of all
@@ -173,28 +152,38 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     """
     block = activation_bytes(model, shape, backend.compute_bytes)
     block += adapter_activation_bytes(model, lora, shape, backend)
-    inputs = shape.total * model.hidden_size * backend.compute_bytes
-    one = inputs if backend.checkpointing else block
+    one = shape.total * model.hidden_size * backend.compute_bytes if backend.checkpointing else block
     scores, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
     shards, blocks, head = shards_of(model, shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
-    dequantized = dequantized_bytes(model, shape, backend)
-    logits = logit_bytes(model, shape, backend)
-    all_kept = 0 if backend.checkpointing else blocks * scores
+    logits, all_kept = logit_bytes(model, shape, backend), 0 if backend.checkpointing else blocks * scores
     is_whole = backend.method == PRETRAIN  # of its gradient, what is there at the loss is counted: the head's
-    loss = PhaseTerms(
-        stored=blocks * one, scores=all_kept, logits=logits, beside=(shards - 1) * logits,
-        head=head, head_gradient=shards * MATRIX_COPIES * matrix_bytes(model) if is_whole else 0,
-        early_gradient=0 if is_whole else gradient,
-    )  # fmt: skip
-    top = PhaseTerms(
-        stored=blocks * one, scores=max(all_kept, scores) + tiles, block=block, head=head,
-        dequantized=dequantized, gradient=shards * gradient // blocks,
-    )  # fmt: skip
-    bottom = PhaseTerms(
-        stored=one, scores=scores + tiles, block=block, head=head, dequantized=dequantized, gradient=shards * gradient
-    )
-    return PhaseTerms(head=head, dequantizing=head_slice_bytes(head)), loss, top, bottom
+    loss = {
+        "stored activations": blocks * one,
+        "attention scores": all_kept,
+        "logits and loss": logits,
+        "logits of other shards": (shards - 1) * logits,
+        "gradient of the head": shards * MATRIX_COPIES * matrix_bytes(model) if is_whole else 0,
+        "gradient so far": 0 if is_whole else gradient,
+    }
+    backward = {
+        "block in its backward pass": block,
+        "a block's weights, dequantized": dequantized_bytes(model, shape, backend),
+    }
+    top = {
+        "stored activations": blocks * one,
+        "attention scores": max(all_kept, scores) + tiles,
+        "gradient": shards * gradient // blocks,
+    }
+    bottom = {"stored activations": one, "attention scores": scores + tiles, "gradient": shards * gradient}
+    moments = {"slice of the head being dequantized": head_slice_bytes(head)}, loss, backward | top, backward | bottom
+    return tuple(_terms_of({"head, dequantized": head} | sizes) for sizes in moments)
+
+
+def _terms_of(sizes: Mapping[str, int]) -> tuple[MemoryTerm, ...]:
+    """The terms, each times its coefficient; those of 0 bytes are left out."""
+    scaled = ((name, int(sizes.get(name, 0) * factor)) for name, factor in COEFFICIENTS.items())
+    return tuple(MemoryTerm(name, size) for name, size in scaled if size)
 
 
 def shards_of(model: ModelFiles, shape: Shape, backend: Backend) -> int:

@@ -288,7 +288,7 @@ class TrainJob:
     keep_checkpoints: int = 2
     memory_limit_bytes: int | None = None  # of the training process, set by a person
     rungs: tuple[Rung, ...] = ()  # taken so far
-    mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/run.py
+    mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/estimate.py
     gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
     ranks: int = 1  # processes that share each update's rows
     rank_backend: str = "ring"  # of mlx, by which they exchange numbers: ring, nccl, jaccl, or any that is set up
