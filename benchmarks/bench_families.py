@@ -85,13 +85,10 @@ def _build(family: str, scratch: Path) -> None:
 
 
 def _examine(_family: str, scratch: Path) -> None:
-    import dataclasses
-
     from safetrain.core.errors import ModelError
     from safetrain.core.model.files import read_model_files
     from safetrain.engine.model import open_base
-    from safetrain.engine.probe import training_fault
-    from safetrain.engine.selftest import examine
+    from safetrain.engine.selftest import examine, training_fault
 
     _say(counted=read_model_files(scratch / "model").parameters)
     model = open_base(scratch / "model", dequantize=False)
@@ -99,7 +96,7 @@ def _examine(_family: str, scratch: Path) -> None:
     if fault := training_fault(model):
         raise ModelError(fault)
     del model
-    _say(**dataclasses.asdict(examine(scratch / "model", ROWS, TOKENS)))
+    _say(**examine(scratch / "model", ROWS, TOKENS))
 
 
 def _train(_family: str, scratch: Path) -> None:
@@ -119,7 +116,7 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_base
     from safetrain.engine.optimizer import optimizer_of
-    from safetrain.engine.selftest import _random_rows, settings_of
+    from safetrain.engine.selftest import random_rows, settings_of
     from safetrain.engine.update import apply_gradient, measure, prepare
 
     folder, files = scratch / "model", read_model_files(scratch / "model")
@@ -136,7 +133,7 @@ def _train(_family: str, scratch: Path) -> None:
     )
     optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
-    data = _random_rows(ROWS, TOKENS, files.vocab_size)
+    data = random_rows(ROWS, TOKENS, files.vocab_size)
     layout = training_layout(model, ROWS, data.inputs())
     for number in range(UPDATES):
         model.module.train()

@@ -195,7 +195,7 @@ def selftest(
         from safetrain.plan.selftest import report_lines
 
         print("Less than a minute. Please paste this block into an issue.", file=sys.stderr)
-        for line in report_lines("safetrain.engine.probe", "safetrain.engine.report"):
+        for line in report_lines("safetrain.engine.probe", model):
             print(line, flush=True)
         return
     from safetrain.core.memory.budget import own_limit_bytes
@@ -206,7 +206,7 @@ def selftest(
     if files.max_positions is not None and tokens > files.max_positions:
         raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
     limit = own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
-    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens, limit)
+    verdicts = run_selftest("safetrain.engine.probe", model, rows, tokens, limit)
     for verdict in verdicts:
         print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
     if not all(verdict.passed for verdict in verdicts):

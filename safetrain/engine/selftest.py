@@ -1,75 +1,121 @@
-"""One real forward and backward pass of a model, against mlx-lm's own layers and a plain cross-entropy.
+"""Whether a model opens and can be trained, one of its passes beside mlx-lm's own, and how fast this machine is."""
 
-``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS [LIMIT]`` prints one JSON object. A separate process,
-because what it looks for may kill it, under the memory limit of a training.
-"""
-
-import dataclasses
-import json
-import os
-import sys
+import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.errors import SafetrainError
+from safetrain.core.formatting import size_text
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
-from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings
+from safetrain.core.storage.files import in_one_line
+from safetrain.engine.adapters import adapted_names
+from safetrain.engine.backend import device
+from safetrain.engine.batches import update_at
+from safetrain.engine.dtypes import time_operation
+from safetrain.engine.layout import GRADIENT_KERNEL, attention_graph, training_layout
+from safetrain.engine.model import BaseModel, open_base
+from safetrain.engine.row_attention import Block, block_attention
+from safetrain.engine.update import equip, prepare
+from safetrain.engine.upstream.layers import add_lora
+from safetrain.engine.upstream.loading import NO_MEMORY, plain_model, training_refusal
+from safetrain.engine.upstream.probing import Refusal, are_close, asked, few_blocks, numbers, refusals, tolerance_of
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
+TRIED_TOKENS, ATTENDED_TOKENS = 8, 2048
+REPORT_ROWS, REPORT_TOKENS = 3, 64
 
 
-@dataclass(frozen=True)
-class SelftestResult:
-    """One pass compared with the reference. Differences are relative."""
+def load(folder: Path) -> dict[str, object]:
+    """Open the model as it is stored, run one token through it, then a few, and their gradient.
 
-    layers_with_adapter: int
-    packs_rows: bool
-    in_float32: bool
-    on_cpu: bool
-    loss: float  # nats per label
-    loss_difference: float
-    gradient_difference: float  # to the textbook's, over all trained numbers
-    step_seconds: float
-    tokens_per_second: float
-    peak_memory_bytes: int
-
-
-def main() -> None:
-    """Run and print."""
-    die_with_parent(os.getppid())
-    prefer_for_oom_kill()
-    load_fast_blas()
-    from safetrain.engine.backend import keep_to_room
-
-    folder, rows, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    keep_to_room(int(sys.argv[4]) if len(sys.argv) > 4 else None)
-    print(json.dumps(dataclasses.asdict(examine(folder, rows, tokens))))
+    Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
+    """
+    if refusal := training_refusal(folder):  # before it is opened, which takes long
+        fault = {"load_error": refusal, "train_error": refusal}
+        return {"loads": False, "load_seconds": 0.0, "trains": False, **fault}
+    began = time.perf_counter()
+    try:
+        model = open_base(folder, dequantize=False)
+        with few_blocks(model.module) as fewer:
+            result = try_tokens(model, began)
+        if not fewer or result.get("trains") is not False:
+            return result
+        del model  # two would not fit
+        return try_tokens(open_base(folder, dequantize=False), began)
+    except SafetrainError as error:
+        return {"loads": False, "load_error": in_one_line(error), "load_seconds": 0.0}
 
 
-def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
-    """Compare on ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained."""
-    import mlx.core as mx
+def try_tokens(model: BaseModel, began: float) -> dict[str, object]:
+    """Whether one token goes through the model, and a gradient comes back; None where memory does not suffice."""
+    fault = ""
+    try:
+        if mx.any(mx.isnan(asked(model.module, mx.array([[0]])))).item():  # minus infinity rules tokens out
+            fault = "one token through the model gives NaN"
+    except Refusal as error:
+        if NO_MEMORY.search(str(error)):
+            return {"loads": None}
+        fault = f"one token does not go through the model: {error}"
+    result = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
+    refusal = fault or training_fault(model)
+    if not fault and NO_MEMORY.search(refusal):
+        return {**result, "trains": None}
+    return {**result, "trains": not refusal, "train_error": refusal}
 
-    from safetrain.engine.adapters import adapted_names
-    from safetrain.engine.backend import device
-    from safetrain.engine.batches import update_at
-    from safetrain.engine.layout import training_layout
-    from safetrain.engine.update import prepare
 
+def training_fault(model: BaseModel) -> str:
+    """Why the model cannot be trained here; empty where it can."""
+    row = list(range(1, TRIED_TOKENS + 1))
+    try:
+        logits = asked(model.module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
+    except Refusal as error:
+        return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
+    one, other = (mx.where(mx.isfinite(values), values, 0.0) for values in logits)
+    if not are_close([one], [other], float(np.abs(numbers(one)).max()), tolerance_of(logits.dtype)):
+        return "its tokens see those that come after them, in mlx-lm"
+    return gradient_fault(model)
+
+
+def gradient_fault(model: BaseModel) -> str:
+    """Why no gradient comes through the blocks that the model has now; empty where one does."""
+    settings = settings_of(LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,)), 1, TRIED_TOKENS)
+    data = TokenRows.of([token_row(range(TRIED_TOKENS), [True] * TRIED_TOKENS)])
+    try:
+        gradients = equip(model, settings)
+        model.module.train()
+        update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data.inputs()))
+        with refusals():
+            loss, gradient = gradients.of(update, 0)
+            mx.eval(loss, gradient)
+    except SafetrainError as error:
+        return error.what
+    except Refusal as error:
+        return f"mlx-lm's model has no gradient here: {error}"
+    finite = np.isfinite(as_vector(gradient)).all() and np.isfinite(numbers(loss))
+    return "" if finite else f"the gradient of {TRIED_TOKENS} tokens is NaN"
+
+
+def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
+    """A forward and backward pass against mlx-lm's own layers and a plain cross-entropy; differences are relative.
+
+    On ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained.
+    """
     files = read_model_files(folder)
-    lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))
-    data = _random_rows(rows, tokens, files.vocab_size)
-    settings = settings_of(lora, rows, tokens)
-    model, gradients = prepare(folder, settings)
-    weights = _spread(model.module)
+    lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), (ALL_LINEAR,))
+    data = random_rows(rows, tokens, files.vocab_size)
+    model, gradients = prepare(folder, settings_of(lora, rows, tokens))
+    weights = spread(model.module)
     update = update_at(data, Cursor(0, 0), SEED, rows, training_layout(model, rows, data.inputs()))
     model.module.train()
     for _ in range(2):  # the first pass compiles
@@ -79,35 +125,28 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    ours, gradient_vector = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
+    ours, vector = float(np.array(loss)) / update.trained_tokens, as_vector(gradient)
     packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
-    return SelftestResult(
-        layers_with_adapter=lora.num_layers,
-        packs_rows=packs_rows,
-        in_float32=in_float32,
-        on_cpu=device().name == "cpu",
-        loss=ours,
-        loss_difference=abs(ours - expected_loss) / abs(expected_loss),
-        gradient_difference=float(np.linalg.norm(gradient_vector - expected) / np.linalg.norm(expected)),
-        step_seconds=seconds,
-        tokens_per_second=update.input_tokens / seconds,
-        peak_memory_bytes=peak,
-    )
+    return {
+        "layers_with_adapter": lora.num_layers,
+        "packs_rows": packs_rows,
+        "in_float32": in_float32,
+        "on_cpu": device().name == "cpu",
+        "loss": ours,  # nats per label
+        "loss_difference": abs(ours - expected_loss) / abs(expected_loss),
+        "gradient_difference": float(np.linalg.norm(vector - expected) / np.linalg.norm(expected)),
+        "step_seconds": seconds,
+        "tokens_per_second": update.input_tokens / seconds,
+        "peak_memory_bytes": peak,
+    }
 
 
 def _textbook(
-    folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, Any], data: Any
-) -> tuple[float, Any, bool]:
+    folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, mx.array], data: TokenRows
+) -> tuple[float, np.ndarray, bool]:
     """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, row by row."""
-    import mlx.core as mx
-    import mlx.nn as nn
-
-    from safetrain.engine.backend import device
-    from safetrain.engine.upstream.layers import add_lora
-    from safetrain.engine.upstream.loading import plain_model
-
     module = plain_model(folder, in_float32=device().computes_in_float32)
     add_lora(module, lora.num_layers, lora.rank, lora.scale, keys)
     module.load_weights(list(weights.items()), strict=False)
@@ -123,17 +162,13 @@ def _textbook(
         labels = mx.array([float(trained) for trained in row.trained.tolist()])
         part, gradient = nn.value_and_grad(module, loss_of)(module, mx.array(row.ids.tolist()), labels)
         mx.eval(part, gradient)
-        loss, summed = loss + float(np.array(part)), _as_vector(gradient) + summed
+        loss, summed = loss + float(np.array(part)), as_vector(gradient) + summed
     module.eval()
-    in_float32 = module(mx.array([[1]])).dtype == mx.float32
-    return loss, summed, in_float32
+    return loss, summed, module(mx.array([[1]])).dtype == mx.float32
 
 
-def _spread(module: Any) -> dict[str, Any]:
+def spread(module: Any) -> dict[str, mx.array]:
     """Give the adapter random numbers; returns them by name."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
     mx.random.seed(SEED)
     weights = {n: w + SPREAD * mx.random.normal(w.shape) for n, w in tree_flatten(module.trainable_parameters())}
     module.load_weights(list(weights.items()), strict=False)
@@ -141,21 +176,18 @@ def _spread(module: Any) -> dict[str, Any]:
     return weights
 
 
-def _as_vector(tree: Any) -> Any:
-    from mlx.utils import tree_flatten
+def as_vector(tree: Any) -> np.ndarray:
+    """All numbers of a tree of arrays, by name."""
+    return np.concatenate([numbers(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
 
-    return np.concatenate([np.array(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
 
-
-def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
+def random_rows(rows: int, tokens: int, vocabulary: int) -> TokenRows:
+    """Of falling lengths; the second half of each is trained."""
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]
-    return TokenRows.of(
-        [
-            token_row(source.integers(1, vocabulary, n).tolist(), [index >= n // 2 for index in range(n)])
-            for n in lengths
-        ]
-    )
+    return TokenRows.of([
+        token_row(source.integers(1, vocabulary, n).tolist(), [index >= n // 2 for index in range(n)]) for n in lengths
+    ])  # fmt: skip
 
 
 def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
@@ -169,5 +201,46 @@ def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def report(section: str, folder: Path) -> Iterator[str]:
+    """The figures of a section of `safetrain selftest --report`; sizes are small on a CPU, where large ones take
+    minutes."""
+    small = device().measures_small
+    if section == "product":
+        width = 1024 if small else 4096
+        for name in ("float32",) if small else ("float32", "float16", "bfloat16"):
+            yield f"{width:,} x {width:,} {name}: {product_gflops(width, name):,.0f} GFLOP/s"
+    elif section == "attention":
+        yield from attention(*((2, 64) if small else (32, 128)), tokens=ATTENDED_TOKENS)
+    else:
+        found = examine(folder, REPORT_ROWS, REPORT_TOKENS)
+        loss, gradient, speed = (found[key] for key in ("loss_difference", "gradient_difference", "tokens_per_second"))
+        yield f"a pass of {folder.name}: within {max(loss, gradient):.1e} of mlx-lm's own loss and gradient"
+        yield f"{found['step_seconds']:.3f} s, {speed:,.0f} tokens/s, peak {size_text(found['peak_memory_bytes'])}"
+
+
+def product_gflops(width: int, dtype: str) -> float:
+    """Speed of a square matrix product."""
+    matrix = mx.random.normal((width, width)).astype(getattr(mx, dtype))
+    mx.eval(matrix)
+    return 2e-9 * width**3 / time_operation(mx.matmul, matrix, matrix)[0]
+
+
+def attention(heads: int, head_dim: int, tokens: int) -> Iterator[str]:
+    """Causal attention of one row, forward and with the gradient: safetrain's tiles, then mlx's own."""
+
+    def costs(name: str, attend: Callable[..., mx.array], *shape: int) -> Iterator[str]:
+        inputs = [mx.random.normal(shape).astype(getattr(mx, dtype)) for _ in range(3)]
+        mx.eval(inputs)
+        gradient = mx.grad(lambda *parts: attend(*parts).sum(), argnums=(0, 1, 2))
+        for way, operation in (("forward", attend), ("gradient", gradient)):
+            seconds, peak_bytes = time_operation(operation, *inputs)
+            yield f"{name} {way}: {1000 * seconds:,.1f} ms, peak {size_text(peak_bytes)}"
+
+    dtype, scale = "float32" if device().computes_in_float32 else "bfloat16", head_dim**-0.5
+    graph = attention_graph(tokens, head_dim, getattr(mx, dtype), GRADIENT_KERNEL)
+    takes = "mx.fast" if GRADIENT_KERNEL in graph else "safetrain"
+    yield f"{heads} heads of size {head_dim}, {tokens:,} tokens, {dtype}; a training takes {takes}"
+    tiles = block_attention(Block(0, tokens, 1, tokens, way=device().attention_ways[0]), scale, None)
+    yield from costs("safetrain", tiles, tokens, heads, 1, head_dim)
+    fused = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")
+    yield from costs("mx.fast", fused, 1, heads, tokens, head_dim)

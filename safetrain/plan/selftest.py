@@ -40,7 +40,7 @@ def selftest(
 
     The child takes no more memory than a training may, and no more than ``limit_bytes``.
     """
-    arguments = [str(model), str(rows), str(tokens), *([] if limit_bytes is None else [str(limit_bytes)])]
+    arguments = ["--pass", str(model), str(rows), str(tokens), *([] if limit_bytes is None else [str(limit_bytes)])]
     try:
         result = run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(limit_bytes))
     except ChildFailed as error:
@@ -71,19 +71,19 @@ def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
     )
 
 
-def report_lines(probe: str, engine: str) -> Iterator[str]:
-    """The report, line by line as it is measured: ``python -m probe`` for the device, ``python -m engine SECTION``."""
+def report_lines(probe: str, model: Path) -> Iterator[str]:
+    """The report, line by line as it is measured by ``python -m probe``, a section each time."""
     yield FENCE
     yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
     last = ""
-    for label, text in _figures(probe, engine):
+    for label, text in _figures(probe, model):
         start = f"{label if label != last else '':<{LABEL}}"
         yield from textwrap.wrap(start + text, COLUMNS, subsequent_indent=" " * LABEL)
         last = label
     yield FENCE
 
 
-def _figures(probe: str, engine: str) -> Iterator[tuple[str, str]]:
+def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
     """Labels and texts. A section whose child dies says so; lines without its label are a library's."""
     is_macos, cores = sys.platform == "darwin", psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     system = f"macOS {platform.mac_ver()[0]}" if is_macos else f"{platform.system()} {platform.release()}"
@@ -95,7 +95,7 @@ def _figures(probe: str, engine: str) -> Iterator[tuple[str, str]]:
     except ChildFailed as error:
         yield "device", _failed(str(error))
     for section in SECTIONS:
-        lines, ended = run_lines(engine, [section], SECTION_SECONDS, room_bytes())
+        lines, ended = run_lines(probe, ["--report", section, str(model)], SECTION_SECONDS, room_bytes())
         yield from ((section, line.partition("\t")[2]) for line in lines if line.startswith(f"{section}\t"))
         if ended:
             yield section, _failed(ended)

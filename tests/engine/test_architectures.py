@@ -78,7 +78,7 @@ def test_the_self_test_passes_on_a_sound_model_of_16_bits(family: str, tmp_path:
     from safetrain.plan.selftest import selftest
 
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
-    verdicts = selftest("safetrain.engine.selftest", base, 3, 40)
+    verdicts = selftest("safetrain.engine.probe", base, 3, 40)
     assert all(verdict.passed for verdict in verdicts), verdicts
 
 

@@ -1,6 +1,5 @@
 """Families that need more than the usual: their self-test passes, and mlx-lm opens what was trained."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapter_folder import apply_adapter, save_adapter
 from safetrain.engine.adapters import adapted_names, make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.probe import gradient_fault, load, training_fault
-from safetrain.engine.selftest import _spread, examine
+from safetrain.engine.selftest import examine, gradient_fault, load, spread, training_fault
 from safetrain.engine.update import prepare
 from safetrain.engine.upstream.functions import delta_rule_in_stretches
 from safetrain.engine.upstream.layers import without_adapter
@@ -34,7 +32,7 @@ FAMILIES = ("afm7", "gemma3n", "nanochat", "qwen3_next", "rwkv7", "youtu_llm")
 def test_a_family_passes_the_self_test(family: str, tmp_path: Path) -> None:
     few = {"num_hidden_layers": 2} if family in ("qwen3_next", "rwkv7") else {}  # to be quick
     found = examine(build_family(tmp_path / "model", family, **few), 2, 12)
-    assert all(verdict.passed for verdict in judge(dataclasses.asdict(found))), judge(dataclasses.asdict(found))
+    assert all(verdict.passed for verdict in judge(found)), judge(found)
 
 
 @pytest.mark.parametrize("family", ["afm7", "gemma3n", "rwkv7"])
@@ -46,7 +44,7 @@ def test_what_was_trained_is_counted_and_opens_in_mlx_lm(family: str, tmp_path: 
     lora = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
     make_trainable(model, "lora", lora, 1)
     assert lora_parameters(files, lora) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))
-    _spread(model.module)
+    spread(model.module)
     save_adapter(model, "lora", lora, base, tmp_path / "adapter")
     prompt = mx.array([[5, 9, 13, 21, 34]])
     again = open_base(base, dequantize=False)
