@@ -84,6 +84,7 @@ def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRec
     identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")
     job = job_of(output, base, rows(400, 1), rows(30, 2), settings, identity)
     result = train(job, Watcher(nothing, nothing, lambda: 0, recorder))
+    assert result is not None
     return recorder, result.state.elapsed_seconds
 
 

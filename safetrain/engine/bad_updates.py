@@ -17,34 +17,13 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.storage.files import write_json
 from safetrain.core.storage.paths import BAD_UPDATES
-from safetrain.engine.batches import BatchLayout, Update, make_batch
+from safetrain.engine.batches import Update, make_batch
 from safetrain.engine.loss import ShardLoss
-from safetrain.engine.model import BaseModel
+from safetrain.engine.run import TrainingRun
+from safetrain.engine.saving import save
 from safetrain.engine.update import Gradient, UpdateResult
 
-REMEMBERED = 32  # updates whose losses a new one is compared with
-ENOUGH = 8  # of them, before a jump is called one
-
-
-@dataclass(frozen=True)
-class RowLoss:
-    """One row of the update, alone, with dropout off."""
-
-    row: int  # line number in data/validated/train.jsonl
-    loss: float | None  # nats per label; None: not a number
-
-
-@dataclass(frozen=True)
-class BadUpdate:
-    """What is written down about an update that was not applied."""
-
-    step: int
-    fault: str
-    loss: float | None  # nats per label
-    grad_norm: float | None
-    learning_rate: float
-    not_finite: tuple[str, ...]  # parameters whose gradient is not a number
-    rows: tuple[RowLoss, ...]
+ENOUGH = 8  # updates before a jump is called one
 
 
 @dataclass(frozen=True)
@@ -74,45 +53,21 @@ def fault_in(result: UpdateResult, labels: int, recent: Sequence[float], max_jum
     return ""
 
 
-def remember(recent: Sequence[float], loss: float) -> list[float]:
-    """The losses to compare the next update with."""
-    return [*recent, loss][-REMEMBERED:]
-
-
 def path_of(output: Path, step: int) -> Path:
     """The file about one update."""
     return output / BAD_UPDATES / f"step_{step}.json"
 
 
-def write_down(output: Path, refused: RefusedUpdate, model: BaseModel, layout: BatchLayout) -> Path:
-    """Measure each row of the update by itself and leave everything in ``output/bad_updates``; returns the file."""
-    model.module.eval()
-    loss, update, data = ShardLoss(model, training=False), refused.update, refused.update.data
-    single = dataclasses.replace(layout, shards=1)
-    rows = []
-    for row in (row for group in update.groups for row in group if data.label_counts[row]):
-        (shard,) = make_batch(data, [row], single).shards
-        rows.append(
-            RowLoss(data.numbers([row])[0] + 1, _number(float(np.array(loss(shard))) / int(data.label_counts[row])))
-        )
-    bad = [name for name, array in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(array)).item()]
-    record = BadUpdate(
-        step=refused.step,
-        fault=refused.fault,
-        loss=_number(update.per_label(refused.result.summed_loss)),
-        grad_norm=_number(refused.result.grad_norm),
-        learning_rate=refused.rate,
-        not_finite=tuple(bad),
-        rows=tuple(sorted(rows, key=lambda item: -math.inf if item.loss is None else -item.loss)),
-    )
-    path = path_of(output, refused.step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, dataclasses.asdict(record))
-    return path
+def stop_at(run: TrainingRun, refused: RefusedUpdate) -> BadUpdateError:
+    """Write down an update that is not applied and save the state before it; returns the error to end with.
 
-
-def bad_update_error(refused: RefusedUpdate, path: Path) -> BadUpdateError:
-    """What to say when training ends there: the same command stops there again."""
+    The same command stops there again.
+    """
+    path = path_of(run.job.output, refused.step)
+    if run.ranks.writes:
+        _write_down(run, refused, path)
+    if run.state.step:
+        save(run)
     rows = ", ".join(str(row + 1) for row in sorted(set(refused.update.rows))[:32])
     numbers = refused.result.summed_loss, refused.result.grad_norm
     larger = "To allow this jump: a larger train.max_loss_jump, or null. " if all(map(math.isfinite, numbers)) else ""
@@ -121,6 +76,33 @@ def bad_update_error(refused: RefusedUpdate, path: Path) -> BadUpdateError:
         where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",
         do=f"{larger}Repair these rows in your data, or lower train.learning_rate. Then start over: safetrain discard",
     )
+
+
+def _write_down(run: TrainingRun, refused: RefusedUpdate, path: Path) -> None:
+    """Measure each row of the update alone, with dropout off, and write numbers of the update and losses of its rows.
+
+    Losses in nats per label, null for what is not a number; rows by their line in data/validated/train.jsonl, the
+    worst first.
+    """
+    run.model.module.eval()
+    loss_of, update, data = ShardLoss(run.model, training=False), refused.update, refused.update.data
+    single, losses = dataclasses.replace(run.layout, shards=1), list[tuple[int, float]]()
+    for row in (row for group in update.groups for row in group if data.label_counts[row]):
+        (shard,) = make_batch(data, [row], single).shards
+        losses.append((data.numbers([row])[0] + 1, float(np.array(loss_of(shard))) / int(data.label_counts[row])))
+    losses.sort(key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
+    bad = [name for name, array in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(array)).item()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "step": refused.step,
+        "fault": refused.fault,
+        "loss": _number(update.per_label(refused.result.summed_loss)),
+        "grad_norm": _number(refused.result.grad_norm),
+        "learning_rate": refused.rate,
+        "not_finite": bad,  # parameters whose gradient is not a number
+        "rows": [{"row": row, "loss": _number(loss)} for row, loss in losses],
+    }
+    write_json(path, content)
 
 
 def _number(value: float) -> float | None:

@@ -1,23 +1,27 @@
-"""A training in progress as one value: what belongs to it, and how it begins."""
+"""A training in progress as one value: what belongs to it, how it begins, and how it waits for room on a full disk."""
 
 import dataclasses
+import os
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
+from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
 from safetrain.core.memory.terms import most_shards_of_whole
-from safetrain.core.recorder import Phase, Recorder
+from safetrain.core.recorder import Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
 from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.storage.files import DISK_FULL
 from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.backend import allocator, device, set_limits
 from safetrain.engine.batches import BatchLayout, Share
-from safetrain.engine.disk_wait import DiskWait
 from safetrain.engine.job import Job
 from safetrain.engine.layout import training_layout
 from safetrain.engine.model import BaseModel
@@ -25,6 +29,10 @@ from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.update import Gradients, Tracer, prepare
+
+WAIT_MINUTES = 30.0  # for room on a full disk
+LOOK_SECONDS = 1.0
+SPARE_BYTES = MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,65 @@ class Watcher:
         return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
 
 
+@dataclass(frozen=True)
+class Disk:
+    """The disk that a run writes to. Where it is full the run waits for room instead of being lost."""
+
+    folder: Path
+    watcher: Watcher
+
+    def require(self, needed_bytes: int, what: str) -> None:
+        """Raise DiskFullError, before anything is spent, when the first write would have to wait for room."""
+        free = shutil.disk_usage(self.folder).free
+        if free < needed_bytes + SPARE_BYTES:
+            raise DiskFullError(
+                f"There is too little room for {what}.",
+                where=str(self.folder.resolve()),
+                expected=f"{needed_bytes / MIB:,.0f} MiB",
+                got=f"{free / MIB:,.0f} MiB free",
+                do="free some space, or keep fewer (train.keep_checkpoints)",
+            )
+
+    def write(self, needed_bytes: int, step: int, action: Callable[[], None]) -> None:
+        """Do ``action``, which writes ``needed_bytes``; while the disk is full, wait, then do it again from its start.
+
+        Raises DiskFullError when the wait is over, InterruptedRun when a signal ends it; the files of earlier writes
+        are whole.
+        """
+        began, say, is_waiting = time.monotonic(), self.watcher.say, False
+        while True:
+            if self._has_room(needed_bytes):
+                try:
+                    action()
+                    return say("there is room again") if is_waiting else None
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+            if not is_waiting:
+                say(
+                    f"the disk of {self.folder.resolve()} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. "
+                    f"Training waits for room, {WAIT_MINUTES:g} minutes at most (process {os.getpid()}); nothing is "
+                    "lost"
+                )
+            is_waiting = True
+            with self.watcher.recorder.phase(Phase.WAIT, Work(step=step)):
+                self._look(step, began)
+                while not self._has_room(needed_bytes):
+                    self._look(step, began)
+
+    def _has_room(self, needed_bytes: int) -> bool:
+        return shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES
+
+    def _look(self, step: int, began: float) -> None:
+        """Sleep until the next look; raises what ends the wait."""
+        if stop := self.watcher.stop():
+            raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
+        if time.monotonic() - began > WAIT_MINUTES * 60:
+            what, where = f"The disk stayed full for {WAIT_MINUTES:g} minutes.", str(self.folder.resolve())
+            raise DiskFullError(what, where=where, do=FREE_AND_CONTINUE)
+        time.sleep(LOOK_SECONDS)
+
+
 class StopRequested(Exception):
     """A signal wants the run to end. Raised between micro-batches, when the state is that of the last update."""
 
@@ -60,7 +127,7 @@ class TrainingRun:
     model: BaseModel
     gradients: Gradients
     optimizer: BlockOptimizer
-    disk: DiskWait
+    disk: Disk
     state: TrainState
     layout: BatchLayout
     tracer: Tracer | None
@@ -82,8 +149,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one: that of rank 0."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
-    here = device()
-    recorder.device(here.label)
+    recorder.device(device().label)
     if job.asked.mlx_limit_bytes:
         set_limits(job.asked.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
@@ -92,7 +158,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-    disk = DiskWait(job.output, recorder, watcher.say, watcher.stop)
+    disk = Disk(job.output, watcher)
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
     if ranks.together:
@@ -104,18 +170,17 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     return TrainingRun(job, watcher, model, gradients, optimizer, disk, state, layout, tracer, ranks, share, saved)
 
 
-def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:
+def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: Disk) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     remove_half_written(job.output)
-    state = load_checkpoint(job.output, job.identity, model, optimizer, disk.say)
+    state = load_checkpoint(job.output, job.identity, model, optimizer, disk.watcher.say)
     if state is None:
         discard_run(job.output)
         (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
-    most = job.asked.keep_checkpoints + KEPT_BESIDE
-    have = len(checkpoints_in(job.output))
+    more = job.asked.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
-    disk.require(max(1, most - have) * size, "the checkpoints of this training")
+    disk.require(max(1, more) * size, "the checkpoints of this training")
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
         disk.write(best.stat().st_size, state.step, lambda: save_best(job, model, best))

@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: records, the best adapter, checkpoints, and what is known of a bad update."""
+"""What a run leaves as it goes: records, the best adapter, checkpoints, and samples of a model trained from scratch."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import BadUpdateError, TrainingError
+from safetrain.core.errors import TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
@@ -22,12 +22,11 @@ from safetrain.core.storage.files import sha256_of, write_text
 from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.adapters import adapter_weights
-from safetrain.engine.bad_updates import RefusedUpdate, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import answer, measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.ranks import require_same_weights
 from safetrain.engine.run import TrainingRun, save_best
-from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
+from safetrain.engine.state import OTHER_TEXT_BYTES, best_file, checkpoint_bytes, save_checkpoint
 from safetrain.engine.update import work_of
 
 SAMPLES_TAKEN, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 8, 32  # of a model that is trained from scratch
@@ -61,87 +60,9 @@ def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
     state.recorded_step = state.step
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
     if run.ranks.writes:
-        run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+        run.disk.write(OTHER_TEXT_BYTES, state.step, lambda: run.watcher.record(state.records))
     if validate and state.step:
         _take_samples(run)
-
-
-def _take_samples(run: TrainingRun) -> None:
-    """Let a model that is trained from scratch go on from nothing, and from beginnings of documents to validate on.
-
-    One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
-    """
-    job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base / "tokenizer.json"
-    ends = job.rows.prompt_format.stop_ids if job.rows.prompt_format else ()
-    if job.settings.method != PRETRAIN or not run.ranks.writes or not ends or not file.is_file():
-        return
-    from tokenizers import Tokenizer  # only here: an engine that writes no samples starts without it
-
-    def beat(_done: float) -> None:
-        recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(step))
-
-    tokenizer, prompts, path = Tokenizer.from_file(str(file)), _prompts(job.valid, ends), job.output / SAMPLES
-    with recorder.phase(Phase.EVALUATE, Work(step)):
-        tails = answer(run.model, prompts, frozenset(ends), SAMPLE_TOKENS, run.layout.most_tokens, beat)
-    pairs = [(tokenizer.decode(prompt[1:]), tokenizer.decode(ids)) for prompt, ids in zip(prompts, tails, strict=True)]
-    samples = [*samples_before(path, step), *(WrittenSample(step, prompt, text) for prompt, text in pairs)]
-    text = "".join(f"{json.dumps(vars(each), ensure_ascii=False)}\n" for each in samples)
-    run.disk.write(len(text.encode()), step, lambda: write_text(path, text))
-    prompt, written = pairs[-1]
-    run.watcher.say(f"step {step} writes: {prompt}[{written.strip()}]".replace("\n", " "))
-
-
-def _prompts(valid: TokenRows, ends: tuple[int, ...]) -> list[list[int]]:
-    """The token that documents begin with, then a few documents' first tokens."""
-    some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * SAMPLES_TAKEN)).round().astype(int).tolist()
-    documents = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in ends]
-    beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in documents if len(ids) > PROMPT_TOKENS]
-    return [[statistics.mode([int(ids[0]) for ids in documents] or ends[:1])], *beginnings[:SAMPLES_TAKEN]]
-
-
-def samples_before(path: Path, step: int) -> list[WrittenSample]:
-    """What the file holds of earlier steps, up to a line that is not a sample: a person may have changed it."""
-    samples = list[WrittenSample]()
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in text.split("\n")[:-1]:  # a text may hold other characters that splitlines() divides at
-        try:
-            samples.append(WrittenSample(**json.loads(line)))
-        except (ValueError, TypeError):
-            break
-    return [each for each in samples if each.step < step]
-
-
-def save(run: TrainingRun) -> None:
-    """Write a checkpoint, unless the newest has this state; wait for room where the disk is full.
-
-    Several ranks compare their weights first.
-    """
-    here = run.state.step, run.state.recorded_step
-    if run.saved == here:
-        return
-    run.saved = here
-    if run.ranks.together:
-        require_same_weights(run.ranks, run.model, run.state.step)
-    if not run.ranks.writes:
-        return
-    with run.watcher.recorder.phase(Phase.SAVE, Work(run.state.step)):
-        size = checkpoint_bytes(run.model, run.optimizer, len(run.state.records))
-        run.disk.write(size, run.state.step, lambda: _write_checkpoint(run))
-
-
-def _write_checkpoint(run: TrainingRun) -> None:
-    job = run.job
-    best, keep = best_file(run.state, job.adapters / ADAPTER_FILE, job.output), job.asked.keep_checkpoints
-    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, keep)
-
-
-def stop_at(run: TrainingRun, refused: RefusedUpdate) -> BadUpdateError:
-    """Write down an update that is not applied and save the state before it; returns the error to end with."""
-    if run.ranks.writes:
-        write_down(run.job.output, refused, run.model, run.layout)
-    if run.state.step:
-        save(run)
-    return bad_update_error(refused, path_of(run.job.output, refused.step))
 
 
 def _validate(run: TrainingRun) -> float:
@@ -182,3 +103,70 @@ def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> 
     summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0
     total = run.ranks.total(summed, run.watcher.stop(), run.state.step)
     return total / labels
+
+
+def save(run: TrainingRun) -> None:
+    """Write a checkpoint, unless the newest has this state; wait for room where the disk is full.
+
+    Several ranks compare their weights first.
+    """
+    job, state, here = run.job, run.state, (run.state.step, run.state.recorded_step)
+    if run.saved == here:
+        return
+    run.saved = here
+    if run.ranks.together:
+        require_same_weights(run.ranks, run.model, state.step)
+    if not run.ranks.writes:
+        return
+
+    def write() -> None:
+        best, keep = best_file(state, job.adapters / ADAPTER_FILE, job.output), job.asked.keep_checkpoints
+        save_checkpoint(job.output, state, job.identity, run.model, run.optimizer, best, keep)
+
+    with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
+        run.disk.write(checkpoint_bytes(run.model, run.optimizer, len(state.records)), state.step, write)
+
+
+def _take_samples(run: TrainingRun) -> None:
+    """Let a model that is trained from scratch go on from nothing, and from beginnings of documents to validate on.
+
+    One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
+    """
+    job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base / "tokenizer.json"
+    ends = job.rows.prompt_format.stop_ids if job.rows.prompt_format else ()
+    if job.settings.method != PRETRAIN or not run.ranks.writes or not ends or not file.is_file():
+        return
+    from tokenizers import Tokenizer  # only here: an engine that writes no samples starts without it
+
+    def beat(_done: float) -> None:
+        recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(step))
+
+    tokenizer, prompts, path = Tokenizer.from_file(str(file)), _prompts(job.valid, ends), job.output / SAMPLES
+    with recorder.phase(Phase.EVALUATE, Work(step)):
+        tails = answer(run.model, prompts, frozenset(ends), SAMPLE_TOKENS, run.layout.most_tokens, beat)
+    pairs = [(tokenizer.decode(prompt[1:]), tokenizer.decode(ids)) for prompt, ids in zip(prompts, tails, strict=True)]
+    samples = [*_samples_before(path, step), *(WrittenSample(step, prompt, text) for prompt, text in pairs)]
+    text = "".join(f"{json.dumps(vars(each), ensure_ascii=False)}\n" for each in samples)
+    run.disk.write(len(text.encode()), step, lambda: write_text(path, text))
+    prompt, written = pairs[-1]
+    run.watcher.say(f"step {step} writes: {prompt}[{written.strip()}]".replace("\n", " "))
+
+
+def _prompts(valid: TokenRows, ends: tuple[int, ...]) -> list[list[int]]:
+    """The token that documents begin with, then a few documents' first tokens."""
+    some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * SAMPLES_TAKEN)).round().astype(int).tolist()
+    documents = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in ends]
+    beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in documents if len(ids) > PROMPT_TOKENS]
+    return [[statistics.mode([int(ids[0]) for ids in documents] or ends[:1])], *beginnings[:SAMPLES_TAKEN]]
+
+
+def _samples_before(path: Path, step: int) -> list[WrittenSample]:
+    """What the file holds of earlier steps; lines that are no samples are left out."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    samples = list[WrittenSample]()
+    for line in text.split("\n"):  # a text may hold other characters that splitlines() divides at
+        try:
+            samples.append(WrittenSample(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return [each for each in samples if each.step < step]

@@ -39,7 +39,7 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 
 RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, one on each line
-OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
+OTHER_TEXT_BYTES = 2**16  # of a checkpoint, or of a line of metrics, on the safe side
 START = Cursor(0, 0)
 MLX = importlib.metadata.version("mlx")
 START_OVER = "'safetrain discard' throws it away"
@@ -82,12 +82,7 @@ def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int) 
     """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, all records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
-    return 2 * weights + moments + text_bytes(records)
-
-
-def text_bytes(records: int) -> int:
-    """Bytes of state.json or of the metrics file with ``records`` records."""
-    return OTHER_TEXT_BYTES + RECORD_BYTES * records
+    return 2 * weights + moments + OTHER_TEXT_BYTES + RECORD_BYTES * records
 
 
 def save_checkpoint(

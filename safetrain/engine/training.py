@@ -14,20 +14,21 @@ from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.engine.adapters import adapter_weights
-from safetrain.engine.bad_updates import RefusedUpdate, fault_in, path_of, remember
+from safetrain.engine.bad_updates import RefusedUpdate, fault_in, path_of, stop_at
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import remember_best
-from safetrain.engine.ranks import Contribution, Ranks
+from safetrain.engine.ranks import ALONE, Contribution, Ranks
 from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
-from safetrain.engine.saving import record, save, stop_at
+from safetrain.engine.saving import record, save
 from safetrain.engine.state import TrainState
 from safetrain.engine.tuned import TunedModel
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
 
 SAME_COMMAND = "the same command continues"
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
+REMEMBERED = 32  # updates whose losses a new one is compared with
 
 
 @dataclass(frozen=True)
@@ -40,33 +41,22 @@ class Result:
     tuned: TunedModel  # to be compared with what the adapter's folder gives
 
 
-def train(job: Job, watcher: Watcher) -> Result:
-    """Train to the end, continuing an unfinished run of the same identity.
+def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
+    """Train to the end, continuing an unfinished run of the same identity; after a signal save what is done.
 
-    Raises TrainingError when the loss is not a number, InterruptedRun after a signal, its state saved.
+    Of several ranks only rank 0, which has the run's files, has a result. Raises TrainingError when the loss is not a
+    number, InterruptedRun after a signal, its state saved.
     """
-    run = open_run(job, watcher)
-    _to_the_end(run)
-    return _result(run)
-
-
-def train_with(job: Job, watcher: Watcher, ranks: Ranks) -> Result | None:
-    """The same as one of several ranks; only rank 0, which has the run's files, has a result."""
     run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
-    _to_the_end(run)
-    return _result(run) if ranks.writes else None
-
-
-def _to_the_end(run: TrainingRun) -> None:
-    """Make every update that is left; after a signal save what is done. Raises InterruptedRun."""
-    state, watcher = run.state, run.watcher
-    watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
+    state = run.state
+    run.watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
     try:
         _train_steps(run)
     except StopRequested:
         if state.step:
             save(run)
         raise _interrupted(run) from None
+    return _result(run) if ranks.writes else None
 
 
 def _train_steps(run: TrainingRun) -> None:
@@ -76,9 +66,8 @@ def _train_steps(run: TrainingRun) -> None:
     upcoming: Update | None = None
     while True:
         _record_if_due(run)
-        last, stop = state.step == run.job.updates or out_of_patience(run), run.stop()
-        due = last or stop or state.step % settings.save_steps == 0
-        if state.step and due:
+        last, stop = state.step == run.job.updates or _out_of_patience(run), run.stop()
+        if state.step and (last or stop or state.step % settings.save_steps == 0):
             save(run)
         if last:
             return
@@ -87,7 +76,7 @@ def _train_steps(run: TrainingRun) -> None:
         update = upcoming or update_of(run, state.cursor)
         began = time.perf_counter()
         try:
-            upcoming, result, refused = make_update(run, update, rate_after(run, state.step))
+            upcoming, result, refused = make_update(run, update, _rate_after(run, state.step))
             seconds = time.perf_counter() - began
             if refused is not None:
                 raise stop_at(run, refused)
@@ -103,13 +92,19 @@ def _record_if_due(run: TrainingRun) -> None:
         return
     validate = state.step in (0, run.job.updates) or state.step % settings.eval_steps == 0
     if validate or state.step % settings.log_steps == 0:
-        record(run, rate_after(run, state.step - 1) if state.step else 0.0, validate=validate)
+        record(run, _rate_after(run, state.step - 1) if state.step else 0.0, validate=validate)
 
 
-def rate_after(run: TrainingRun, step: int) -> float:
+def _rate_after(run: TrainingRun, step: int) -> float:
     """Learning rate of the update after ``step`` updates."""
     settings = run.job.settings
     return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.job.updates, settings.schedule)
+
+
+def _out_of_patience(run: TrainingRun) -> bool:
+    """Whether validation has not improved for too long (train.early_stopping_patience)."""
+    patience = run.job.settings.early_stopping_patience
+    return patience is not None and run.state.validations_since_best >= patience
 
 
 def _interrupted(run: TrainingRun) -> InterruptedRun:
@@ -125,10 +120,11 @@ def make_update(
 ) -> tuple[Update | None, UpdateResult, RefusedUpdate | None]:
     """Compute one update and apply it unless its numbers are wrong; build the following one while a GPU computes."""
     state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
+    step = state.step + 1
     run.model.module.train()
     mx.reset_peak_memory()
     loss, gradient = run.gradients.of(update, state.step, run.check_stop)
-    upcoming = update_of(run, next_cursor(run)) if state.step + 1 < run.job.updates else None
+    upcoming = update_of(run, _next_cursor(run)) if step < run.job.updates else None
     if run.ranks.together:
         loss, gradient = _of_all_ranks(run, update, loss, gradient)
     result = measure(loss, gradient)
@@ -139,12 +135,12 @@ def make_update(
         return upcoming, result, None
     fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
     if fault:
-        whole_update = _update_at(run, state.cursor, WHOLE) if run.ranks.together else update
-        return upcoming, result, RefusedUpdate(state.step + 1, fault, result, rate, whole_update, gradient)
+        whole_update = update_of(run, state.cursor, WHOLE) if run.ranks.together else update
+        return upcoming, result, RefusedUpdate(step, fault, result, rate, whole_update, gradient)
     if run.ranks.writes:
-        path_of(run.job.output, state.step + 1).unlink(missing_ok=True)  # of a run that stopped here before
-    tracing = run.tracer.optimizer(state.step + 1) if run.tracer is not None else nullcontext()
-    with recorder.phase(Phase.OPTIMIZER, Work(state.step + 1)), tracing:
+        path_of(run.job.output, step).unlink(missing_ok=True)  # of a run that stopped here before
+    tracing = run.tracer.optimizer(step) if run.tracer is not None else nullcontext()
+    with recorder.phase(Phase.OPTIMIZER, Work(step)), tracing:
         apply_gradient(run.model, run.optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
     return upcoming, result, None
 
@@ -160,32 +156,22 @@ def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gr
     return mx.array(sum(part.loss for part in parts)), gradient
 
 
-def update_of(run: TrainingRun, cursor: Cursor) -> Update:
-    """The update at a place in the data; of several ranks, this one's share of it."""
-    return _update_at(run, cursor, run.share)
-
-
-def _update_at(run: TrainingRun, cursor: Cursor, share: Share) -> Update:
+def update_of(run: TrainingRun, cursor: Cursor, share: Share | None = None) -> Update:
+    """The update at a place in the data; of several ranks, this one's share of it if no other is asked for."""
     settings = run.job.settings
-    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, share)
+    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, share or run.share)
 
 
-def next_cursor(run: TrainingRun) -> Cursor:
+def _next_cursor(run: TrainingRun) -> Cursor:
     """The place in the data after the update at hand."""
     return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
-
-
-def out_of_patience(run: TrainingRun) -> bool:
-    """Whether validation has not improved for too long (train.early_stopping_patience)."""
-    patience = run.job.settings.early_stopping_patience
-    return patience is not None and run.state.validations_since_best >= patience
 
 
 def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float) -> None:
     """Count one update."""
     state = run.state
     state.step += 1
-    state.cursor = next_cursor(run)
+    state.cursor = _next_cursor(run)
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.input_tokens += update.input_tokens
     state.computed_tokens += update.computed_tokens
@@ -195,7 +181,7 @@ def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float
     if not update.trained_tokens:
         return
     state.trained_tokens += update.trained_tokens
-    state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)
+    state.recent_losses = [*state.recent_losses, result.summed_loss / update.trained_tokens][-REMEMBERED:]
     if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
         state.final_loss += result.summed_loss
         state.final_tokens += update.trained_tokens

@@ -68,24 +68,21 @@ def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopReque
             _train_with_others(job, Recorder(record), pipe, stop)
         else:
             _train(job, Recorder(record), pipe, stop)
-    except SafetrainError as error:
-        return _told(pipe, error, record.parent)
-    except MemoryError as error:
-        failure = EngineError(f"out of memory: {error}")
-        failure.__cause__ = error
-        return _told(pipe, failure, record.parent)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
+        return 0
+    except (SafetrainError, MemoryError, OSError) as error:
+        told: SafetrainError
+        if isinstance(error, SafetrainError):
+            told = error
+        elif isinstance(error, MemoryError):
+            told = EngineError(f"out of memory: {error}")
+            told.__cause__ = error
+        elif error.errno in DISK_FULL:
+            where = str(error.filename or Path.cwd())
+            told = DiskFullError("The disk is full.", where=where, do="free some space")
+        else:
             raise
-        where = str(error.filename or Path.cwd())
-        return _told(pipe, DiskFullError("The disk is full.", where=where, do="free some space"), record.parent)
-    return 0
-
-
-def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
-    """Send an error to the supervisor; gives the exit code."""
-    pipe.send(Failed(type(error).__name__, with_traceback(error, flight), error.exit_code))
-    return error.exit_code
+        pipe.send(Failed(type(told).__name__, with_traceback(told, record.parent), told.exit_code))
+        return told.exit_code
 
 
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
@@ -121,15 +118,15 @@ def _train(
         from safetrain.engine.ranks import ALONE, facts_of
         from safetrain.engine.run import Watcher
         from safetrain.engine.state import mark_finished
-        from safetrain.engine.training import train_with
-    settings, rows, ranks = job.settings, job.rows, ranks or ALONE
+        from safetrain.engine.training import train
+    settings, ranks = job.settings, ranks or ALONE
     if ranks.together:
         ranks.require_same(facts_of(job.identity))
     memory = memory_of(job, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     limit = asked.mlx_limit_bytes or memory.mlx_limit_bytes
     job = dataclasses.replace(job, asked=dataclasses.replace(job.asked, mlx_limit_bytes=limit))
-    bits = rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
+    bits = job.rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
 
     def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
@@ -142,12 +139,12 @@ def _train(
         pipe.send(Said(text))
 
     watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
-    result = train_with(job, watcher, ranks)
+    result = train(job, watcher, ranks)
     if result is None:  # rank 0 has what follows
         return
-    proof = prove(job, result.tuned, watcher, result.metrics.steps)
-    say(describe_proof(proof))
     metrics = result.metrics
+    proof = prove(job, result.tuned, watcher, metrics.steps)
+    say(describe_proof(proof))
     if bits:
         metrics = dataclasses.replace(metrics, best_valid_bits_per_byte=metrics.best_valid_loss * bits)
     with recorder.phase(Phase.FINISH):

@@ -17,10 +17,10 @@ import pytest
 from safetrain.core.errors import DiskFullError, InterruptedRun
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.metrics import append_csv, start_csv
-from safetrain.engine import disk_wait
-from safetrain.engine.disk_wait import SPARE_BYTES, DiskWait
+from safetrain.engine import run as run_module
 from safetrain.engine.job import Job
-from safetrain.engine.run import Watcher
+from safetrain.engine.run import SPARE_BYTES, Watcher
+from safetrain.engine.run import Disk as RunDisk
 from safetrain.engine.training import train
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
 
@@ -53,13 +53,13 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk(100 * MIB)
     monkeypatch.setattr(shutil, "disk_usage", made.usage)
-    monkeypatch.setattr(disk_wait, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_module, "LOOK_SECONDS", 0.02)
     return made
 
 
 @pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_wait, "WAIT_MINUTES", 0.005)
+    monkeypatch.setattr(run_module, "WAIT_MINUTES", 0.005)
 
 
 class Told:
@@ -69,7 +69,8 @@ class Told:
         self.said: list[str] = []
         self.signal = 0
         self.path = folder / "recorder.bin"
-        self.disk = DiskWait(folder, Recorder(self.path), self.said.append, lambda: self.signal)
+        watcher = Watcher(lambda *_: None, lambda _: None, lambda: self.signal, Recorder(self.path), self.said.append)
+        self.disk = RunDisk(folder, watcher)
 
     def phases(self) -> list[tuple[Phase, Edge, int]]:
         found = read_flight(self.path)

@@ -17,7 +17,6 @@ from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.run_folder import WrittenSample
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import fill, update_of_rows
@@ -25,7 +24,6 @@ from safetrain.engine.job import Job
 from safetrain.engine.loss import chunked_loss, losses_of
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_mlx
-from safetrain.engine.saving import samples_before
 from safetrain.engine.update import Gradients, prepare
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
@@ -155,12 +153,6 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
     nothing = dataclasses.replace(with_rows(job, valid=TokenRows.of([hidden])), output=tmp_path / "c")
     with pytest.raises(DataError, match="no token is a label"):
         run(nothing)
-
-
-def test_a_file_of_samples_that_is_torn_stops_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text('{"step": 2, "prompt": "", "text": "a"}\n{"step": 9, "prompt": "", "text": "b"}\n{"step": 3, "pro')
-    assert samples_before(path, 4) == [WrittenSample(2, "", "a")]
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print
         steps.append(records[-1])
         append_csv(log, records[-1])
 
-    return train(
+    result = train(
         job,
         Watcher(
             lambda old, *_: start_csv(log, old),
@@ -71,6 +71,8 @@ def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print
             say,
         ),
     )
+    assert result is not None
+    return result
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:

@@ -40,7 +40,7 @@ from safetrain.engine.ranks import (  # noqa: E402
     require_same_weights,
 )
 from safetrain.engine.run import Watcher  # noqa: E402
-from safetrain.engine.training import train_with  # noqa: E402
+from safetrain.engine.training import train  # noqa: E402
 from tests.engine.exact import STILL, flat, prepared, rows_of  # noqa: E402
 from tests.support.jobs import job_of  # noqa: E402
 
@@ -129,7 +129,7 @@ def pretraining(ranks: Ranks, folder: Path) -> dict[str, Any]:
     run = folder / f"pretrained_{ranks.size}"
     run.mkdir(exist_ok=True)
     job = pretraining_job(run, folder / "float", dataclasses.replace(PRETRAIN, num_epochs=1))
-    result = train_with(job, watcher_in(run, ranks.rank), ranks)
+    result = train(job, watcher_in(run, ranks.rank), ranks)
     return (
         {} if result is None else {"metrics": dataclasses.asdict(result.metrics), "labels": result.state.trained_tokens}
     )
@@ -187,7 +187,7 @@ def _trained(
     ranks: Ranks, run: Path, model: Path, stop_at: int | None = None, settings: TrainSettings = SHORT
 ) -> dict[str, Any]:
     run.mkdir(exist_ok=True)
-    result = train_with(job_in(run, model, settings), watcher_in(run, ranks.rank, stop_at), ranks)
+    result = train(job_in(run, model, settings), watcher_in(run, ranks.rank, stop_at), ranks)
     flight = read_flight(run / f"recorder_{ranks.rank}.bin")
     phases = sorted({record.phase.label for record in flight.records})
     if result is None:
