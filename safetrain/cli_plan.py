@@ -246,7 +246,7 @@ def create(
     from rich.table import Table
 
     from safetrain.data.forms import named_columns
-    from safetrain.data.texts import training_texts
+    from safetrain.data.validate import training_texts
     from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
     from safetrain.plan.creation.shapes import ShapeRequest, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working

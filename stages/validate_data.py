@@ -13,9 +13,8 @@ from safetrain.data.corpus import FORMAT
 from safetrain.data.findings import summary
 from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
-from safetrain.data.texts import training_texts
 from safetrain.data.tokenize import settings_of
-from safetrain.data.validate import validate
+from safetrain.data.validate import training_texts, validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import ShapeRequest, parameters_named
 from safetrain.stage import stage

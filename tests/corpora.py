@@ -1,4 +1,4 @@
-"""Writes corpora in datatrove's layout for tests: tokens, index, metadata and mask, as its writer does."""
+"""Writes corpora in datatrove's layout for tests: tokens, index and metadata, as its writer does."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +20,12 @@ def write_ds(
     *,
     token_bytes: int = 2,
     tokenizer: str | None = None,
-    labels: Sequence[Sequence[bool]] | None = None,
 ) -> Path:
-    """One file of tokens with its index; with a mask and metadata where they are given."""
+    """One file of tokens with its index; with metadata where they are given."""
     ids = np.array([number for document in documents for number in document], dtype=f"<u{token_bytes}")
     write_ids(path, ids, np.cumsum([len(document) for document in documents]))
     if tokenizer is not None:
         path.with_name(f"{path.name}.metadata").write_text(f"{tokenizer}|{token_bytes}\n{len(ids)}\n{len(ids)} T")
-    if labels is not None:
-        mask = np.array([label for document in labels for label in document], dtype=np.bool_)
-        path.with_name(f"{path.name}.loss").write_bytes(mask.tobytes())
     return path
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from models.recipe.text import document, subjects
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.storage.files import write_text
-from safetrain.data.texts import training_texts
+from safetrain.data.validate import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import ShapeRequest

@@ -20,7 +20,7 @@ from safetrain.data.findings import Findings, Spot
 from safetrain.data.folders import SPLITS
 from safetrain.data.json_rows import Place
 from safetrain.data.rows import Row
-from safetrain.data.split import MIN_GROUPS, TEST, TRAIN, VALID
+from safetrain.data.split import TEST, TRAIN, VALID
 from safetrain.data.tokenize import ReadRow
 
 TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -51,14 +51,12 @@ LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
 class DuplicateGroups:
     """Which rows have a question in the same words, and which nearly: (rows,) the first row of each group or cluster.
 
-    ``left_out``: why not all were compared. ``by_context``: the questions are so few that each counts with its system
-    text and what else comes before it.
+    ``left_out``: why not all were compared.
     """
 
     groups: np.ndarray
     clusters: np.ndarray
     left_out: str
-    by_context: bool
 
 
 class RowFacts:
@@ -102,19 +100,17 @@ class RowFacts:
         file, line, table_row = (int(self.column(name)[row]) for name in ("files", "lines", "table_rows"))
         return Spot(self._names[file], Place(line, table_row), beside)
 
-    def keys(self, name: str, *, in_context: bool = False) -> np.ndarray:
-        """(rows,) what rows ask ("questions" or "asked"), perhaps with what comes before the answer."""
-        return mixed(self.column(name) + mixed(self.column("contexts"))) if in_context else self.column(name)
+    def asked_in_context(self) -> np.ndarray:
+        """(rows,) what rows ask, with what comes before the answer."""
+        return mixed(self.column("asked") + mixed(self.column("contexts")))
 
     def likeness(self, similarity: float) -> DuplicateGroups:
         """Compare the questions of all rows; with a ``similarity`` of 1 only the same words in the same order count."""
-        different = len(np.unique(self.column("questions")))
-        by_context = different < MIN_GROUPS and len(np.unique(self.keys("questions", in_context=True))) > different
-        groups = first_alike(self.keys("questions", in_context=by_context))
-        if similarity == 1 or by_context:
-            return DuplicateGroups(groups, groups, "", by_context)
+        groups = first_alike(self.column("questions"))
+        if similarity == 1:
+            return DuplicateGroups(groups, groups, "")
         clusters, left_out = self._shingles.clusters(similarity)
-        return DuplicateGroups(groups, clusters[groups], left_out, by_context)
+        return DuplicateGroups(groups, clusters[groups], left_out)
 
 
 def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
@@ -134,8 +130,7 @@ def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, part
 
 def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
     """Rows of a later split with a question of an earlier one, and with nearly one."""
-    in_context = facts.keys("asked", in_context=True)
-    questions = in_context if likeness.by_context else facts.keys("asked")
+    in_context, questions = facts.asked_in_context(), facts.column("asked")
     for later, earlier in LATER_SPLITS:
         rows, earlier_rows = (np.flatnonzero(parts == part) for part in (later, earlier))
         detail = f"the question of a row of {SPLITS[earlier]}"
@@ -155,7 +150,7 @@ def _answers(findings: Findings, facts: RowFacts) -> None:
     """Questions with several answers, and answers to many questions."""
     keys = facts.column("answers")
     rows = np.flatnonzero(keys)
-    firsts = rows[first_alike(facts.keys("asked", in_context=True)[rows])]
+    firsts = rows[first_alike(facts.asked_in_context()[rows])]
     differ = keys[rows] != keys[firsts]
     facts.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
     long = rows[facts.column("answer_words")[rows] >= LONG_ANSWER]

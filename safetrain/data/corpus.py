@@ -1,8 +1,7 @@
 """A corpus of files of tokens, as datatrove writes them: checked, divided into splits; the tokens stay in their files.
 
 `NAME.ds` has token ids, 2 or 4 bytes each, little-endian; `NAME.ds.index` the end of each document, in tokens, as
-uint64; `NAME.ds.loss`, if there, a byte for each token, 0 where it is not a label (datatrove,
-src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
+uint64 (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile). Every token of a document is a label.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, store_path
-from safetrain.core.data.token_files import Stretch, TokenFile, loss_path, sampled_digest
+from safetrain.core.data.token_files import Stretch, TokenFile, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
@@ -50,17 +49,17 @@ class TokenizedFile(NamedTuple):
 def read_tokenized(path: Path) -> TokenizedFile:
     """Check a file and those next to it; raises DataError where they do not fit each other."""
     ends = _read_index(path)
-    tokens, size, mask = int(ends[-1]) if len(ends) else 0, path.stat().st_size, loss_path(path)
+    tokens, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
     width = size // tokens if tokens else TOKEN_BYTES[0]
     if width not in TOKEN_BYTES or size != width * tokens:
         expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
         what = "A file of tokens and its index do not fit: one of them is cut off, or of another file."
         raise _not_whole(what, path, expected, f"{size} bytes")
-    masked = mask.exists()
-    if masked and mask.stat().st_size != tokens:
-        what = "The mask of a file of tokens is not as long as the file."
-        raise _not_whole(what, mask, f"{tokens} bytes", f"{mask.stat().st_size} bytes")
-    file = TokenFile(str(path), tokens, width, masked, sampled_digest(path, masked))
+    mask = path.with_name(f"{path.name}.loss")
+    if mask.exists():
+        what, do = "A corpus with a mask is not read: every token of a document is trained.", "remove the mask, or "
+        raise DataError(what, where=str(mask), do=f"{do}give chats as rows: of these the answers alone are trained")
+    file = TokenFile(str(path), tokens, width, sampled_digest(path))
     return TokenizedFile(file, np.concatenate([[0], ends]))
 
 
@@ -173,53 +172,46 @@ class CorpusReader:
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
         figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
-        labels, label_bytes = 0, 0  # the first token of a document too
+        tokens, label_bytes = 0, 0  # the first token of a document too
         with DocumentWriter(store_path(folder, name)) as store:
             for file, documents in runs:
                 source = self._files[file]
                 stretch = Stretch(file, int(source.bounds[documents.start]), int(source.bounds[documents.stop]))
                 stretches += [stretch] if stretch.end > stretch.begin else []
-                for ids, mask, numbers, lengths, counts in self._pieces(source, documents):
-                    store.add(lengths, counts, file, numbers)
-                    figures.add_documents(lengths, counts)
-                    width = source.file.token_bytes
-                    state.update(ids.astype(f"<u{width}").tobytes() + mask.tobytes() + lengths.astype("<u4").tobytes())
-                    labels += int(np.count_nonzero(mask))
-                    label_bytes += int(self._text_bytes[ids[mask]].sum())
-            if not labels:
-                raise DataError(f"The documents of {name} have no labels.", where=str(self.paths[0]))
+                tokens += stretch.end - stretch.begin
+                for ids, numbers, lengths in self._pieces(source, documents):
+                    store.add(lengths, file, numbers)
+                    figures.add_documents(lengths)
+                    state.update(ids.tobytes() + lengths.astype("<u4").tobytes())
+                    label_bytes += int(self._text_bytes[ids].sum())
+            if not tokens:
+                raise DataError(f"The documents of {name} are empty.", where=str(self.paths[0]))
             corpus = Corpus(tuple(each.file for each in self._files), tuple(stretches))
-            store.finish(provenance, state.hexdigest(), corpus, label_bytes / labels)
+            store.finish(provenance, state.hexdigest(), corpus, label_bytes / tokens)
         report = figures.report(label_bytes)
         self.rows, self.tokens = self.rows + report.rows, self.tokens + report.tokens
         self.labels, self.label_bytes = self.labels + report.trained_tokens, self.label_bytes + label_bytes
         return report
 
-    def _pieces(self, source: TokenizedFile, documents: range) -> Iterator[tuple[np.ndarray, ...]]:
-        """Read some documents at a time, without empty ones.
-
-        Gives ids and which of them are labels (tokens,); numbers from 1, lengths and labels of the documents
-        (documents,). A document's first token is not counted as a label: nothing is before it to predict it from.
-        """
+    def _pieces(self, source: TokenizedFile, documents: range) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Read some documents at a time, without empty ones: ids, and numbers (from 1) and lengths of documents."""
         first = documents.start
         while first < documents.stop:
             begin = int(source.bounds[first])
             fitting = int(np.searchsorted(source.bounds, begin + PIECE, side="right")) - 1
             stop = min(documents.stop, max(first + 1, fitting))
-            ids, mask = self._tokens(source.file, begin, int(source.bounds[stop]))
-            ends = source.bounds[first + 1 : stop + 1] - begin
             lengths = np.diff(source.bounds[first : stop + 1])
             there = np.flatnonzero(lengths)
-            starts, last = (ends - lengths)[there], ids[ends[there] - 1]
             if len(there):
+                ids = self._tokens(source.file, begin, int(source.bounds[stop]))
+                last = ids[source.bounds[first + 1 + there] - begin - 1]
                 self._open += int(np.count_nonzero(~self._closing[last]))
-                counts = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
-                yield ids, mask, first + there + 1, lengths[there], counts
+                yield ids, first + there + 1, lengths[there]
             first = stop
 
-    def _tokens(self, file: TokenFile, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read ids and which of them are labels; raises DataError for an id that the model does not know."""
-        ids, mask = file.ids(begin, end), file.labels(begin, end)
+    def _tokens(self, file: TokenFile, begin: int, end: int) -> np.ndarray:
+        """Read ids; raises DataError for one that the model does not know."""
+        ids = file.ids(begin, end)
         unknown = np.flatnonzero(ids >= self._vocabulary)
         if len(unknown):
             raise DataError(
@@ -229,7 +221,7 @@ class CorpusReader:
                 got=str(int(ids[unknown[0]])),
                 do="take the model whose tokenizer made the corpus, or tokenize it with this model's",
             )
-        return ids, mask
+        return ids
 
     def _samples(self) -> Iterator[list[int]]:
         """The beginnings of documents from all over the corpus, without the token that ends them."""
@@ -239,7 +231,7 @@ class CorpusReader:
             count = min(max(1, SAMPLED // len(having)), len(long))
             for number in long[np.linspace(0, len(long) - 1, count).astype(np.int64)].tolist():
                 begin, end = int(each.bounds[number]), int(each.bounds[number + 1]) - 1
-                yield self._tokens(each.file, begin, min(end, begin + SAMPLE_TOKENS))[0].tolist()
+                yield self._tokens(each.file, begin, min(end, begin + SAMPLE_TOKENS)).tolist()
 
 
 def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:

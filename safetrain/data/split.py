@@ -7,9 +7,8 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -117,13 +116,12 @@ class SplitFigures:
         self._count(lengths, rows.label_counts)
         self._labels += np.histogram(np.arange(len(labels)), self._bounds, weights=labels)[0]
 
-    def add_documents(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
-        """Count documents (documents,) by their lengths alone: their labels as if they were evenly spread."""
-        self._count(lengths, label_counts)
+    def add_documents(self, lengths: np.ndarray) -> None:
+        """Count documents (documents,) by their lengths: every token but the first is a label."""
+        self._count(lengths, lengths - 1)
         sizes, counts = np.unique(lengths.astype(np.int64), return_counts=True)
-        labels, most = int(label_counts.sum(dtype=np.int64)), int(lengths.sum(dtype=np.int64)) - len(lengths)
         beyond = [(np.maximum(sizes - max(edge, 1), 0) * counts).sum() for edge in self._edges.tolist()]
-        self._labels += np.rint(-np.diff(beyond) * (labels / most if most else 0)).astype(np.int64)
+        self._labels += -np.diff(beyond).astype(np.int64)
 
     def report(self, label_bytes: int = 0) -> SplitReport:
         """The figures of all rows that were added, at least one; ``label_bytes``: of the text of their labels."""
@@ -149,45 +147,41 @@ class SplitFigures:
 # Writing
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRow:
+class StoredRow(NamedTuple):
     """A row that is tokens, with all that is written of it."""
 
     line: str  # canonical JSON
-    tokens: TokenRow
     file: int
     number: int  # of its line in the file, or of its row where that is greater or it has no line
     label_bytes: int  # UTF-8 bytes of the text of its labels
     prompt: Prompt | None
+    tokens: TokenRow
 
 
 def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
     """The rows of a file that can be trained; the others have been counted as errors."""
     return [
-        StoredRow(
-            _encode(each.row.as_json()) + "\n", each.tokens, file, max(each.spot.place), each.label_bytes, each.prompt
-        )
-        for each in reads if each.row is not None and each.tokens is not None
+        StoredRow(f"{_encode(row.as_json())}\n", file, max(each.spot.place), each.label_bytes, each.prompt, tokens)
+        for each in reads if (row := each.row) is not None and (tokens := each.tokens) is not None
     ]  # fmt: skip
 
 
 def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
     """Append some hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
-    texts = [(row.line, row.file, row.number, row.label_bytes, row.prompt, len(row.tokens)) for row in rows]
-    spool.write((_encode(texts) + "\n").encode("utf-8"))
+    spool.write((_encode([(*row[:-1], len(row.tokens)) for row in rows]) + "\n").encode("utf-8"))
     spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
     spool.writelines(row.tokens.trained.tobytes() for row in rows)
 
 
 def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
     texts = json.loads(spool.readline())
-    counts = [text[-1] for text in texts]
-    ids = np.frombuffer(spool.read(4 * sum(counts)), dtype="<u4")
-    trained = np.frombuffer(spool.read(sum(counts)), dtype=np.bool_)
+    ends = np.cumsum([text[-1] for text in texts], dtype=np.int64)
+    total = int(ends[-1]) if texts else 0
+    ids, trained = np.frombuffer(spool.read(4 * total), "<u4"), np.frombuffer(spool.read(total), np.bool_)
     rows = list[StoredRow]()
-    for (line, file, number, label_bytes, prompt, count), end in zip(texts, np.cumsum(counts), strict=True):
+    for (line, file, number, size, prompt, count), end in zip(texts, ends, strict=True):
         tokens = TokenRow(ids[end - count : end], trained[end - count : end])
-        rows.append(StoredRow(line, tokens, file, number, label_bytes, Prompt(*prompt) if prompt else None))
+        rows.append(StoredRow(line, file, number, size, Prompt(*prompt) if prompt else None, tokens))
     return rows
 
 
@@ -227,10 +221,7 @@ class SplitWriter(contextlib.ExitStack):
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
         """What is asked is tokenized alone: in a row, its last token may be joined with the answer's first."""
-        asking = [
-            (number, row.tokens, row.prompt) for number, row in enumerate(rows, len(self._store))
-            if row.prompt is not None
-        ]  # fmt: skip
+        asking = [(number, row.tokens, row.prompt) for number, row in enumerate(rows, len(self._store)) if row.prompt]
         encodings = self._tokenizer.encode_chats([prompt.rendered for _, _, prompt in asking])
         for (number, tokens, prompt), encoding in zip(asking, encodings, strict=True):
             end = prompt.begin + int(np.flatnonzero(tokens.trained[prompt.begin :])[-1]) + 1

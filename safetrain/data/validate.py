@@ -1,4 +1,4 @@
-"""The door of the room: data is validated, and written for training or only looked at; a file is read as a test set.
+"""The door of the room: data is validated and perhaps written; a file is read as a test set; texts for a tokenizer.
 
 A row goes from its file (files) to a Row (forms), to text with labels (render), to tokens (tokenize), to a split
 (split), and to a store (spool). It is read once and waits on the disk until all rows are known: a hash of its question
@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -29,13 +29,16 @@ from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
-from safetrain.data.files import PLAIN
-from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
+from safetrain.data.files import PLAIN, rows_of, texts_of
+from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities, Spot
 from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
+from safetrain.data.forms import Columns, parse_row
+from safetrain.data.json_rows import RowError
 from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
+PIECE_CHARACTERS = 2**16  # of a text, to the end of its line
 Origin = tuple[str, str, str]  # the format of the data, how its splits came to be, what opens an answer
 
 
@@ -112,7 +115,7 @@ def read_held_out(
         findings.refuse_errors()
         provenance = Provenance(tokenizer_hash(model), "", today().isoformat(), (), "")
         writer.finish(reader.provenance(provenance), [path])
-        store = open_store(store_path(folder, "test"))  # mapped: its file may go
+        store = open_store(store_path(folder, "test"))  # open: its file may go
     return held_out_in(store, max_examples, max_seq_length)
 
 
@@ -155,7 +158,7 @@ class _Gate:
             provenance, report = reader.provenance(provenance), None
             if self.into is not None:
                 splits = write_splits(spool, folder, parts, files.paths, provenance, tokenizer)
-                origin = "+".join(sorted(reader.formats)), how, self._opening(provenance)
+                origin = "+".join(sorted(reader.formats)), how, _opening(provenance)
                 report = self._report(paths[0], splits, provenance, tokenizer, origin)
         more = {"rows": sample, "context": reader.context, "documents": settings.documents}
         return self._validation(reader, report, **more)
@@ -186,13 +189,11 @@ class _Gate:
         likeness, note, how = facts.likeness(self.settings.similarity), "", ""
         if self.into is not None:
             clusters = likeness.clusters
-            if likeness.by_context:
-                note = "; the questions are too few: rows with one question and one system text stay together"
             if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least the same stay together
                 note = "; all rows are near copies of each other, and such stand on both sides"
                 clusters = likeness.groups
-            numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
-            parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
+            numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(self.settings.shares)
+            parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
         compare(self.findings, facts, likeness, parts)
         return parts, how if set(files.names) == set(SPLITS) else how + note
 
@@ -211,13 +212,6 @@ class _Gate:
             return dataclasses.replace(provenance, made_on=before.made_on)
         return provenance
 
-    def _opening(self, provenance: Provenance) -> str:
-        if provenance.asked:
-            return f"prompts leave out the generation prompt's {provenance.asked!r}, as in training"
-        if provenance.opening:
-            return f"prompts end with {provenance.opening!r}, as in training"
-        return "the generation prompt matches the training format"
-
     def _report(
         self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, data: Origin
     ) -> DataReport:
@@ -228,6 +222,14 @@ class _Gate:
             source=str(source), format=form, split=how, warnings=warnings, findings=findings,
             template_date=made.made_on, stop_tokens=stops, opening=opening, **splits,
         )  # fmt: skip
+
+
+def _opening(provenance: Provenance) -> str:
+    if provenance.asked:
+        return f"prompts leave out the generation prompt's {provenance.asked!r}, as in training"
+    if provenance.opening:
+        return f"prompts end with {provenance.opening!r}, as in training"
+    return "the generation prompt matches the training format"
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -258,3 +260,46 @@ def written(into: Path | None) -> Iterator[Path]:
         yield folder
         if into is not None:
             replace_directory(folder, into)
+
+
+def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable[[str], None]) -> Iterator[str]:
+    """Every text to train on in some files and folders; raises DataError, NoRowsError.
+
+    ``say`` is told of files in the folders that look like data and are of no split.
+    """
+    for source in paths:
+        if corpus_of(source):
+            raise DataError(
+                "This is a corpus of tokens: it has no text to make a tokenizer of.",
+                where=str(source),
+                do="safetrain create PRESET DIR --tokenizer MODEL, the model whose tokenizer made the corpus",
+            )
+        files = data_files_of(source, documents=True)
+        if files.unread:
+            more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
+            say(f"{files.unread[0]}{more} in {source} is not read: its name says no split")
+        for split, path in zip(files.names, files.paths, strict=True):
+            if split == "train":
+                yield from _texts_in(path, columns)
+
+
+def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
+    is_plain, findings = suffix_of(path) in PLAIN, Findings(Severities())
+    for place, value in texts_of(path) if is_plain else rows_of(path):
+        try:
+            row = parse_row(value, None if is_plain else columns)
+        except RowError as error:
+            findings.add_unreadable(Spot(str(path), place), error)
+            continue
+        for text in (row.text, *(message.content for message in row.messages)):
+            yield from _pieces(text)
+    findings.refuse_errors()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text some lines at a time, so that a sample can be spread over it."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end

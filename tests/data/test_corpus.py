@@ -83,33 +83,11 @@ def test_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
         corpus_of(tmp_path)
 
 
-def test_the_mask_decides_what_is_a_label(tmp_path: Path) -> None:
-    labels = [[number >= len(document) // 2 for number in range(len(document))] for document in DOCUMENTS]
-    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=labels)
-    report = validate(tmp_path / "corpus", tmp_path / "out")
-    kept = dict(zip(map(tuple, DOCUMENTS), labels, strict=True))
-    for split in SPLITS:
-        rows = open_store(store_path(tmp_path / "out", split)).rows
-        assert all(row.trained.tolist() == kept[tuple(row.ids.tolist())] for row in rows)
-        assert rows.label_counts.tolist() == [row.trained_tokens for row in rows]
-    assert sum(split.trained_tokens for _, split in report.splits) == sum(map(sum, labels))
-
-
-def test_a_split_without_labels_is_refused(tmp_path: Path) -> None:
-    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=[[False] * len(document) for document in DOCUMENTS])
-    with pytest.raises(DataError, match="have no labels"):
-        validate(tmp_path / "corpus", tmp_path / "out")
-
-
-def test_documents_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    labels = [[number % 3 == 0 for number in range(len(document))] for document in DOCUMENTS]
-    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=labels)
-    whole = validate(tmp_path / "corpus", tmp_path / "whole")
+def test_documents_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
+    whole = validate(corpus, tmp_path / "whole")
     monkeypatch.setattr("safetrain.data.corpus.PIECE", 7)
-    pieces = validate(tmp_path / "corpus", tmp_path / "pieces")
-    assert pieces.train.label_bytes == whole.train.label_bytes
-    one, other = (open_store(store_path(tmp_path / name, "train")).rows for name in ("whole", "pieces"))
-    assert np.array_equal(one.label_counts, other.label_counts)
+    assert validate(corpus, tmp_path / "pieces").train == whole.train
+    assert rows_of(tmp_path / "pieces", "train") == rows_of(tmp_path / "whole", "train")
 
 
 def test_files_that_are_not_whole_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Planted faults are found at their line; clean data gives no warning; what lies in two splits is told."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -120,16 +119,6 @@ def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write
 
 def behind(system: str, *turns: object) -> dict[str, object]:
     return {"messages": [{"role": "system", "content": system}, *turns]}
-
-
-def test_one_question_behind_many_system_texts_is_split_by_these(write_jsonl: Write, tmp_path: Path) -> None:
-    words = clean(200, 3)
-    one = {"role": "user", "content": "Say it shortly."}
-    rows = [behind(json.dumps(row), one, {"role": "assistant", "content": "Yes."}) for row in words]
-    report = gate(write_jsonl("a.jsonl", rows), tmp_path, (0.2, 0.2), context=100_000)
-    assert min(report.valid.rows, report.test.rows) > 10
-    assert "the questions are too few" in report.split
-    assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & {finding.id for finding in report.findings}
 
 
 def test_another_system_text_is_said_of_an_overlap(write_jsonl: Write, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from models.recipe import build
 from safetrain.core.model.files import read_model_files
-from safetrain.data.texts import training_texts
+from safetrain.data.validate import training_texts
 from safetrain.engine.upstream.loading import load, quantize
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import ShapeRequest

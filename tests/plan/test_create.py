@@ -19,8 +19,7 @@ from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelEr
 from safetrain.core.model.files import read_model_files
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.data.command import pieces_of
-from safetrain.data.texts import training_texts
-from safetrain.data.validate import validate
+from safetrain.data.validate import training_texts, validate
 from safetrain.plan.creation import create
 from safetrain.plan.creation.create import (
     CreatedModel,

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from safetrain.core.model.files import read_model_files
-from safetrain.data.texts import training_texts
+from safetrain.data.validate import training_texts
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import ShapeRequest
 from tests.corpora import tokenized, write_ds

@@ -5,8 +5,8 @@ The file is a safetensors file (8 bytes of header length, JSON, little-endian ar
 ``files`` and ``lines`` of each row, and of the rows with a question: ``question_rows``, the ids of their
 prompts, the question's text and the category. The metadata says what made it.
 
-Of a corpus the tokens stay in the files that they came in: of each document the store has where it starts, its tokens,
-its labels, its file and its number there. The metadata names the files, and the stretches in them that belong to this
+Of a corpus the tokens stay in the files that they came in, and all of them are labels: of each document the store has
+its length, its file and its number there. The metadata names the files, and the stretches in them that belong to this
 split.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from safetrain.core.data.token_files import FileValues, OpenFile, Stretch, StretchValues, TokenFile
+from safetrain.core.data.token_files import FileValues, OpenFile, Stretch, StretchIds, TokenFile
 from safetrain.core.data.token_rows import Question, Questions, TokenRows, Values
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import dvc
@@ -39,8 +39,8 @@ OF_ROWS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "
            "lines": "U32"}  # fmt: skip
 ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts",
         "group_ends": "question_groups"}  # fmt: skip
-OF_DOCUMENTS = {"starts": "U64", "lengths": "U32", "label_counts": "U32", "files": "U32", "lines": "U32"}
-CORPUS = "corpus"  # the key of a corpus's metadata
+OF_DOCUMENTS = {"lengths": "U32", "files": "U32", "lines": "U32"}
+CORPUS = "documents_in"  # the key of a corpus's metadata
 COPY_BYTES = 2**20
 
 
@@ -192,14 +192,10 @@ class DocumentWriter(_Writer):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, OF_DOCUMENTS)
-        self._tokens = 0
 
-    def add(self, lengths: np.ndarray, label_counts: np.ndarray, file: int, numbers: np.ndarray) -> None:
+    def add(self, lengths: np.ndarray, file: int, numbers: np.ndarray) -> None:
         """Documents of one file, none of them empty; ``numbers`` (documents,) count from 1."""
-        starts = self._tokens + np.cumsum(lengths, dtype=np.int64) - lengths
-        self._tokens += int(lengths.sum())
-        files = np.full(len(lengths), file)
-        self._put(starts=starts, lengths=lengths, label_counts=label_counts, files=files, lines=numbers)
+        self._put(lengths=lengths, files=np.full(len(lengths), file), lines=numbers)
 
     def finish(self, made: Provenance, digest: str, corpus: Corpus, label_bytes: float) -> None:
         """Write the file. ``label_bytes``: of a label, on average."""
@@ -263,18 +259,16 @@ def _rows(path: Path, arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Ques
 
 def _documents(path: Path, text: str, arrays: Mapping[str, FileValues]) -> TokenRows:
     """The rows of a split of a corpus; raises DataError where it or a file is not as it was."""
-    starts, lengths, label_counts = (arrays[name][:] for name in ("starts", "lengths", "label_counts"))
     try:
         corpus = from_json(Corpus, json.loads(text))
-        ids = StretchValues(corpus.files, corpus.stretches)
-        is_whole = len({*map(len, arrays.values())}) == 1 and int(starts[-1]) + int(lengths[-1]) == len(ids)
-    except (ValueError, KeyError, TypeError, IndexError):
-        is_whole = False
-    if not is_whole:
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(path) from None
+    ids, lengths = StretchIds(corpus.files, corpus.stretches), arrays["lengths"][:].astype(np.int64)
+    if len({*map(len, arrays.values())}) != 1 or not len(lengths) or int(lengths.sum()) != len(ids):
         raise _damaged(path)
     for number in {stretch.file for stretch in corpus.stretches}:
         corpus.files[number].require_unchanged()
-    return TokenRows(ids, StretchValues(corpus.files, corpus.stretches, labels=True), starts, lengths, label_counts)
+    return TokenRows(ids, np.broadcast_to(np.True_, len(ids)), np.cumsum(lengths) - lengths, lengths, lengths - 1)
 
 
 def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]]:

@@ -1,7 +1,6 @@
 """Numbers of tokens in files, read as they are sliced: a store's own, and those of a corpus, which stay in its files.
 
-Nothing is mapped or kept, so tokens take the memory of what is in use. `NAME.ds` has the ids of a corpus as datatrove
-writes them, `NAME.ds.loss` a byte for each, 0 if it is not a label.
+Nothing is mapped or kept, so tokens take the memory of what is in use.
 """
 
 import hashlib
@@ -65,14 +64,13 @@ class TokenFile:
     path: str
     tokens: int
     token_bytes: int  # 2 or 4, little-endian
-    masked: bool  # a file beside it says which tokens are labels
-    digest: str  # of sampled bytes of both
+    digest: str  # of sampled bytes
 
     def require_unchanged(self) -> None:
         """Raise DataError where it is gone, or its size or sampled bytes are others than was validated."""
         path, size = Path(self.path), self.tokens * self.token_bytes
         try:
-            if path.stat().st_size == size and sampled_digest(path, self.masked) == self.digest:
+            if path.stat().st_size == size and sampled_digest(path) == self.digest:
                 return
             what = "is not the one that was validated"
         except OSError as error:
@@ -85,23 +83,12 @@ class TokenFile:
         )
 
     def ids(self, begin: int, end: int) -> np.ndarray:
-        """(tokens,) uint32; raises DataError."""
-        width = self.token_bytes
-        return np.frombuffer(_read(Path(self.path), width * begin, width * end), f"<u{width}").astype(np.uint32)
-
-    def labels(self, begin: int, end: int) -> np.ndarray:
-        """(tokens,) whether each is a label; raises DataError."""
-        if not self.masked:
-            return np.ones(end - begin, dtype=np.bool_)
-        return np.frombuffer(_read(loss_path(Path(self.path)), begin, end), np.uint8) != 0
-
-
-def _read(path: Path, begin: int, end: int) -> bytes:
-    """Opened for each reading: a corpus has any number of files, and a Mac allows a process 256."""
-    try:
-        return OpenFile(path).read(begin, end - begin)
-    except OSError as error:
-        raise DataError(f"The corpus cannot be read: {error.strerror}.", where=str(path)) from None
+        """(tokens,) uint32; raises DataError. Opened for each reading: a Mac allows a process 256 open files."""
+        try:
+            file = OpenFile(Path(self.path))
+        except OSError as error:
+            raise DataError(f"The corpus cannot be read: {error.strerror}.", where=self.path) from None
+        return FileValues(file, np.dtype(f"<u{self.token_bytes}"), 0, self.tokens)[begin:end].astype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -113,32 +100,25 @@ class Stretch:
     end: int
 
 
-def sampled_digest(path: Path, masked: bool) -> str:
-    """Of sizes, and of 1 MiB of the tokens and as much of the mask, evenly spread; raises OSError.
+def sampled_digest(path: Path) -> str:
+    """Of the size and of 1 MiB of a file, evenly spread; raises OSError.
 
     Whole files are hashed when they are validated; what looks at them every time reads no terabyte.
     """
-    state = hashlib.blake2b(digest_size=16)
-    for each in (path, loss_path(path)) if masked else (path,):
-        size = each.stat().st_size
-        state.update(size.to_bytes(8, "little"))
-        with each.open("rb", buffering=0) as file:
-            for place in np.linspace(0, max(0, size - SAMPLE_BYTES), SAMPLES).astype(np.int64).tolist():
-                file.seek(place)
-                state.update(file.read(SAMPLE_BYTES))
+    size = path.stat().st_size
+    state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+    with path.open("rb", buffering=0) as file:
+        for place in np.linspace(0, max(0, size - SAMPLE_BYTES), SAMPLES).astype(np.int64).tolist():
+            file.seek(place)
+            state.update(file.read(SAMPLE_BYTES))
     return state.hexdigest()
 
 
-def loss_path(path: Path) -> Path:
-    """Where the mask of a file of tokens is."""
-    return path.with_name(f"{path.name}.loss")
+class StretchIds:
+    """The ids of some stretches, one after the other, read as they are sliced."""
 
-
-class StretchValues:
-    """A number for each token of some stretches, one after the other, read as it is sliced: ids, or what is a label."""
-
-    def __init__(self, files: Sequence[TokenFile], stretches: Sequence[Stretch], *, labels: bool = False) -> None:
-        self._files, self._stretches, self._labels = files, stretches, labels
+    def __init__(self, files: Sequence[TokenFile], stretches: Sequence[Stretch]) -> None:
+        self._files, self._stretches = files, stretches
         self._ends = np.cumsum([stretch.end - stretch.begin for stretch in stretches], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -150,10 +130,6 @@ class StretchValues:
         while start < stop:
             end, stretch = int(self._ends[number]), self._stretches[number]
             begin, count = stretch.end - (end - start), min(stop, end) - start
-            file = self._files[stretch.file]
-            parts.append((file.labels if self._labels else file.ids)(begin, begin + count))
+            parts.append(self._files[stretch.file].ids(begin, begin + count))
             start, number = start + count, number + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([self._none(), *parts])
-
-    def _none(self) -> np.ndarray:
-        return np.zeros(0, dtype=np.bool_ if self._labels else np.uint32)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.uint32), *parts])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from safetrain.core.data.store import Corpus, DocumentWriter, Store, open_store
-from safetrain.core.data.token_files import Stretch, TokenFile, loss_path, sampled_digest
+from safetrain.core.data.token_files import Stretch, TokenFile, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
@@ -21,60 +21,40 @@ END = 0
 DOCUMENTS = [[5, 6, 7, END], [8, END], [9, 10, 11, 12, END], [13, 14, END], [15, 16, 17, END]]
 
 
-def token_file(path: Path, token_bytes: int = 2) -> TokenFile:
-    masked = loss_path(path).exists()
-    return TokenFile(str(path), path.stat().st_size // token_bytes, token_bytes, masked, sampled_digest(path, masked))
-
-
-def store_of(folder: Path, files: list[TokenFile], stretches: list[Stretch], lengths: list[list[int]]) -> Store:
-    path = folder / "train.tokens.safetensors"
-    with DocumentWriter(path) as writer:
-        for stretch, each in zip(stretches, lengths, strict=True):
-            sizes = np.array(each)
-            writer.add(sizes, sizes - 1, stretch.file, np.arange(1, len(each) + 1))
-        writer.finish(MADE, "digest", Corpus(tuple(files), tuple(stretches)), 3.5)
-    return open_store(path)
+def token_file(path: Path, token_bytes: int) -> TokenFile:
+    return TokenFile(str(path), path.stat().st_size // token_bytes, token_bytes, sampled_digest(path))
 
 
 @pytest.fixture
 def two_files(tmp_path: Path) -> tuple[Store, list[Path]]:
-    """Three documents of 2 bytes a token, two of 4 with a mask; the first document of each file is left out."""
-    paths = [write_ds(tmp_path / "a.ds", DOCUMENTS[:3]), tmp_path / "b.ds"]
-    labels = [[True] * 3, [False, True, False, True]]
-    write_ds(paths[1], DOCUMENTS[3:], token_bytes=4, labels=labels)
-    files = [token_file(paths[0]), token_file(paths[1], 4)]
-    return store_of(tmp_path, files, [Stretch(0, 4, 11), Stretch(1, 3, 7)], [[2, 5], [4]]), paths
+    """Three documents of 2 bytes a token, two of 4; the first document of each file is left out."""
+    paths = [write_ds(tmp_path / "a.ds", DOCUMENTS[:3]), write_ds(tmp_path / "b.ds", DOCUMENTS[3:], token_bytes=4)]
+    files = (token_file(paths[0], 2), token_file(paths[1], 4))
+    with DocumentWriter(tmp_path / "train.tokens.safetensors") as writer:
+        writer.add(np.array([2, 5]), 0, np.array([2, 3]))
+        writer.add(np.array([4]), 1, np.array([2]))
+        writer.finish(MADE, "digest", Corpus(files, (Stretch(0, 4, 11), Stretch(1, 3, 7))), 3.5)
+    return open_store(tmp_path / "train.tokens.safetensors"), paths
 
 
-def test_documents_of_several_files_are_rows(two_files: tuple[Store, list[Path]]) -> None:
+def test_documents_of_several_files_are_rows_and_windows_of_them(two_files: tuple[Store, list[Path]]) -> None:
     store, paths = two_files
     assert [row.ids.tolist() for row in store.rows] == [DOCUMENTS[1], DOCUMENTS[2], DOCUMENTS[4]]
-    assert all(row.ids.dtype == np.uint32 and row.trained.dtype == np.bool_ for row in store.rows)
-    assert store.rows[2].trained.tolist() == [False, True, False, True], "the mask beside the file"
-    assert [store.where(row) for row in (1, 2)] == [f"{paths[0]}:2", f"{paths[1]}:1"]
-    assert store.label_bytes == 3.5
-    assert len(store.questions) == 0
+    assert all(row.ids.dtype == np.uint32 and row.trained.all() for row in store.rows)
+    assert [store.where(row) for row in (1, 2)] == [f"{paths[0]}:3", f"{paths[1]}:2"]
+    assert (store.label_bytes, len(store.questions)) == (3.5, 0)
+    pieces = TokenWindows(store.rows, 100, frozenset({END})).pieces([0])
+    assert [row.ids.tolist() for row in pieces] == [DOCUMENTS[1], [END, *DOCUMENTS[2]], [END, *DOCUMENTS[4]]]
+    assert pieces.label_counts.tolist() == [1, 5, 4]
 
 
-def test_windows_go_over_the_border_of_a_file(two_files: tuple[Store, list[Path]]) -> None:
-    store, _ = two_files
-    windows = TokenWindows(store.rows, 100, frozenset({END}))
-    pieces = [row.ids.tolist() for row in windows.pieces([0])]
-    assert pieces == [DOCUMENTS[1], [END, *DOCUMENTS[2]], [END, *DOCUMENTS[4]]]
-    assert windows.pieces([0]).label_counts.tolist() == [1, 5, 2]
-
-
-@pytest.mark.parametrize("change", ["other bytes", "longer", "gone", "other mask"])
+@pytest.mark.parametrize("change", ["other bytes", "longer", "gone"])
 def test_a_file_that_changed_after_validation_is_refused(change: str, two_files: tuple[Store, list[Path]]) -> None:
     _, paths = two_files
-    changed = paths[1]
-    if change == "gone":
-        changed.unlink()
-    elif change == "other mask":
-        loss_path(changed).write_bytes(bytes(7))
-    else:
-        raw = changed.read_bytes()
-        changed.write_bytes(raw[:4] + b"\x01" + raw[5:] if change == "other bytes" else raw * 2)
+    raw = paths[1].read_bytes()
+    paths[1].unlink()
+    if change != "gone":
+        paths[1].write_bytes(raw[:4] + b"\x01" + raw[5:] if change == "other bytes" else raw * 2)
     with pytest.raises(DataError, match=r"b\.ds") as caught:
         open_store(paths[0].parent / "train.tokens.safetensors")
     assert "validate" in str(caught.value)
