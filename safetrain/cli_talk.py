@@ -164,8 +164,7 @@ def serve(
 
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.serving import ServeJob, serve_model
-    from safetrain.engine.upstream.serving import ServedModel
+    from safetrain.engine.upstream.serving import ServeJob, serve_model
 
     def ids_of(messages: "Messages", tools: Sequence[Any] | None, settings: Mapping[str, Any]) -> list[int]:
         prompts, most = asked.prompts, asked.context
@@ -175,8 +174,7 @@ def serve(
         return ids
 
     name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
-    served = ServedModel(name, asked.folder, asked.prompts.stop_ids, ids_of, max_new_tokens)
     if asked.system:
         print(f"system prompt where a chat has none: {printable(asked.system)}", flush=True)
-    job = ServeJob(served, asked.folder, asked.adapter, host, port)
+    job = ServeJob(name, asked.folder, asked.adapter, asked.prompts.stop_ids, ids_of, max_new_tokens, host, port)
     serve_model(job, lambda text: print(printable(text), flush=True))

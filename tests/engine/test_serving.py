@@ -6,13 +6,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from safetrain.engine.serving import served_cache_bytes
-from safetrain.engine.upstream.serving import OneModel, ServedModel, kept_prompts, may_name
+from safetrain.engine.upstream.serving import OneModel, ServeJob, kept_prompts, may_name, served_cache_bytes
 
 
 def provider(cache_bytes: int) -> OneModel:
-    served = ServedModel("one", Path("nowhere"), frozenset(), lambda *_: [], 512)
-    return OneModel(served, cache_bytes, lambda: None, batches=lambda _module: True)
+    job = ServeJob("one", Path("nowhere"), None, frozenset(), lambda *_: [], 512, "127.0.0.1", 0)
+    return OneModel(job, cache_bytes)
 
 
 def prompt_cache(tokens: int) -> KVCache:

@@ -213,8 +213,7 @@ def test_the_server_opens_what_it_is_asked_for_through_its_provider() -> None:
     source = inspect.getsource(server.ResponseGenerator)
     for words in ("self.model_provider.load_default()", "self.model_provider.load(", "self.model_provider.model_key"):
         assert words in source, f"{MOVED}serving.py"
-    assert "self._stop" in source
-    assert "self._generation_thread" in source
+    assert "def stop_and_join(self)" in source
     reset = inspect.getsource(server.ModelProvider.reset)
     for name in ("model_key", "model", "tokenizer", "processor", "draft_model", "is_batchable"):
         assert f"self.{name} = " in reset, f"{MOVED}serving.py"

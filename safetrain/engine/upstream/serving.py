@@ -1,13 +1,19 @@
-"""mlx-lm's HTTP server, with one model that this engine has opened.
+"""Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a line that says how to ask.
 
-By itself it opens whatever a request names: a client that takes the first name of /v1/models would talk with the base,
-without the adapter, and one that says "gpt-4" would start a download. Here every name means the one model. Chats are
-written by the caller, and stop where the caller says.
+By itself mlx-lm's opens whatever a request names: a client that takes the first name of /v1/models would talk with the
+base, without the adapter, and one that says "gpt-4" would start a download. Here every name means the one model. Chats
+are written by the caller, and stop where the caller says.
 """
 
 import argparse
+import errno
 import ipaddress
 import json
+import os
+import shlex
+import signal
+import socket
+import socketserver
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +26,17 @@ from urllib.parse import urlsplit
 
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
+from mlx_lm.tokenizer_utils import load
 
-from safetrain.core.errors import ModelError, SafetrainError
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+from safetrain.core.memory.terms import FLOAT32
+from safetrain.core.model.files import read_model_files
+from safetrain.core.signals import handling
+from safetrain.engine.backend import room_bytes, set_limits
+from safetrain.engine.conversation import open_tuned
 from safetrain.engine.layers import give
+from safetrain.engine.model import dequantize_to_answer
+from safetrain.engine.upstream.generation import padding_refusal
 
 # What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
 USUAL: dict[str, Any] = {
@@ -32,46 +46,95 @@ USUAL: dict[str, Any] = {
     "prefill_step_size": 512, "prompt_cache_size": 10, "prompt_cache_bytes": None, "kv_bits": None,
     "kv_group_size": 64, "quantized_kv_start": 0, "adapter_path": None,
 }  # fmt: skip
-STOP_SECONDS = 3.0
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # where this machine reaches itself
 IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str, Any]], list[int]]
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """The model that answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
+class ServeJob:
+    """The model that answers, and the address. ``ids_of`` writes messages, tools and template settings as a prompt."""
 
     name: str
-    folder: Path  # of the tokenizer
+    folder: Path
+    adapter: Path | None
     stop_ids: frozenset[int]
     ids_of: IdsOf
     max_new_tokens: int  # where a request does not say
+    host: str
+    port: int  # 0: a free one
+
+
+def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
+    """Answer requests until Ctrl-C or SIGTERM, which end the process.
+
+    Raises ConfigError for an address that cannot be had, and ModelError.
+    """
+    listening, files, room = _listening(job.host, job.port), read_model_files(job.folder), room_bytes()
+    set_limits(room)
+    weight_bytes = FLOAT32 * files.parameters if dequantize_to_answer(files) else files.static_bytes
+    provider = OneModel(job, served_cache_bytes(weight_bytes, room))
+    host = ANY_ADDRESS.get(job.host, job.host)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listening.server_port}/v1"
+    try:
+        with handling({signal.SIGTERM: _interrupt}):
+            generator = ResponseGenerator(provider, kept_prompts(provider))
+            provider.ready.wait()
+            if provider.model_key is None:
+                generator.stop_and_join()  # mlx-lm has written the traceback of what is not ours
+                do = "try safetrain chat"
+                raise provider.error or ModelError("mlx-lm's server cannot open this model.", where=job.name, do=do)
+            fingerprint = get_system_fingerprint()
+            handler = partial(_Handler, job.name, job.host, generator, system_fingerprint=fingerprint)
+            listening.RequestHandlerClass = handler
+            listening.server_activate()
+            say(f"{job.name} answers at {address}; Ctrl-C ends it. Try it from another terminal:")
+            body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
+            content_type = "-H 'Content-Type: application/json'"
+            say(f"curl -s {shlex.quote(f'{address}/chat/completions')} {content_type} -d '{body}'")
+            listening.serve_forever()
+    except KeyboardInterrupt:
+        say("\nstopped")
+        sys.stdout.flush()
+        os._exit(0)  # else a prompt would be read to its end, and mlx 0.32.4 aborts after requests in its own threads
+    finally:
+        listening.server_close()
+
+
+def _interrupt(_number: int) -> None:
+    raise KeyboardInterrupt
+
+
+def served_cache_bytes(weight_bytes: int, room_bytes: int) -> int:
+    """For keys and values of a server's prompts and answers: half of what ``weight_bytes`` leave of ``room_bytes``.
+
+    The other half is for a prompt that is read, and for buffers that mlx keeps.
+    """
+    return max(0, room_bytes - weight_bytes) // 2
+
+
+def kept_prompts(provider: "OneModel") -> LRUPromptCache:
+    """Where prompts are kept for the next request; the oldest is dropped. mlx-lm's own server counts only prompts."""
+    return LRUPromptCache(provider.cli_args.prompt_cache_size, provider.cli_args.prompt_cache_bytes)
 
 
 class OneModel(ModelProvider):
     """Opens the model in the thread that computes, and returns it for every name."""
 
-    def __init__(
-        self, served: ServedModel, cache_bytes: int, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]
-    ) -> None:
-        """``cache_bytes``: of kept prompts. ``open_model`` gives mlx-lm's module.
-
-        ``batches``: whether requests may be computed together.
-        """
-        own = {"model": str(served.folder), "max_tokens": served.max_new_tokens, "prompt_cache_bytes": cache_bytes}
-        arguments = argparse.Namespace(**{**USUAL, **own})
-        super().__init__(arguments)
-        self._served, self._open, self._batches = served, open_model, batches
-        self.ready = Event()
+    def __init__(self, job: ServeJob, cache_bytes: int) -> None:
+        """``cache_bytes``: of kept prompts."""
+        own = {"model": str(job.folder), "max_tokens": job.max_new_tokens, "prompt_cache_bytes": cache_bytes}
+        super().__init__(argparse.Namespace(**{**USUAL, **own}))
+        self._job, self.ready = job, Event()
         self.error: SafetrainError | None = None
 
     def load_default(self) -> None:
         """Open it; what goes wrong is kept for the thread that waits."""
         try:
-            self.model = self._open()
-            self.tokenizer = _tokenizer_of(self._served)
+            self.model = open_tuned(self._job.folder, self._job.adapter).module
+            self.tokenizer = _tokenizer_of(self._job)
             mergeable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
-            self.is_batchable = mergeable and self._batches(self.model)
-            self.model_key = (self._served.name, None, None)
+            self.is_batchable = mergeable and not padding_refusal(self.model)
+            self.model_key = (self._job.name, None, None)
         except SafetrainError as error:
             self.error = error
         finally:
@@ -82,19 +145,17 @@ class OneModel(ModelProvider):
         return self.model, self.tokenizer
 
 
-def _tokenizer_of(served: ServedModel) -> Any:
-    """mlx-lm's tokenizer, which writes chats as ``served`` does."""
-    from mlx_lm.tokenizer_utils import load
-
-    tokenizer = load(served.folder, {"trust_remote_code": False, "local_files_only": True})
-    tokenizer.eos_token_ids = served.stop_ids
+def _tokenizer_of(job: ServeJob) -> Any:
+    """mlx-lm's tokenizer, which writes chats as the job does."""
+    tokenizer = load(job.folder, {"trust_remote_code": False, "local_files_only": True})
+    tokenizer.eos_token_ids = job.stop_ids
     tokenizer.has_chat_template = True  # ``ids_of`` takes texts without one, too
 
     def write(
         _self: Any, messages: Any, tools: Any = None, tokenize: bool = True, add_generation_prompt: bool = True,
         **settings: Any,
     ) -> list[int]:  # fmt: skip
-        return served.ids_of(messages, tools, settings)
+        return job.ids_of(messages, tools, settings)
 
     give(tokenizer, {"apply_chat_template": write})
     return tokenizer
@@ -144,24 +205,10 @@ def may_name(header: str, host: str) -> bool:
     return True
 
 
-class ServerSocket(ThreadingHTTPServer):
+class _Listening(ThreadingHTTPServer):
     """A port that is bound, but not yet listened to."""
 
     request_queue_size = 64
-
-    def __init__(self, host: str, port: int) -> None:
-        """Raises OSError where the port cannot be had."""
-        import socket
-
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = addresses[0][0]
-        self.asked_host = host
-        super().__init__((str(addresses[0][4][0]), port), _Handler, bind_and_activate=False)
-        try:
-            self.server_bind()
-        except OSError:
-            self.server_close()
-            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients may leave in the middle of an answer."""
@@ -170,38 +217,29 @@ class ServerSocket(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """As of any server, without asking for the name of this machine, which can take long."""
-        import socketserver
-
-        socketserver.TCPServer.server_bind(self)
+        try:
+            socketserver.TCPServer.server_bind(self)
+        except OSError:
+            self.server_close()
+            raise
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
-def kept_prompts(provider: OneModel) -> LRUPromptCache:
-    """Where prompts are kept for the next request; the oldest is dropped. mlx-lm's own server counts only prompts."""
-    return LRUPromptCache(provider.cli_args.prompt_cache_size, provider.cli_args.prompt_cache_bytes)
-
-
-def serve(listening: ServerSocket, provider: OneModel, name: str, ready: Callable[[], None]) -> None:
-    """Open the model, call ``ready``, and answer until a KeyboardInterrupt. Its threads may outlive it for a while.
-
-    Raises SafetrainError where the model cannot be opened.
-    """
-    generator = ResponseGenerator(provider, kept_prompts(provider))
+def _listening(host: str, port: int) -> _Listening:
+    """Raises ConfigError where the port cannot be had."""
     try:
-        provider.ready.wait()
-        if provider.error is not None:
-            raise provider.error
-        if provider.model_key is None:  # mlx-lm has written the traceback
-            raise ModelError("mlx-lm's server cannot open this model.", where=name, do="try safetrain chat")
-        listening.RequestHandlerClass = partial(
-            _Handler, name, listening.asked_host, generator, system_fingerprint=get_system_fingerprint()
-        )
-        listening.server_activate()
-        ready()
-        listening.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        listening.server_close()
-        generator._stop = True
-        generator._generation_thread.join(STOP_SECONDS)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        _Listening.address_family = family
+        listening = _Listening((str(address[0]), port), APIHandler, bind_and_activate=False)
+        listening.server_bind()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            do = f"choose another with --port {port + 1 if port < 65535 else 8080}, or end the other program"
+            raise ConfigError("The port is in use.", where=f"{host}:{port}", do=do) from None
+        raise ConfigError(
+            f"Nothing can be served at this address: {error.strerror or error}.",
+            where=f"{host}:{port}",
+            expected="an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for all who reach it; port above 1023",
+            do="choose them with --host and --port",
+        ) from None
+    return listening
