@@ -165,7 +165,7 @@ def diagnose(
     from safetrain.guard.postmortem import explain_unclosed
 
     try:
-        with training_lock("default", paths.OUTPUT):
+        with training_lock(paths.OUTPUT):
             death = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
     except AlreadyRunningError as running:
         print(running.what, "What follows is about the training before.", file=sys.stderr)
@@ -200,7 +200,7 @@ def discard() -> None:
     from safetrain.guard.postmortem import close_marker
 
     require_project()
-    with training_lock("default", paths.OUTPUT):
+    with training_lock(paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
         (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it names a checkpoint that is gone

@@ -30,7 +30,7 @@ LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")
 def main(config: Pipeline) -> None:
     """Train, or continue an unfinished run of the same settings."""
     train = config.train
-    with training_lock("default", paths.OUTPUT) as locks:
+    with training_lock(paths.OUTPUT) as locks:
         recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
         require_plan_for(recommendation, train.method, config.model.path)
         data = read_data_report(paths.DATA_REPORT)

@@ -18,31 +18,29 @@ FOLDER_LOCK = ".training.lock"
 PROBE_SECONDS = 0.2  # a probe by is_locked is over by then
 
 
-def lock_path(device: str, platform: str = sys.platform) -> Path:
-    """The lock file of a device: in ``$SAFETRAIN_LOCK_DIR``, else where the system keeps such files of a user.
+def lock_path(platform: str = sys.platform) -> Path:
+    """The lock file of this user: in ``$SAFETRAIN_LOCK_DIR``, else where the system keeps such files.
 
     Other variables play no part: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
+    On macOS, files in $TMPDIR are removed after three days without access (confstr(3)).
     """
-    setting = os.environ.get("SAFETRAIN_LOCK_DIR")
-    folder = Path(setting) if setting else _runtime_folder(platform)
-    return folder / f"safetrain-{os.getuid()}-{device}.lock"
-
-
-def _runtime_folder(platform: str) -> Path:
-    if platform == "darwin":  # files in $TMPDIR are removed after three days without access (confstr(3))
-        return mac_cache_directory()
     runtime = Path("/run/user") / str(os.getuid())
-    return runtime if os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
+    folder = runtime if os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
+    if setting := os.environ.get("SAFETRAIN_LOCK_DIR"):
+        folder = Path(setting)
+    elif platform == "darwin":
+        folder = mac_cache_directory()
+    return folder / f"safetrain-{os.getuid()}-default.lock"
 
 
 @contextmanager
-def training_lock(device: str, output: Path) -> Iterator[tuple[int, int]]:
+def training_lock(output: Path) -> Iterator[tuple[int, int]]:
     """Hold the device and the output folder for one training; raises AlreadyRunningError with the holder's process id.
 
     Gives the two descriptors: a child that inherits them holds the locks too, for as long as it lives.
     The files stay when the locks are released: removing one would let two later processes lock two different files.
     """
-    with _locked(lock_path(device), ours=True) as first, _locked(output / FOLDER_LOCK) as second:
+    with _locked(lock_path(), ours=True) as first, _locked(output / FOLDER_LOCK) as second:
         yield first, second
 
 
@@ -60,10 +58,7 @@ def is_locked(output: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
+        return not _locks(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
@@ -72,11 +67,9 @@ def is_locked(output: Path) -> bool:
 def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
     """``ours``: require a plain file of this user, because every user may write into its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _opened(path)
+    descriptor = _opened(path, ours=ours)
     try:
-        if ours:
-            _require_own(descriptor, path)
-        if not _locks(descriptor):
+        if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise AlreadyRunningError(
                 f"Another training runs on this machine (process {holder}).",
@@ -91,12 +84,12 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
         os.close(descriptor)
 
 
-def _locks(descriptor: int) -> bool:
-    """Whether the lock is ours now; a monitor that looks at it holds it for less than PROBE_SECONDS."""
-    end = time.monotonic() + PROBE_SECONDS
+def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:
+    """Whether the lock is ours within ``seconds``."""
+    end = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= end:
@@ -104,30 +97,23 @@ def _locks(descriptor: int) -> bool:
             time.sleep(PROBE_SECONDS / 10)
 
 
-def open_lock_file(path: Path) -> int:
-    """A descriptor to lock; writable, as network file systems require; links are not followed."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _opened(path: Path, *, ours: bool) -> int:
+    """The lock file's descriptor, writable, as network file systems require; links are not followed.
 
-
-def _opened(path: Path) -> int:
-    """The lock file's descriptor; raises MachineError where it is not ours to open."""
+    Raises MachineError where it is not a file that this user can open, or ``ours`` and another user's.
+    """
     try:
-        return open_lock_file(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        status = os.fstat(descriptor)
+        if not ours or (stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1):
+            return descriptor
+        os.close(descriptor)
+        got = f"owner {status.st_uid}, {status.st_nlink} names"
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EACCES, errno.EISDIR):
             raise
-        raise _not_ours(path, os.strerror(error.errno)) from None
-
-
-def _require_own(descriptor: int, path: Path) -> None:
-    """Raise MachineError unless it is a plain file of this user, by this one name."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
-        raise _not_ours(path, f"owner {status.st_uid}, {status.st_nlink} names")
-
-
-def _not_ours(path: Path, got: str) -> MachineError:
-    return MachineError(
+        got = os.strerror(error.errno)
+    raise MachineError(
         "The lock of this user's trainings cannot be acquired.",
         where=str(path),
         expected=f"a plain file of user {os.getuid()}, or nothing",

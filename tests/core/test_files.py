@@ -72,13 +72,6 @@ def test_a_refusal_names_the_target_and_not_a_name_that_nobody_knows(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="Linux has a file system without files of one's own")
-def test_a_file_system_that_takes_no_files_is_a_matter_of_permission() -> None:
-    with pytest.raises(PermissionError) as refused:
-        write_atomic(Path("/proc/x.html"), lambda temporary: None)
-    assert refused.value.filename == "/proc/x.html"
-
-
 @pytest.fixture
 def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which calls have flushed, in order; the full one as on macOS."""

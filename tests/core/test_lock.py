@@ -14,7 +14,7 @@ from safetrain.core.lock import lock_path, require_no_training, training_lock
 
 HOLD = (
     "import sys, time\nfrom pathlib import Path\nfrom safetrain.core.lock import training_lock\n"
-    "with training_lock('default', Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    "with training_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
 )
 
 
@@ -23,7 +23,7 @@ def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way
     assert first.stdout is not None
     try:
         assert first.stdout.readline() == "held\n"
-        with pytest.raises(AlreadyRunningError, match=f"process {first.pid}"), training_lock("default", tmp_path):
+        with pytest.raises(AlreadyRunningError, match=f"process {first.pid}"), training_lock(tmp_path):
             pass
         for _ in range(2):
             with pytest.raises(AlreadyRunningError, match=f"process {first.pid}"):
@@ -35,7 +35,7 @@ def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way
     deadline = time.monotonic() + 5
     while True:
         try:
-            with training_lock("default", tmp_path):
+            with training_lock(tmp_path):
                 break
         except AlreadyRunningError:
             assert time.monotonic() < deadline
@@ -46,13 +46,13 @@ def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way
 def test_on_macos_the_lock_is_not_among_files_that_are_cleaned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """$TMPDIR is, after three days without access; and neither cron nor a shell's variables lead to another lock."""
     monkeypatch.delenv("SAFETRAIN_LOCK_DIR", raising=False)
-    found = lock_path("default", "darwin")
+    found = lock_path("darwin")
     assert found.parent == Path.home() / "Library" / "Caches" / "safetrain"
     for name in ("TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, "/elsewhere")
-    assert lock_path("default", "darwin") == found
+    assert lock_path("darwin") == found
     monkeypatch.setenv("SAFETRAIN_LOCK_DIR", "/mine")
-    assert lock_path("default", "darwin").parent == Path("/mine")
+    assert lock_path("darwin").parent == Path("/mine")
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard"])
@@ -64,12 +64,12 @@ def test_nothing_is_written_through_a_link_under_the_lock_s_name(
     precious = tmp_path / "precious"
     precious.write_text("thesis")
     if link == "symbolic":
-        lock_path("default").symlink_to(precious)
+        lock_path().symlink_to(precious)
     else:
-        lock_path("default").hardlink_to(precious)
-    with pytest.raises(MachineError, match=r"lock .* cannot be acquired") as caught, training_lock("default", tmp_path):
+        lock_path().hardlink_to(precious)
+    with pytest.raises(MachineError, match=r"lock .* cannot be acquired") as caught, training_lock(tmp_path):
         pass
-    assert str(lock_path("default")) in str(caught.value)
+    assert str(lock_path()) in str(caught.value)
     assert precious.read_text() == "thesis"
 
 
@@ -77,7 +77,7 @@ def test_nothing_is_written_through_a_link_in_the_output_folder(tmp_path: Path) 
     precious = tmp_path / "precious"
     precious.write_text("thesis")
     (tmp_path / ".training.lock").symlink_to(precious)
-    with pytest.raises(MachineError, match="cannot be acquired"), training_lock("default", tmp_path):
+    with pytest.raises(MachineError, match="cannot be acquired"), training_lock(tmp_path):
         pass
     assert precious.read_text() == "thesis"
 
@@ -85,7 +85,7 @@ def test_nothing_is_written_through_a_link_in_the_output_folder(tmp_path: Path) 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_another_user_s_lock_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path))
-    lock_path("default").touch()
-    os.chown(lock_path("default"), 12345, -1)
-    with pytest.raises(MachineError, match="owner 12345"), training_lock("default", tmp_path):
+    lock_path().touch()
+    os.chown(lock_path(), 12345, -1)
+    with pytest.raises(MachineError, match="owner 12345"), training_lock(tmp_path):
         pass

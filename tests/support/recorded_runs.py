@@ -144,7 +144,7 @@ def ended_run(output: Path, ending: str) -> Path:
 def under_way(output: Path, *, updates: int, job: TrainJob = JOB_OF_ALL) -> Iterator[RecordedRun]:
     """A training in this process, some updates old, that holds the lock."""
     output.mkdir(parents=True, exist_ok=True)
-    with training_lock("default", output):
+    with training_lock(output):
         made = RecordedRun(output, job)
         made.begin()
         for step in range(1, updates + 1):

@@ -111,7 +111,7 @@ def test_it_follows_a_training_to_its_end(run: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     lines = list[str]()
     with contextlib.ExitStack() as training:
-        training.enter_context(training_lock("cpu", paths.OUTPUT))
+        training.enter_context(training_lock(paths.OUTPUT))
         training.callback(end)
         monkeypatch.setattr("time.sleep", lambda _seconds: training.close())
         follow(Target("tensorboard"), 5.0, lines.append)

@@ -64,7 +64,7 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = True) -> None:
     """Call ``write(temporary)``, make what it wrote durable, and rename it to ``path``.
 
     The temporary file keeps the suffix of ``path``, because some writers choose a format by it.
@@ -74,13 +74,11 @@ def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
     try:
-        _make_empty(temporary)
         write(temporary)
         _fsync(temporary)
-        if over:
-            temporary.replace(path)
-        else:
-            _rename_new(temporary, path)
+        if not over and path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        temporary.replace(path)
         _fsync(path.parent)
     except OSError as error:
         if str(error.filename) != str(temporary) or error.errno is None:
@@ -89,27 +87,6 @@ def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True
     finally:
         with contextlib.suppress(OSError):  # of a disk that takes no writes: the error that counts is another
             temporary.unlink(missing_ok=True)
-
-
-def _make_empty(path: Path) -> None:
-    """With the rights that the user's umask leaves; raises PermissionError where a file system takes no files."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    except FileNotFoundError:  # of a folder that is there, as /proc says it
-        if not path.parent.is_dir():
-            raise
-        raise PermissionError(errno.EPERM, "the file system takes no files", str(path)) from None
-
-
-def _rename_new(temporary: Path, path: Path) -> None:
-    try:
-        path.hardlink_to(temporary)
-    except OSError as error:
-        if error.errno not in (*NOT_SUPPORTED, errno.EPERM):  # file systems without links
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        temporary.replace(path)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
@@ -166,7 +143,7 @@ def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
-    write_atomic(path, lambda temporary: _write_string(temporary, text))
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
 def write_json(path: Path, value: object) -> None:
@@ -186,11 +163,6 @@ def replace_directory(temporary: Path, final: Path) -> None:
     else:
         temporary.replace(final)
     _fsync(final.parent)
-
-
-def _write_string(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
 
 
 def _fsync_inside(folder: Path) -> None:
