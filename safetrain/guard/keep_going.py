@@ -153,7 +153,7 @@ def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[Trai
         if gpu_rung is None:
             return None
         line = f"step {death.step}: {death.title}: {gpu_rung}"
-        return dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, line)), str(gpu_rung)
+        return dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
     smaller = _smaller(job, options, death) if death.is_memory else None
     if smaller is None:
         return None

