@@ -29,7 +29,7 @@ def validate(
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, as JSON lines, and a log")] = None,
+    fix: Annotated[Path | None, typer.Option(help="write a repaired copy: .jsonl, .json, .csv, .tsv, .parquet")] = None,
     drop: Annotated[
         list[str] | None, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")
     ] = None,

@@ -12,8 +12,8 @@ EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 update``, ``2 updates``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """``1 update``, ``2,000 updates``."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration_text(seconds: float) -> str:

@@ -108,7 +108,7 @@ def _print(console: Console, validation: Validation, model: Path, file: str, *, 
         text = summary(validation.findings, "--json lists all")
         console.print(printable(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, text)))
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
-    console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
+    console.print(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
     if validation.documents and trained:
         console.print(f"{validation.label_bytes / trained:.2f} bytes of text per token; for train.method=pretrain")
     if validation.tokens:

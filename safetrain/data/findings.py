@@ -244,7 +244,7 @@ def summary(findings: Sequence[Finding], all_in: str) -> str:
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
     texts = [described(finding) for finding in grave[:SCREEN_FINDINGS]]
     if len(grave) > SCREEN_FINDINGS:
-        texts.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')}: see {all_in}")
+        texts.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')} ({all_in})")
     notes = sorted({finding.id for finding in findings if finding.severity == NOTE})
     if notes:
         texts.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")

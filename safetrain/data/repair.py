@@ -1,12 +1,13 @@
-"""A repaired copy of a file as JSON lines, and a log of every change. The original is not touched."""
+"""A repaired copy of a file, in the format of its name, and a log of every change. The original is not touched."""
 
 import collections
+import csv
 import hashlib
 import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ftfy import fix_encoding
 
@@ -27,6 +28,7 @@ WORDS = {  # of the log and the summary, in its order
     "finding": "rows of the findings in --drop left out",
     "dropped": "DROPPED: rows that cannot be read, or have nothing to learn",
 }
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 def repair(
@@ -40,7 +42,7 @@ def repair(
     """Write the log of ``into`` and then ``into``, without the rows ``dropped``, each for a finding.
 
     Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError where ``into`` or its log is there
-    already or is not named .jsonl, DataError.
+    already or has a name of another format, DataError.
     """
     copy = Repair(source, into, columns, dropped or {}, drop_bad=drop_bad)
     do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
@@ -61,9 +63,11 @@ class Repair:
         self, source: Path, into: Path, columns: Columns | None, dropped: Mapping[Place, str], *, drop_bad: bool
     ) -> None:
         """Raises ConfigError for a name of another format."""
-        if into.suffix != ".jsonl":
-            expected = "a name that ends in .jsonl"
-            raise ConfigError("The copy is written as JSON lines.", got=str(into), expected=expected)
+        if into.suffix not in FORMATS:
+            expected = f"a name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+            raise ConfigError(
+                "The copy has the name of a format that is not written.", got=str(into), expected=expected
+            )
         self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
         self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
@@ -96,6 +100,10 @@ class Repair:
             self._findings.refuse_errors()
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")
+        if self.into.suffix != FORMATS[0]:
+            with target.open(encoding="utf-8", newline="\n") as written:
+                rows = [json.loads(line) for line in written]
+            _write_rows(rows, target, self.into.suffix)
 
     def _add(self, place: Place, before: object) -> None:
         """Write a row, unless it is to be left out, cannot be read, or stands there already."""
@@ -143,3 +151,24 @@ class Repair:
         if isinstance(value, list):
             return [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
         return value
+
+
+def _write_rows(rows: list[dict[str, Any]], target: Path, suffix: str) -> None:
+    """Write all rows as ``suffix`` says. In a table, lists and objects become JSON in a cell, which is read again."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    if suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([{key: row.get(key) for key in columns} for row in rows]), target)
+        return
+    with target.open("w", encoding="utf-8", newline="") as file:
+        if suffix in (".csv", ".tsv"):
+            table = csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",", lineterminator="\n")
+            table.writerows([columns, *([_cell(row.get(key)) for key in columns] for row in rows)])
+        else:
+            file.write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value

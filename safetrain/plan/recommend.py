@@ -215,10 +215,10 @@ def _why_length(fit: Fit, question: PlannedTraining) -> str:
         most = f", and at most {MOST_WINDOW}" if length == MOST_WINDOW else ""
         return f"the model's context{most}: documents follow one another in windows of it, nothing is cut off"
     if longest <= length:
-        return f"the longest row has {longest} tokens: none is cut (lengths are multiples of {WIDTH_STEP})"
+        return f"the longest row has {longest:,} tokens: none is cut (lengths are multiples of {WIDTH_STEP})"
     by_context = length == question.model.max_positions
     limit = "the model's context" if by_context else "what fits; at most 1 row in 200 is cut"
-    return f"the longest row has {longest} tokens and is cut: {limit}"
+    return f"the longest row has {longest:,} tokens and is cut: {limit}"
 
 
 def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:

@@ -236,7 +236,7 @@ def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
         findings.add("TEXT-LOST", f"key {number}", where=[spot])
     text = summary(findings.listed(), "all.json")
     assert text.count("\n") < 31
-    assert "more findings: see all.json" in text
+    assert "more findings (all.json)" in text
 
 
 def test_data_does_not_reach_the_terminal_as_commands() -> None:

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
 
 
 def test_everything_at_once(tmp_path: Path) -> None:
@@ -152,9 +152,19 @@ def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "b.jsonl.log.jsonl"]
 
 
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv", ".parquet"])
+def test_the_copy_has_the_format_of_its_name_and_reads_as_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    source, into = tmp_path / "a.jsonl", tmp_path / f"b{suffix}"
+    rows = [chat("One,\ttwo", 'A "quoted"\u2028line\nand another'), {"messages": chat("q", "a")["messages"] * 2}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert repair(source, into).written == 2
+    assert repair(into, tmp_path / "c.jsonl").written == 2
+    assert lines(tmp_path / "c.jsonl") == rows
+
+
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
-    for name in (Path(), tmp_path / "b.csv"):
-        with pytest.raises(ConfigError, match="written as JSON lines"):
+    for name in (Path(), tmp_path / "b.xlsx"):
+        with pytest.raises(ConfigError, match=r"format that is not written(.|\n)*\.tsv or \.parquet"):
             repair(tmp_path / "a.jsonl", name)
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
         refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")

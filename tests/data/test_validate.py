@@ -56,7 +56,7 @@ def test_what_is_trained_stands_between_marks_and_nothing_reaches_the_terminal(w
 def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
     done = run()
     assert done.exit_code == 0, done.stderr
-    assert "1980 rows" in done.stdout
+    assert "1,980 rows" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,7 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
         done = run(path, "--model", EMBEDDED)
         assert done.exit_code == 0, done.output
         tokens, size = sum(map(len, tokenized(TEXTS[:9]))), sum(map(len, TEXTS[:9]))
-        assert (
-            f"9 documents, {tokens} tokens, {tokens - 9} of them trained\n{size / (tokens - 9):.2f} bytes"
-            in done.stdout
-        )
+        assert f"9 documents, {tokens:,} tokens ({tokens - 9:,} labels)\n{size / (tokens - 9):.2f} bytes" in done.stdout
     (book.parent / "mine.csv").write_text("question,answer\na,b\n")
     with pytest.raises(DataError, match="no file named train"):  # texts beside rows are notes about them
         validate([book.parent], EMBEDDED)
@@ -238,8 +235,7 @@ def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
         assert (
-            f"60 documents, {tokens} tokens, {tokens - 60} of them trained\n{size / (tokens - 60):.2f} bytes"
-            in done.stdout
+            f"60 documents, {tokens:,} tokens ({tokens - 60:,} labels)\n{size / (tokens - 60):.2f} bytes" in done.stdout
         )
     several = run(path, path, "--model", EMBEDDED)
     assert (several.exit_code, "is validated alone" in several.stderr) == (2, True)
