@@ -41,7 +41,7 @@ def main() -> None:
     width, height = asked.size
     console = Console(file=io.StringIO(), record=True, width=width, height=height, highlight=False,
                       force_terminal=True, color_system="standard")  # fmt: skip
-    console.print(MonitorScreen(view_of(later), braille=True), height=height)
+    console.print(MonitorScreen(view_of(later)), height=height)
     drawn = console.export_svg(title="safetrain monitor", theme=THEMES[asked.theme], font_aspect_ratio=0.6)
     write_text(asked.picture, FONT.sub("", drawn))  # which would be fetched from the web
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Look = Callable[[], MonitorView]
     LineOf = Callable[[MonitorView], str]
 
-NO_BRAILLE, NO_CURSOR = ("linux", "vt100", "vt220"), ("dumb", "unknown")  # values of TERM
+NO_SCREEN = ("dumb", "unknown", "linux", "vt100", "vt220")  # values of TERM: no cursor to move, or no braille letters
 GONE_LOOKS = 3  # in a row without a training before it has ended: two processes or stages have a gap between them
 COMPARISON = paths.OUTPUT / "compare.html"
 TRACK_HELP = """Send a run to W&B, MLflow or TensorBoard.
@@ -59,8 +59,9 @@ def monitor(
         raise ConfigError("The folder does not exist.", where=str(output), do="name the folder of a run: --output")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not have
-    reader, is_drawn = RunReader(FolderFiles(output)), sys.stdout.isatty() and os.environ.get("TERM") not in NO_CURSOR
-    show, project = _draw if is_drawn and not plain and not as_json else _print_lines, output.resolve().parent
+    reader, project = RunReader(FolderFiles(output)), output.resolve().parent
+    is_drawn = sys.stdout.isatty() and os.environ.get("TERM") not in NO_SCREEN and "utf" in sys.stdout.encoding.lower()
+    show = _draw if is_drawn and not plain and not as_json else _print_lines
     try:
         show(lambda: look_at(reader, project), json_line if as_json else plain_line, refresh, once)
     except Terminated:
@@ -89,17 +90,16 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
     from safetrain.watch.monitor_screen import MonitorScreen
 
     screen = Console(highlight=False, markup=False, emoji=False)
-    braille = screen.encoding.lower().startswith("utf") and os.environ.get("TERM") not in NO_BRAILLE
     view = look()
     if once or not view.state.is_running:
-        screen.print(MonitorScreen(view, braille=braille), height=min(max(screen.height - 2, 24), 40))
+        screen.print(MonitorScreen(view), height=min(max(screen.height - 2, 24), 40))
         return
     try:
-        with Live(MonitorScreen(view, braille=braille), console=screen, screen=True, refresh_per_second=1) as live:
+        with Live(MonitorScreen(view), console=screen, screen=True, refresh_per_second=1) as live:
             while True:
                 time.sleep(refresh)
                 view = look()
-                live.update(MonitorScreen(view, braille=braille), refresh=True)
+                live.update(MonitorScreen(view), refresh=True)
     finally:
         print(line_of(view), flush=True)
 

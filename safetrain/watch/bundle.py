@@ -1,7 +1,5 @@
 """A zip for a bug report: numbers of a run, and words from fixed lists. No free text, so there is nothing to redact."""
 
-import csv
-import io
 import json
 import platform
 import re
@@ -17,7 +15,7 @@ import psutil
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
-from safetrain.core.recorder import FlightRecord, Phase
+from safetrain.core.recorder import Phase
 from safetrain.core.records.schema import CHOICES, Train
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import require_new, write_atomic
@@ -95,7 +93,12 @@ def _items(run: Run) -> Iterator[tuple[str, str, str]]:
         steps = [asdict(step) for place, step in enumerate(run.steps) if place % stride == 0 or place >= first]
         yield "training_metrics.csv", "losses, speed and memory; of a long run a part", _csv(steps)
     if run.flight:
-        rows = [_row(record) for record in run.flight[-LAST_RECORDS:]]
+        rows = [
+            {**_numbers(record.work), **_numbers(record.allocator), **_numbers(record), "phase": record.phase_label}
+            for record in run.flight[-LAST_RECORDS:]
+        ]
+        for row in rows:
+            del row["work"], row["allocator"]
         yield "flight.csv", "the last phases of the training process", _csv(rows)
 
 
@@ -130,18 +133,13 @@ def _machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(record: FlightRecord) -> dict[str, Any]:
-    row = _numbers(record)
-    return row | row.pop("work") | row.pop("allocator") | {"phase": record.phase_label}
-
-
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
     columns = list(dict.fromkeys(name for row in rows for name in row))  # a row leaves out what it does not know
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    lines = [
+        columns,
+        *(["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows),
+    ]  # no text has a comma
+    return "".join(f"{','.join(line)}\n" for line in lines)
 
 
 def _json(value: object) -> str:

@@ -154,16 +154,15 @@ def plain_line(view: MonitorView) -> str:
 
 
 class MonitorScreen:
-    """Fills the terminal. ``braille``: whether it has such letters; without them there is no curve."""
+    """Fills a terminal that has braille letters."""
 
-    def __init__(self, view: MonitorView, *, braille: bool) -> None:
-        self._view, self._braille = view, braille
+    def __init__(self, view: MonitorView) -> None:
+        self._view = view
         train, valid = (points_of(view.run.steps, name) for name in ("train_loss", "valid_loss"))
         self._train, self._valid = thinned(smoothed(train) or train, MOST_POINTS), valid  # once, not for each frame
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(height=options.height or console.height)
-        options.encoding = options.encoding if self._braille else "ascii"
         yield from console.render(self._layout(console, options), options)
 
     def _layout(self, console: Console, options: ConsoleOptions) -> Layout:
@@ -178,9 +177,11 @@ class MonitorScreen:
         body = min(height - top, line_count(rows))
         spare = height - top - body
         plot = min(MOST_PLOT, spare - min(len(events) + 1, max(4, spare // 3)))
-        plot = plot if self._braille and plot >= LEAST_PLOT and len(self._view.run.steps) > 1 else 0
+        plot = plot if plot >= LEAST_PLOT and len(self._view.run.steps) > 1 else 0
         newest = events[len(events) - max(0, spare - plot - 1) :] if spare > plot + 1 else []
-        screen, curve = Layout(), [Layout(self._plot(), size=plot)] if plot else []
+        title = Text.assemble(("loss", "bold"), "  line: training, ", (MARK, MARK_STYLE), ": validation")
+        curve = [Layout(Plot(title, self._train, self._valid), size=plot)] if plot else []
+        screen = Layout()
         screen.split_column(Layout(head, size=top), Layout(rows, size=body), *curve, Layout(self._events(newest)))
         return screen
 
@@ -203,8 +204,7 @@ class MonitorScreen:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in rows_of(self._view):
-            letters = text if self._braille else text.replace("…", "...")
-            table.add_row(name, Text(letters, style="bold" if text.startswith((LOOK, WRONG)) else ""))
+            table.add_row(name, Text(text, style="bold" if text.startswith((LOOK, WRONG)) else ""))
         return table
 
     def _events(self, events: list[tuple[float, str]]) -> Text:
@@ -213,10 +213,6 @@ class MonitorScreen:
         for seconds, text in events:
             lines.append(f"\n{clock_text(seconds, now)}  {printable(text.strip().partition(chr(10))[0])}")
         return lines
-
-    def _plot(self) -> "Plot":
-        title = Text.assemble(("loss", "bold"), "  line: training, ", (MARK, MARK_STYLE), ": validation")
-        return Plot(title, self._train, self._valid)
 
 
 class Plot:

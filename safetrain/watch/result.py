@@ -1,5 +1,7 @@
 """A finished run's result in a few lines, and the next commands. Pure: it takes a run's records."""
 
+from pathlib import PurePath
+
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text
 from safetrain.core.records.evaluation import (
@@ -13,6 +15,7 @@ from safetrain.core.records.evaluation import (
     judge,
 )
 from safetrain.core.records.metrics import TrainingSummary
+from safetrain.core.records.reports import DataReport
 from safetrain.core.records.schema import PRETRAIN, Gate
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
@@ -36,18 +39,19 @@ def describe_result(run: Run, command: str = "dvc repro", *, activate: bool = Tr
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
         lines.append(f"{describe_forgetting(scores.forgetting)}.")
+    sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
     if pretrained:
-        last = [sample for sample in run.samples if sample.step == run.samples[-1].step]
-        texts = [f"  {sample.prompt}[{sample.text.strip()}]".replace("\n", " ") for sample in last]
-        return "\n".join(
-            [*lines, *(["", *texts] if texts else []), "", *_listed(_next_of_pretrained(command), activate=activate)]
-        )
-    first = next(iter(scores.samples), None)
-    sample = next((each for each in scores.samples if _can_be_typed(each.question)), first)
-    if sample:
-        lines += ["", describe_sample(sample.question, sample.base, sample.tuned)]
-    commands = _next(sample, command, run.data.source if run.data else EXAMPLE)
-    return "\n".join([*lines, "", *_listed(commands, activate=activate)])
+        last = [each for each in run.samples if each.step == run.samples[-1].step]
+        texts = [f"  {each.prompt}[{each.text.strip()}]".replace("\n", " ") for each in last]
+    else:
+        texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
+    commands = [("source .venv/bin/activate", "")] if activate else []
+    commands += _next_of_pretrained(command) if pretrained else _next(sample, command, run.data)
+    listed = [
+        f"{'' if number else 'Next:':<6} {f'{command:<38} # {note}' if note else command}"
+        for number, (command, note) in enumerate(commands)
+    ]
+    return "\n".join([*lines, *(["", *texts] if texts else []), "", *listed])
 
 
 def describe_scores(scores: Evaluation) -> list[str]:
@@ -92,17 +96,16 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
 
 def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
     """Commands for after a pretraining, each with what it is for."""
-    repeat = _without(command, "train.max_steps")
-    longer = f"{command.removesuffix(' repro')} exp run -S" if _is_by_dvc(command) else repeat
+    longer = f"{command.removesuffix(' repro')} exp run -S" if command.endswith(" repro") else command
     return [
         ('safetrain ask "The "', "it continues a text"),
         ("open checkpoints_qlora/report.html", ""),
         ("safetrain fuse models/mine", "then model.path=models/mine"),
-        (f"{longer} train.max_steps=…", "longer; replaces these results"),
+        (f"{_without(longer, 'train.max_steps')} train.max_steps=…", "longer; replaces these results"),
     ]
 
 
-def _next(sample: Sample | None, command: str, data: str) -> list[tuple[str, str]]:
+def _next(sample: Sample | None, command: str, data: DataReport | None) -> list[tuple[str, str]]:
     """Commands for after a run, with DVC or without it, each with what it is for."""
     question = sample.question if sample and _can_be_typed(sample.question) else "..."
     lines = [
@@ -111,7 +114,7 @@ def _next(sample: Sample | None, command: str, data: str) -> list[tuple[str, str
         ("open checkpoints_qlora/report.html", ""),
         ("safetrain fuse fused", "merge the adapter into the base"),
     ]
-    if _is_by_dvc(command):
+    if command.endswith(" repro"):
         dvc = command.removesuffix(" repro")
         lines += [
             ("git add -A && git commit -m first", "keep this run"),
@@ -124,27 +127,14 @@ def _next(sample: Sample | None, command: str, data: str) -> list[tuple[str, str
             (f"{_without(command, 'train.learning_rate')} train.learning_rate=2e-3", "replaces these results"),
             ("safetrain repro", "the same with DVC: keeps them"),
         ]
-    if data.split("/")[:2] == EXAMPLE.split("/"):
+    if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your own data; also --model PATH"))
     return lines
-
-
-def _listed(lines: list[tuple[str, str]], *, activate: bool) -> list[str]:
-    """The commands below each other, the first one after ``Next:``."""
-    lines = [("source .venv/bin/activate", ""), *lines] if activate else lines
-    return [
-        f"{'' if number else 'Next:':<6} {f'{command:<38} # {note}' if note else command}"
-        for number, (command, note) in enumerate(lines)
-    ]
 
 
 def _without(command: str, key: str) -> str:
     """The command without its value for this key."""
     return " ".join(word for word in command.split(" ") if not word.startswith(f"{key}="))
-
-
-def _is_by_dvc(command: str) -> bool:
-    return command.endswith(" repro")
 
 
 def _can_be_typed(question: str) -> bool:

@@ -50,9 +50,9 @@ def seen(output: Path) -> MonitorView:
     return view_of(read_run(output))
 
 
-def drawn(view: MonitorView, width: int = 100, height: int = 40, *, braille: bool = True) -> str:
+def drawn(view: MonitorView, width: int = 100, height: int = 40) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None, highlight=False)
-    console.print(MonitorScreen(view, braille=braille), height=height)
+    console.print(MonitorScreen(view), height=height)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -275,12 +275,10 @@ def test_records_that_are_half_written_or_gone_are_left_out(what: str, running: 
 def test_it_fits_every_terminal(ending: str, ended: Callable[[str], Path], running: Path) -> None:
     view = seen(running if ending == "running" else ended(ending))
     for width, height in SIZES:
-        for braille in (False, True):
-            lines = drawn(view, width, height, braille=braille).splitlines()
-            assert len(lines) <= height
-            assert max(map(len, lines)) <= width
-            assert view.state.value.upper() in lines[0]
-            assert braille or "".join(lines).isascii()
+        lines = drawn(view, width, height).splitlines()
+        assert len(lines) <= height
+        assert max(map(len, lines)) <= width
+        assert view.state.value.upper() in lines[0]
         assert view.next_command in "".join(lines) or height < 24
 
 
@@ -301,7 +299,7 @@ def test_letters_of_two_columns_and_hostile_text_harm_no_screen(running: Path) -
 def test_no_background_and_no_colour_that_says_something_alone(ended: Callable[[str], Path], running: Path) -> None:
     for view in (seen(running), seen(ended("killed"))):
         console = Console(file=io.StringIO(), width=200, height=50, force_terminal=True, color_system="truecolor")
-        segments = console.render_lines(MonitorScreen(view, braille=True))
+        segments = console.render_lines(MonitorScreen(view))
         styles = {segment.style for line in segments for segment in line if segment.style is not None}
         assert all(style.bgcolor is None for style in styles)
         assert {style.color.name for style in styles if style.color is not None} <= {"magenta"}
