@@ -136,9 +136,9 @@ def estimate(
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
+    from safetrain.plan.candidates import usual_dtype
     from safetrain.plan.estimate import estimate_of
     from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
-    from safetrain.plan.hyperparameters import usual_dtype
     from safetrain.plan.machines import place_of, profile_names
     from safetrain.plan.pretraining import TOKENS_PER_PARAMETER
     from safetrain.plan.speed import Link

@@ -15,11 +15,10 @@ from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.machines import assumed_tflops
 from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretraining_of
 from safetrain.plan.recommend import recommendation_lines
-from safetrain.plan.search import PlanInputs, machine_text, plan_run
+from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
 from safetrain.plan.speed import flops_per_token
 from safetrain.stage import stage
 
@@ -37,7 +36,7 @@ def main(config: Pipeline) -> None:
     say = functools.partial(print, flush=True)
     runner = DryRunner(DRY_RUN, machine_text(machine), say)
     recommendation = plan_run(PlanInputs(data, machine, model, rows), config.train, config.lora, runner)
-    for line in recommendation_lines(recommendation, rows):
+    for line in recommendation_lines(recommendation, rows, config.train):
         say(line)
     if config.train.method == PRETRAIN:
         plan = _pretraining(recommendation, model, machine, rows, config)

@@ -1,32 +1,74 @@
-"""Ways to run micro-batches: what each is predicted to need and in which order to try them."""
+"""A training to plan, and the ways to run its micro-batches: what each is predicted to need, the fastest first."""
 
+import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from safetrain.core.errors import MachineError
+import numpy as np
+
+from safetrain.core.data.row_order import largest_update
+from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.data.windows import MOST_VALID_TOKENS, TrainRows
+from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import run_again, size_text
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,
     does_not_fit,
+    in_rectangles,
     largest_micro_batch,
-    mlx_limit_bytes,
     predicted_peak,
+    require_computable,
+    require_trainable,
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once, shards_of
+from safetrain.core.memory.terms import (
+    Backend,
+    Shape,
+    backend_of,
+    dequantizes_per_use,
+    padded,
+    shards_at_once,
+    shards_of,
+    unknown_targets,
+)
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import PRETRAIN, Train
-from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm
+from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
+from safetrain.core.records.settings import (
+    ALL_LINEAR,
+    LargestUpdate,
+    LoraSettings,
+    MemoryTerm,
+    resolve_lora,
+    updates_per_epoch,
+)
 from safetrain.plan.estimate import Estimate, what_would_fit
-from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, compute_dtype_of
+from safetrain.plan.pretraining import tokens_to_train
 
 # For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
+ROWS_PER_UPDATE = 16
+MIN_UPDATES, MAX_EPOCHS = 300, 8
+MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
+LEAST_PRETRAIN_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
+SET = "set by you"
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """The records that a plan is made from, and the rows."""
+
+    data: DataReport
+    machine: Machine
+    model: ModelFiles
+    rows: TrainingRows
 
 
 @dataclass(frozen=True)
@@ -38,6 +80,7 @@ class RowStatistics:
     largest: Callable[[int, int], LargestUpdate]  # by the length that rows are cut to, and the rows of an update
     count: int  # rows of a pass
     usual_per_update: int = ROWS_PER_UPDATE  # a power of two
+    valid_tokens: int = 0  # that a validation feeds, at the most
 
 
 @dataclass(frozen=True)
@@ -60,14 +103,6 @@ class PlannedTraining:
     def rows_per_update(self, batch_size: int) -> int:
         """What is usual, or what the pins make."""
         return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
-
-    def backend(self, *, checkpointing: bool, dequantize_base: bool) -> Backend:
-        """The way that a candidate computes."""
-        return backend_of(
-            self.model, self.machine.backend, dequantize_base, self.train.method,
-            checkpointing=checkpointing, optimizer=self.train.optimizer,
-            compute_dtype=compute_dtype_of(self.train, self.machine, self.model),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,9 +136,136 @@ class Fit:
         """Whether it is worth a dry run: mlx gets by with less under its memory limit."""
         return with_margin(self.terms, LEAST_SHARE) <= budget.mlx_bytes
 
-    def mlx_limit_bytes(self, budget: MemoryBudget) -> int:
-        """For mx.set_memory_limit."""
-        return mlx_limit_bytes(self.peak_bytes, budget)
+
+def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
+    """The training to plan; raises ConfigError where the pins contradict the model."""
+    return ask(inputs.data, inputs.machine, inputs.model, train, lora, _statistics(inputs, train))
+
+
+def ask(
+    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora, rows: RowStatistics
+) -> PlannedTraining:
+    """The training to plan; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
+
+    Raises ConfigError when the pins contradict the model.
+    """
+    require_trainable(train.method, quantized=model.quantization_bits is not None)
+    require_computable(train.compute_dtype, machine.backend)
+    if machine.backend != "cuda":  # train.memory_limit_gb does not count the memory of a CUDA device
+        budget = within_data_limit(machine.memory_budget_bytes, own_limit_bytes(train.memory_limit_gb))
+        machine = dataclasses.replace(machine, memory_budget_bytes=budget)
+    lora, reasons = recommended_lora(data, model, lora_pins)
+    reasons = {} if train.method in WHOLE else reasons
+    return PlannedTraining(machine, model, lora, reasons, train, rows, tuple(_lengths(data, model, train)))
+
+
+def _statistics(inputs: PlanInputs, train: Train) -> RowStatistics:
+    data, model, rows = inputs.data, inputs.model, inputs.rows
+    mean = max(1.0, data.train.tokens / data.train.rows - 1)
+    valid_tokens = min(MOST_VALID_TOKENS, int(rows.valid.inputs().sum(dtype=np.int64)))
+    rectangles = in_rectangles(model, inputs.machine.backend)
+
+    @functools.cache
+    def cut(length: int) -> tuple[TrainRows, TokenRows]:
+        shorter = rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
+        return shorter.train, shorter.valid
+
+    @functools.cache
+    def largest(length: int, rows_per_update: int) -> LargestUpdate:
+        both = cut(length)
+        epochs = 1 if train.method == PRETRAIN else epochs_for(len(both[0]), rows_per_update, train)
+        return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
+
+    if train.method == PRETRAIN:  # every window is full
+        length = window_length(model, train)
+        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
+        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), length)
+        return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual, valid_tokens)
+    count = min(data.train.rows, train.max_examples or data.train.rows)
+    return RowStatistics(data.longest_row, mean, largest, count, valid_tokens=valid_tokens)
+
+
+def window_length(model: ModelFiles, train: Train | None = None) -> int:
+    """Tokens that a window of pretraining feeds: the pin, else the model's context, up to MOST_WINDOW."""
+    pinned = train.max_seq_length if train is not None else None
+    return pinned or min(model.max_positions or MOST_WINDOW, MOST_WINDOW)
+
+
+def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
+    """Windows per update of a pretraining on ``tokens`` tokens; a power of two."""
+    return 2 ** max(0, round(math.log2(tokens_per_update(model.parameters, tokens) / length)))
+
+
+def tokens_per_update(parameters: int, tokens: int) -> int:
+    """Tokens of an update of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
+
+    ``parameters`` N, ``tokens`` D over the whole training; so few that there are LEAST_PRETRAIN_UPDATES, where that
+    leaves LEAST_UPDATE_TOKENS: with fewer, the optimizer takes longer than the gradient.
+    """
+    fitted = 0.292 * (6.0 * parameters * tokens) ** 0.3271
+    return int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
+
+
+def epochs_for(rows: int, rows_per_update: int, train: Train) -> int:
+    """Three passes; more for little data, up to eight, so that there are 300 updates; one above 50,000 rows."""
+    per_epoch = updates_per_epoch(rows, rows_per_update)
+    return train.num_epochs or max(usual_epochs(rows), min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
+
+
+def usual_epochs(rows: int) -> int:
+    """Passes over data that are not few."""
+    return 1 if rows > 50_000 else 3
+
+
+def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[LoraSettings, dict[str, str]]:
+    """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank); and the reasons."""
+    if pins.num_layers is not None and pins.num_layers > model.num_layers:
+        raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
+    unknown = unknown_targets(model, tuple(pins.targets or ()))
+    if unknown:
+        raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
+    rank = 16 if data.train.rows >= 1000 or model.hidden_size < 1024 else 8
+    texts = {
+        "rank": f"{rank}: enough for {data.train.rows} rows; the learning rate does not depend on it",
+        "scale": "2: alpha = 2 x rank; the learning rate is chosen together with it",
+        "dropout": "0: few passes over the data do not need it",
+        "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
+        "targets": "all linear layers: only attention learns less (LoRA without regret)",
+    }
+    reasons = {f"lora.{key}": text if getattr(pins, key) is None else SET for key, text in texts.items()}
+    return resolve_lora(pins, LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,))), reasons
+
+
+def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
+    """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
+    limit, pinned = model.max_positions or 2**20, train.max_seq_length
+    if pinned is not None and pinned > limit:
+        raise ConfigError(f"train.max_seq_length is {pinned}.", expected=f"at most {limit}, the model's context")
+    if pinned is not None or train.method == PRETRAIN:
+        return [window_length(model, train)]
+    most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
+    return list(dict.fromkeys(min(padded(length), limit) for length in (data.longest_row, most)))
+
+
+def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
+    """The pin, or what suits machine and base; None: the type that the base is stored in.
+
+    A model that is trained whole is computed in bfloat16 on a GPU, if that is not slower: its weights stay float32.
+    """
+    if train.method == PRETRAIN and machine.backend != "cpu":
+        return train.compute_dtype or machine.compute_dtype or "bfloat16"
+    return train.compute_dtype or usual_dtype(machine, model, dequantized=bool(train.dequantize_base))
+
+
+def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = False) -> str | None:
+    """float32 for a base in bfloat16 on a machine that was found to be slower in that; no other base is cast.
+
+    ``dequantized``: a quantized base is not multiplied as one (train.dequantize_base).
+    """
+    if not model.in_bfloat16:
+        return None
+    plain = dequantized or model.quantization_bits is None
+    return machine.compute_dtype if plain else machine.quantized_compute_dtype
 
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
@@ -157,7 +319,11 @@ def nothing_fits(question: PlannedTraining, fits: list[Fit]) -> MachineError:
 def _fit(question: PlannedTraining, batch_size: int, length: int, *, checkpointing: bool, dequantize_base: bool) -> Fit:
     rows = question.rows_per_update(batch_size)
     shape = largest_micro_batch(question.rows.largest(length, rows), batch_size, rows)
-    backend = question.backend(checkpointing=checkpointing, dequantize_base=dequantize_base)
+    backend = backend_of(
+        question.model, question.machine.backend, dequantize_base, question.train.method, checkpointing=checkpointing,
+        optimizer=question.train.optimizer,
+        compute_dtype=compute_dtype_of(question.train, question.machine, question.model),
+    )  # fmt: skip
     terms = predicted_peak(question.model, question.lora, shape, backend)
     cost = _relative_cost(question, rows, min(length, question.rows.mean_tokens), shape, backend)
     return Fit(batch_size, length, checkpointing, dequantize_base, shape, rows, terms, cost)

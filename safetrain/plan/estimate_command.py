@@ -16,14 +16,14 @@ from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.schema import PRETRAIN, WHOLE
+from safetrain.plan.candidates import ROWS_PER_UPDATE, window_length, windows_per_update
 from safetrain.plan.creation.create import InitialWeights, config_of
 from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
 from safetrain.plan.estimate import BATCHES, Estimate, estimate_of, remedies, what_would_fit
-from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, finish_text, wanted_tokens
-from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
+from safetrain.plan.recommend import disk_bytes_of
 from safetrain.plan.speed import exchange_seconds, flops_per_token, shared_update, update_seconds, wire_bytes
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -29,12 +29,11 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, graded, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, version_of
-from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.hosts import host_checks, is_shared, room_checks
 from safetrain.plan.mac_checks import mac_checks, on_mac
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes
-from safetrain.plan.search import PlanInputs, machine_text, plan_run
+from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")

@@ -1,65 +1,35 @@
 """The configuration around a way to run micro-batches, with a reason for every value."""
 
-import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from safetrain.core.data.row_order import largest_update
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.data.windows import TrainRows
-from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.memory.budget import own_limit_bytes, within_data_limit
-from safetrain.core.memory.estimate import in_rectangles, require_computable, require_trainable
-from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
+from safetrain.core.memory.estimate import mlx_limit_bytes
+from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
-from safetrain.core.records.settings import (
-    ALL_LINEAR,
-    LargestUpdate,
-    LoraSettings,
-    Recommendation,
-    resolve_lora,
-    total_updates,
-)
-from safetrain.plan.candidates import Fit, PlannedTraining, RowStatistics
-from safetrain.plan.hyperparameters import (
+from safetrain.core.records.settings import LoraSettings, Recommendation, total_updates, updates_per_epoch, usual_warmup
+from safetrain.plan.candidates import (
+    MOST_WINDOW,
+    ROWS_PER_UPDATE,
+    SET,
+    Fit,
+    PlannedTraining,
     compute_dtype_of,
     epochs_for,
-    intervals,
-    learning_rate_for,
-    pretraining_rate,
-    tokens_per_update,
-    why_compute_dtype,
+    recommended_lora,
+    usual_epochs,
 )
-from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, passes_for, tokens_to_train, wanted_tokens
+from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, passes_for, wanted_tokens
 
-MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
-SET = "set by you"
-
-
-def ask(
-    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora, rows: RowStatistics
-) -> PlannedTraining:
-    """The training to plan; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
-
-    Raises ConfigError when the pins contradict the model.
-    """
-    require_trainable(train.method, quantized=model.quantization_bits is not None)
-    require_computable(train.compute_dtype, machine.backend)
-    if machine.backend != "cuda":  # train.memory_limit_gb does not count the memory of a CUDA device
-        budget = within_data_limit(machine.memory_budget_bytes, own_limit_bytes(train.memory_limit_gb))
-        machine = dataclasses.replace(machine, memory_budget_bytes=budget)
-    lora, reasons = _lora(data, model, lora_pins)
-    reasons = {} if train.method in WHOLE else reasons
-    return PlannedTraining(machine, model, lora, reasons, train, rows, tuple(_lengths(data, model, train)))
+FULL_RATE_FACTOR = 10
+HIGHEST_PRETRAIN_RATE = 4e-3
 
 
 def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
@@ -76,7 +46,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
         learning_rate=_learning_rate(question, fit, updates, reasons),
         num_epochs=epochs,
         max_steps=max_steps,
-        **intervals(updates, reasons, train.method),
+        **_intervals(question, fit, updates, reasons),
         dequantize_base=fit.dequantize_base,
         gradient_checkpointing=fit.checkpointing,
         compute_dtype=compute_dtype_of(train, machine, model),
@@ -88,7 +58,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
         planned_backend=machine.backend,
         reasons=reasons,
         predicted_peak_bytes=fit.peak_bytes,
-        mlx_limit_bytes=fit.mlx_limit_bytes(machine.memory_budget),
+        mlx_limit_bytes=mlx_limit_bytes(fit.peak_bytes, machine.memory_budget),
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
         process_memory_bytes=machine.process_memory_bytes,
@@ -104,11 +74,16 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
     )
 
 
-def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> Iterator[str]:
-    """What `recommend_config` prints: every value with its reason, what it takes, and what the length cuts off."""
+def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, train: Train) -> Iterator[str]:
+    """What `recommend_config` prints: every value with its reason, what it takes, and what the length cuts off.
+
+    A key that a person set is printed as set, though recommended_config.json does not depend on all of them.
+    """
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
-        value = getattr(recommendation.lora if section else recommendation, key)
+        value, pin = getattr(recommendation.lora if section else recommendation, key), getattr(train, key, None)
+        if pin is not None and not section and not reason.startswith(SET):
+            value, reason = pin, SET
         text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
         yield f"{name:<22} {text!s:<12} {reason}"
     peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
@@ -122,7 +97,7 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> 
         yield f"measured in a dry run: mlx {size_text(measured)}, the process {process}; the closed form says {above}"
     if recommendation.total_seconds is not None:
         in_all = duration_text(recommendation.total_seconds)
-        yield f"about {recommendation.step_seconds:.2f} s an update, {in_all} in all"
+        yield f"about {recommendation.step_seconds:.2f} s an update, {in_all} in all, with validations and evaluation"
     if recommendation.planned_method != PRETRAIN:
         yield from cut_lines(rows, recommendation.max_seq_length)
 
@@ -141,45 +116,9 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
         )
 
 
-def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
-    """The figures of the rows that memory and speed depend on."""
-    mean = max(1.0, data.train.tokens / data.train.rows - 1)
-    count = min(data.train.rows, train.max_examples or data.train.rows)
-    rectangles = in_rectangles(model, machine.backend)
-
-    @functools.cache
-    def cut(length: int) -> tuple[TrainRows, TokenRows]:
-        shorter = rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
-        return shorter.train, shorter.valid
-
-    @functools.cache
-    def largest(length: int, rows_per_update: int) -> LargestUpdate:
-        both = cut(length)
-        epochs = 1 if train.method == PRETRAIN else epochs_for(len(both[0]), rows_per_update, train, {})
-        return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
-
-    if train.method == PRETRAIN:  # every window is full
-        length = window_length(model, train)
-        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), length)
-        return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual)
-    return RowStatistics(data.longest_row, mean, largest, count)
-
-
-def window_length(model: ModelFiles, train: Train | None = None) -> int:
-    """Tokens that a window of pretraining feeds: the pin, else the model's context, up to MOST_WINDOW."""
-    pinned = train.max_seq_length if train is not None else None
-    return pinned or min(model.max_positions or MOST_WINDOW, MOST_WINDOW)
-
-
-def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
-    """Windows per update of a pretraining on ``tokens`` tokens; a power of two."""
-    return 2 ** max(0, round(math.log2(tokens_per_update(model.parameters, tokens) / length)))
-
-
 def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
     """Disk for a training with these pins and the recommended adapter; raises ConfigError as ``ask`` does."""
-    lora, _ = _lora(data, model, pins)
+    lora, _ = recommended_lora(data, model, pins)
     return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
 
 
@@ -202,7 +141,7 @@ def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
         "batch_size": _why_batch_size(fit, question),
         "gradient_checkpointing": recompute if train.gradient_checkpointing is None else SET,
         "dequantize_base": _why_dequantize(fit, question) if train.dequantize_base is None else SET,
-        "compute_dtype": why_compute_dtype(train, question.machine, model),
+        "compute_dtype": _why_compute_dtype(train, question.machine, model),
         "gradient_accumulation": f"{together}; {SET if train.gradient_accumulation else usual}",
     }
 
@@ -237,35 +176,39 @@ def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     return "left quantized, the rest fits"
 
 
-def _lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[LoraSettings, dict[str, str]]:
-    """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank); and the reasons."""
-    if pins.num_layers is not None and pins.num_layers > model.num_layers:
-        raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
-    unknown = unknown_targets(model, tuple(pins.targets or ()))
-    if unknown:
-        raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
-    rank = 16 if data.train.rows >= 1000 or model.hidden_size < 1024 else 8
-    texts = {
-        "rank": f"{rank}: enough for {data.train.rows} rows; the learning rate does not depend on it",
-        "scale": "2: alpha = 2 x rank; the learning rate is chosen together with it",
-        "dropout": "0: few passes over the data do not need it",
-        "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
-        "targets": "all linear layers: only attention learns less (LoRA without regret)",
-    }
-    reasons = {f"lora.{key}": text if getattr(pins, key) is None else SET for key, text in texts.items()}
-    return resolve_lora(pins, LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,))), reasons
+def _why_compute_dtype(train: Train, machine: Machine, model: ModelFiles) -> str:
+    """The reason, in words."""
+    if train.compute_dtype is not None:
+        return SET
+    if train.method == PRETRAIN and machine.backend != "cpu":
+        return "what a pass computes in; the weights themselves are float32"
+    if machine.backend == "cpu":
+        return "a CPU computes everything in float32, whatever the base is stored in"
+    if compute_dtype_of(train, machine, model) is not None:
+        return "this GPU emulates bfloat16, in which the base is stored; layers in float32 were measured to be faster"
+    return "the type that the base is stored in: nothing is known to be faster here"
 
 
 def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:
     train, rows = question.train, question.rows
     if train.method != PRETRAIN or train.num_epochs is not None:
-        return epochs_for(rows.count, rows_per_update, train, reasons)
+        reasons["num_epochs"] = _why_epochs(rows.count, rows_per_update, train)
+        return epochs_for(rows.count, rows_per_update, train)
     if train.max_steps is not None:
         reasons["num_epochs"] = "as many as train.max_steps needs"
         return math.ceil(train.max_steps * rows_per_update / max(1, rows.count))
     tokens = int(rows.count * rows.mean_tokens)
     count, reasons["num_epochs"] = passes_for(question.model.parameters, tokens)
     return count
+
+
+def _why_epochs(rows: int, rows_per_update: int, train: Train) -> str:
+    if train.num_epochs is not None:
+        return SET
+    epochs, per_epoch = epochs_for(rows, rows_per_update, train), updates_per_epoch(rows, rows_per_update)
+    ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
+    note = "; what validates best is kept" if epochs > usual_epochs(rows) else ""
+    return f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{note}"
 
 
 def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, reasons: dict[str, str]) -> int | None:
@@ -293,12 +236,52 @@ def _learning_rate(question: PlannedTraining, fit: Fit, updates: int, reasons: d
     return pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
 
 
-def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
-    """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
-    limit, pinned = model.max_positions or 2**20, train.max_seq_length
-    if pinned is not None and pinned > limit:
-        raise ConfigError(f"train.max_seq_length is {pinned}.", expected=f"at most {limit}, the model's context")
-    if pinned is not None or train.method == PRETRAIN:
-        return [window_length(model, train)]
-    most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
-    return list(dict.fromkeys(min(padded(length), limit) for length in (data.longest_row, most)))
+def _intervals(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[str, str]) -> dict[str, int]:
+    """Warm-up and intervals, in optimizer updates. A validation reads no more tokens than are trained between two."""
+    trained = "weights" if question.train.method in WHOLE else "adapter"
+    log = max(1, min(10, updates // 10))
+    interval = max(1, min(500, round(updates / 10 / log) * log))
+    fed_tokens = fit.rows_per_update * min(fit.length, question.rows.mean_tokens)
+    least = min(updates, math.ceil(question.rows.valid_tokens / fed_tokens / log) * log)
+    reasons["warmup_steps"] = f"5 % of {updates} updates"
+    reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
+    reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
+    if least > interval:
+        reasons["eval_steps"] = f"a validation reads {question.rows.valid_tokens} tokens: as many as are trained before"
+    reasons["log_steps"] = f"every {log} updates" if log > 1 else "every update: there are few"
+    steps = {"save_steps": interval, "eval_steps": max(interval, least), "log_steps": log}
+    return {"warmup_steps": usual_warmup(updates), **steps}
+
+
+def learning_rate_for(
+    model: ModelFiles, lora: LoraSettings, method: str, rows_per_update: int, reasons: dict[str, str]
+) -> float:
+    """scale x rate = 4e-4 to width 2560, 2e-4 to 5120, 1e-4 above; more below 2048; root of the batch relative to 16.
+
+    First-order, Adam sees scale x rate, so the two are chosen together (QLoRA, Unsloth, tinker's sweeps bracket the
+    values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family. It never
+    depends on how much memory there is. Full fine-tuning wants a tenth (LoRA without regret, Thinking Machines 2025).
+    """
+    width, per_update = model.hidden_size, f"for {rows_per_update} rows per update"
+    product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
+    product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
+    if method == "full":
+        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, {per_update}"
+        return float(f"{product / FULL_RATE_FACTOR:.2g}")
+    rate, scale = float(f"{product / lora.scale:.2g}"), lora.scale
+    together = f"scale x rate = {rate * scale:.2g}"
+    reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}, {per_update}"
+    return rate
+
+
+def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
+    """0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times the root of the update relative to its formula's."""
+    operations = 6.0 * parameters * tokens
+    usual = 0.292 * operations**0.3271
+    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
+    rate = float(f"{min(rate, HIGHEST_PRETRAIN_RATE):.2g}")
+    reasons["learning_rate"] = (
+        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens} of them an "
+        "update (DeepSeek's fit)"
+    )
+    return rate

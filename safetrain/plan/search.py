@@ -1,33 +1,65 @@
 """Chooses how to run micro-batches: the closed form orders the candidates, dry runs with the model itself decide.
 
-The best by the closed form is tried; two more at the most, while a faster one can pay for its dry run.
+The best by the closed form is tried; two more at the most, while a faster one can pay for its dry run. A dry run is a
+process that may die; its answer is remembered in the user's cache folder.
 """
 
 import dataclasses
+import json
 import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.formatting import counted
+import psutil
+
+from safetrain.core.formatting import counted, duration_text, size_text
 from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.evaluation import evaluation_seconds
+from safetrain.core.records.reports import Machine
+from safetrain.core.records.schema import WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     DRY_RUN_SLOW_SECONDS,
     DRY_RUN_TIMED_SECONDS,
     DryRun,
     Recommendation,
     TrainJob,
+    memory_shape,
     resolve,
     total_updates,
 )
 from safetrain.core.storage import paths
-from safetrain.plan.candidates import Fit, PlannedTraining, candidates_at, nothing_fits, nothing_passed
-from safetrain.plan.dry_run import Answer, DryRunner, remove_remains, try_out
-from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of
+from safetrain.core.storage.files import from_json, write_record
+from safetrain.plan.candidates import (
+    Fit,
+    PlanInputs,
+    PlannedTraining,
+    candidates_at,
+    nothing_fits,
+    nothing_passed,
+    question_of,
+)
+from safetrain.plan.child import (
+    KILLED,
+    PASSED_CAP,
+    answers_about,
+    digest_of,
+    keep_answer,
+    ran_out_of_memory,
+    read_answer,
+    run_lines,
+)
+from safetrain.plan.recommend import DRY_RUN, recommendation_of
 
 MOST_DRY_RUNS, MOST_MORE = 8, 2  # in all; after one that has passed
 LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training where that is longer
@@ -40,27 +72,34 @@ START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # a process until mlx is load
 FLOPS_PER_WEIGHT = 4  # and token: one product forward, one backward; weights of the base get no gradient
 ATTAINED = 0.5  # a training's share of the speed of a large product (measured: benchmarks/bench_throughput)
 LARGEST_MADE = 2.5  # largest updates in a dry run, its validation among them; 1.5 where they are slow
+PROVED_TOKENS, PROOF_PASSES = 2**12, 3  # by the adapter check, at the most (engine/proof.py)
+MOST_SECONDS = 3600.0  # of a dry run
+CAP_SLACK = 1.15
+PREFIX = "dry-run-"
 
 
 @dataclass(frozen=True)
-class PlanInputs:
-    """What a plan is made from."""
+class DryRunner:
+    """What to make dry runs with."""
 
-    data: DataReport
-    machine: Machine
-    model: ModelFiles
-    rows: TrainingRows
+    module: str  # of the engine; empty: none is made, what is remembered counts
+    machine: str  # what answers are remembered for
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A dry run's measurements, or why they are missing."""
+
+    measured: DryRun | None
+    ended: str  # how the process ended without an answer
+    ran_out_of_memory: bool  # as far as that is known
+    seconds: float  # that it took, with Python's own start
 
 
 def machine_text(machine: Machine) -> str:
     """The machine as dry runs depend on it."""
     return f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
-
-
-def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
-    """The training to plan; raises ConfigError as ``ask`` does."""
-    rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
-    return ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
 
 
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) -> Recommendation:
@@ -131,7 +170,7 @@ class _Search:
     def _pays(self, fit: Fit) -> bool:
         """Whether another dry run is likely to save more than it takes, within planning's share of the training."""
         best, recommendation = _fastest(self.passed)
-        training = recommendation.total_seconds or 0.0
+        training = (recommendation.step_seconds or 0.0) * _updates_of(self._question, recommendation)
         saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
         within = self._spent_seconds + self._last_seconds <= max(LEAST_SECONDS, SHARE * training)
         return within and self._last_seconds < saved
@@ -141,7 +180,7 @@ class _Search:
 
         def lateness(fit: Fit) -> float:
             question, seconds = self._question, _dry_run_seconds(self._question, fit)
-            training = _update_seconds(question, fit) * _updates_of(question, fit)
+            training = _update_seconds(question, fit) * _updates_of(question, recommendation_of(question, fit))
             return seconds if seconds > max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training)) else 0.0
 
         return sorted(fits, key=lateness)
@@ -182,9 +221,25 @@ def _dry_run_seconds(question: PlannedTraining, fit: Fit) -> float:
     return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed
 
 
-def _updates_of(question: PlannedTraining, fit: Fit) -> int:
-    recommendation = recommendation_of(question, fit)
-    return total_updates(question.rows.count, fit.rows_per_update, recommendation.num_epochs, recommendation.max_steps)
+def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:
+    rows_per_update = plan.batch_size * plan.gradient_accumulation
+    return total_updates(question.rows.count, rows_per_update, plan.num_epochs, plan.max_steps)
+
+
+def _whole_seconds(question: PlannedTraining, plan: Recommendation, step_seconds: float) -> float:
+    """Time of all steps, validations, the adapter check and the evaluation after them.
+
+    A pass without a gradient takes half of a token's time in training, or a third where that recomputes blocks or
+    trains all weights.
+    """
+    updates = _updates_of(question, plan)
+    training = step_seconds * updates
+    rows_per_update = min(question.rows.count, plan.batch_size * plan.gradient_accumulation)
+    fed_tokens = max(1.0, rows_per_update * min(plan.max_seq_length, question.rows.mean_tokens))
+    forward_seconds = step_seconds / fed_tokens / (2 + (plan.gradient_checkpointing or question.train.method in WHOLE))
+    validations, valid_tokens = 1 + math.ceil(updates / plan.eval_steps), question.rows.valid_tokens
+    read_tokens = validations * valid_tokens + PROOF_PASSES * min(PROVED_TOKENS, valid_tokens)
+    return training + forward_seconds * read_tokens + evaluation_seconds(training)
 
 
 def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Recommendation:
@@ -194,10 +249,11 @@ def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Rec
         enough = measured.footprint_bytes <= machine.memory_budget_bytes
     else:
         enough = measured.peak_bytes <= machine.memory_budget.mlx_bytes
+    plan = recommendation_of(question, fit)
     return dataclasses.replace(
-        recommendation_of(question, fit),
+        plan,
         step_seconds=round(measured.update_seconds, 4),
-        total_seconds=round(measured.update_seconds * _updates_of(question, fit), 1),
+        total_seconds=round(_whole_seconds(question, plan, measured.update_seconds), 1),
         measured_peak_bytes=measured.peak_bytes,
         own_order=measured.own_order,
         mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
@@ -214,3 +270,73 @@ def _fastest(passed: list[tuple[Fit, Recommendation]]) -> tuple[Fit, Recommendat
     least = ALIKE * min(seconds_per_row)
     alike = [each for each, seconds in zip(passed, seconds_per_row, strict=True) if seconds <= least]
     return min(alike, key=lambda each: each[0].relative_cost)
+
+
+def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seconds: float = 0.0) -> Answer | None:
+    """Make the largest updates of the job under its limits; the answer is remembered for these ``rows`` (a digest).
+
+    ``seconds``: how long it is expected to take, which is printed beforehand. None where the runner makes no dry runs.
+    """
+    path = answers_about("dry_runs", model.fingerprint, runner.machine) / f"{_key_of(job, rows)}.json"
+    cached = read_answer(path, Answer)
+    if cached is not None or not runner.module:
+        return cached
+    about = f", about {duration_text(seconds)}" if seconds else ""
+    runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
+    with scratch_folder(paths.OUTPUT) as scratch:
+        file = scratch / "job.json"
+        write_record(file, job)
+        most = most_bytes(job.memory_budget.total_bytes, job.memory_limit_bytes)
+        began = time.monotonic()
+        lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, most)
+    answer = _answer_of(lines, ended, time.monotonic() - began)
+    if answer.measured is not None:
+        peak = size_text(answer.measured.peak_bytes)
+        runner.say(f"dry run: {answer.measured.update_seconds:.2f} s an update, peak {peak}")
+    # A process that the kernel killed, or that has no own limit, may have died of other programs' memory.
+    limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
+    if answer.measured is not None or own_fault:
+        keep_answer(path, answer)
+    return answer
+
+
+def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> int | None:
+    """The most that a dry run may take on macOS, as in child.py; elsewhere None.
+
+    Without train.memory_limit_gb it is the budget and a little more: mlx holds buffers that it does not use, up to its
+    limit.
+    """
+    return own_limit_bytes or int(CAP_SLACK * budget_bytes) or None if platform == "darwin" else None
+
+
+def _key_of(job: TrainJob, rows: str) -> str:
+    """A hash of all that decides what is measured; learning rate and intervals do not."""
+    settings = dataclasses.replace(
+        job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
+        max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
+    )  # fmt: skip
+    return digest_of(f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}")
+
+
+def _answer_of(lines: list[str], ended: str, seconds: float) -> Answer:
+    try:
+        return Answer(from_json(DryRun, json.loads(lines[-1])), "", False, seconds)
+    except (IndexError, ValueError, TypeError):
+        return Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), seconds)
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder for the length of the block: in ``parent``, where there is room for checkpoints, if that is there."""
+    prefix = f"{PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def remove_remains(parent: Path) -> None:
+    """Remove the folders of plans that were killed: no process has the number in their names."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        process = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if not (process.isdecimal() and psutil.pid_exists(int(process))):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -15,8 +15,8 @@ from safetrain.core.model.files import ModelFiles, read_model_files, read_model_
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import Recommendation, planned_memory, resolve
 from safetrain.core.storage.files import write_record
+from safetrain.plan.candidates import compute_dtype_of, usual_dtype
 from safetrain.plan.estimate import estimate_of, remedies
-from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.machines import machine_of, read_profile
 from tests.conftest import EMBEDDED

@@ -15,7 +15,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
 from safetrain.plan.child import run_lines
-from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, most_bytes, remove_remains, scratch_folder, try_out
+from safetrain.plan.search import PREFIX, Answer, DryRunner, most_bytes, remove_remains, scratch_folder, try_out
 from tests.stores import write_stores
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
@@ -99,7 +99,7 @@ def test_it_is_watched_where_nothing_bounds_metal_s_memory(
     assert most_bytes(2**33, 2**32, "darwin") == 2**32
     (tmp_path / "swelling.py").write_text("import time\nkept = bytearray(2**28)\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("safetrain.plan.dry_run.most_bytes", lambda *_: 2**26)
+    monkeypatch.setattr("safetrain.plan.search.most_bytes", lambda *_: 2**26)
     said: list[str] = []
     found = ask(model, job, said, "swelling")
     assert (found.measured, found.ran_out_of_memory) == (None, True)
@@ -119,7 +119,7 @@ def test_what_a_dying_child_said_before_is_kept(tmp_path: Path, monkeypatch: pyt
 OTHER = """
 import sys, time
 from pathlib import Path
-from safetrain.plan.dry_run import scratch_folder
+from safetrain.plan.search import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     print(folder, flush=True)
     time.sleep(60)

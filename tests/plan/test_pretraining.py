@@ -8,7 +8,7 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import Recommendation, usual_warmup
-from safetrain.plan.candidates import FIXED_TOKENS, RowStatistics, candidates_at
+from safetrain.plan.candidates import FIXED_TOKENS, RowStatistics, ask, candidates_at
 from safetrain.plan.pretraining import (
     PretrainingPlan,
     finish_text,
@@ -18,7 +18,6 @@ from safetrain.plan.pretraining import (
     tokens_to_train,
     wanted_tokens,
 )
-from safetrain.plan.recommend import ask
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, recommend
 from tests.plan.test_recommend import plan as recommended

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import with_margin
@@ -18,8 +20,8 @@ from safetrain.core.records.settings import (
     resolve,
 )
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import RowStatistics, best_fit
-from safetrain.plan.recommend import ask, recommendation_of
+from safetrain.plan.candidates import RowStatistics, ask, best_fit
+from safetrain.plan.recommend import recommendation_lines, recommendation_of
 from tests.conftest import EMBEDDED
 from tests.updates import worst_update
 
@@ -218,3 +220,22 @@ def test_a_pinned_accumulation_keeps_the_rows_per_update() -> None:
     chosen = plan(dataclasses.replace(OPEN, gradient_accumulation=8))
     assert (chosen.batch_size, chosen.gradient_accumulation) == (2, 8)
     assert plan(dataclasses.replace(OPEN, gradient_accumulation=64)).batch_size == 1
+
+
+def test_what_a_person_set_is_printed_as_set_and_changes_no_plan() -> None:
+    rows = TokenRows.of([token_row([1] * 20, [True] * 20)] * 8)
+    pinned = dataclasses.replace(OPEN, learning_rate=0.125, eval_steps=7)
+    assert plan(pinned) == plan()
+    lines = [line.split() for line in recommendation_lines(plan(), TrainingRows(rows, rows), pinned)]
+    assert ["learning_rate", "0.125", "set", "by", "you"] in lines
+    assert ["eval_steps", "7", "set", "by", "you"] in lines
+
+
+def test_a_validation_reads_no_more_than_is_trained_between_two() -> None:
+    statistics = RowStatistics(500, 100.0, lambda length, rows: worst_update(min(length, 500), rows), 1000)
+    few, many = (dataclasses.replace(statistics, valid_tokens=tokens) for tokens in (1_000, 64_000))
+    usual, rarer = (
+        recommend(data(), machine(), read_model_files(EMBEDDED), OPEN, NO_LORA_PINS, r) for r in (few, many)
+    )
+    assert rarer.eval_steps * 16 * 100 >= 64_000 > usual.eval_steps * 16 * 100
+    assert usual.save_steps == rarer.save_steps

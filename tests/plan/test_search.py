@@ -12,9 +12,8 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import LengthQuantiles
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
-from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.recommend import CLOSED_FORM, DRY_RUN
-from safetrain.plan.search import PlanInputs, machine_text, plan_run
+from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 
@@ -51,6 +50,13 @@ def test_what_fits_is_verified_without_a_margin_and_remembered() -> None:
         again, said = planned(module=module)
         assert again == chosen
         assert said == []
+
+
+def test_the_total_has_more_than_steps_in_it() -> None:
+    chosen, _ = planned()
+    assert chosen.step_seconds == 0.1
+    assert chosen.total_seconds is not None
+    assert chosen.total_seconds > 100 * 0.1 + 35  # an evaluation takes at least 35 s; validations come on top
 
 
 def test_preflight_plans_the_same_run_without_a_dry_run() -> None:

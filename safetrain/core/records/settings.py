@@ -140,7 +140,7 @@ class Recommendation:
     margin_bytes: int  # reserve on top of the predicted peak
     basis: str  # closed form, or dry run
     step_seconds: float | None  # time of a step of mean size, by a dry run
-    total_seconds: float | None  # time of all steps
+    total_seconds: float | None  # time of all steps, validations and the evaluation
     disk_bytes: int  # space for checkpoints and adapter
     measured_peak_bytes: int | None  # peak in the dry run, over the largest steps of several row orders
     own_order: OwnOrder | None  # the same for the order of train.seed; None: not measured
