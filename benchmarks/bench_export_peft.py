@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import show_result, write_result
-from safetrain.core.records.peft_config import SAME_NAMES
 from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.random_models import EMBEDDED
 
 load_fast_blas()  # before mlx
+from safetrain.engine.exchange.peft import SAME_NAMES  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -35,13 +35,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 32, "num_hidden_layers": 6},
 }
 IDS = [[5, 9, 13, 21, 34, 55, 89, 144, 233, 8]]
-PATTERNS = {"rank_pattern": {"q_proj|qkv_proj": 2}, "alpha_pattern": {r"layers\.1\..*": 3.5}}
 IMPORTED: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "DoRA": {"use_dora": True},
     "rsLoRA": {"use_rslora": True},
-    "LoRA, ranks and alphas by layer": PATTERNS,
-    "LoRA, middle block": {"layers_to_transform": [1]},
+    "LoRA, upper blocks": {"layers_to_transform": list(range(1, 6))},
 }
 HEADER = [
     "family",
@@ -61,7 +59,6 @@ def main(families: list[str]) -> None:
         "Largest difference of a logit, all in float32. Base: transformers' from mlx-lm's, without any adapter, which "
         "the others contain. Out: what `safetrain export peft` writes, opened by PEFT, from the tuned model. In: what "
         "PEFT computes with its own adapter, from what `safetrain import peft` makes of that. On 10 tokens.",
-        "Ranks and alphas by layer: a rank of 2 on q_proj and an alpha of 3.5 on the second block, elsewhere 5 and 8.",
     ]
     show = show_result if families else write_result
     rows: list[list[object]] = []
@@ -123,8 +120,7 @@ def exported(base: Path, folder: Path, method: str) -> float:
     from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.adapter_folder import adapter_arrays, save_adapter
     from safetrain.engine.adapters import make_trainable, measure_rows
-    from safetrain.engine.exchange.peft_arrays import places_of
-    from safetrain.engine.exchange.peft_export import shape_for_peft, write_peft
+    from safetrain.engine.exchange.peft import places_of, write_peft
     from safetrain.engine.model import open_base
 
     def moved(name: str, value: Any) -> Any:
@@ -139,7 +135,7 @@ def exported(base: Path, folder: Path, method: str) -> float:
     save_adapter(model, method, lora, base, folder / "own")
     arrays = adapter_arrays(folder / "own")
     (folder / "peft").mkdir()
-    write_peft(arrays, places, shape_for_peft(arrays, folder / "own", str(base)), folder / "peft")
+    write_peft(folder / "own", arrays, places, str(base), folder / "peft")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     logits = peft.PeftModel.from_pretrained(theirs, folder / "peft").eval()(torch.tensor(IDS)).logits.detach().numpy()
     return float(np.abs(np.array(model.module.eval()(mx.array(IDS))) - logits).max())
@@ -153,7 +149,7 @@ def imported(base: Path, folder: Path, made: dict[str, Any]) -> float:
     import transformers
 
     from safetrain.engine.adapter_folder import apply_adapter
-    from safetrain.engine.exchange.peft_import import PeftImportJob, import_peft
+    from safetrain.engine.exchange.peft import import_peft
     from safetrain.engine.model import open_base
 
     torch.manual_seed(1)
@@ -168,7 +164,7 @@ def imported(base: Path, folder: Path, made: dict[str, Any]) -> float:
             if "lora_B" in name or "magnitude" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     tuned.save_pretrained(folder / "peft")
-    import_peft(PeftImportJob(folder / "peft", base, folder / "own"))
+    import_peft(folder / "peft", base, folder / "own")
     ours = open_base(base, dequantize=False)
     apply_adapter(ours, folder / "own")
     theirs = tuned(torch.tensor(IDS)).logits.detach().numpy()

@@ -14,8 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from safetrain.cli_evaluate import evaluate
-from safetrain.cli_exchange import export, import_
-from safetrain.cli_models import card, convert, fetch, fuse
+from safetrain.cli_models import card, convert, export, fetch, fuse, import_
 from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
 from safetrain.cli_project import cache, init, update
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage

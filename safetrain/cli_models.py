@@ -1,17 +1,39 @@
-"""The commands of `safetrain` that make a model's folder, or describe it: fetch, convert, fuse, card."""
+"""The commands of `safetrain` that make a model's folder or file: fetch, convert, fuse, card, export, import."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
-from safetrain.core.formatting import printable, size_text
+from safetrain.core.formatting import counted, printable, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
+export = typer.Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
+import_ = typer.Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
+
 OFTEN_THE_SAME = 0.9  # of the answers: fewer equal ones are reported
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+SUFFIX = ".gguf"
+OutFolder = Annotated[Path, typer.Argument(help="folder to write; must not exist")]
+AdapterFolder = Annotated[Path, typer.Option(help="adapter folder")]
+BaseFolder = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
+MayLose = Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may get lost")]
+
+
+class GgufType(StrEnum):
+    """How most weights of a GGUF file are stored."""
+
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    Q6_K = "q6_k"
+    Q5_K_M = "q5_k_m"
+    Q4_K_M = "q4_k_m"
+    Q3_K_M = "q3_k_m"
 
 
 def fetch(
@@ -27,7 +49,7 @@ def fetch(
 
 def convert(
     source: Annotated[Path, typer.Argument(help="folder of a float model")],
-    target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    target: OutFolder,
     bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
     group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
@@ -49,63 +71,43 @@ def convert(
 
 
 def fuse(
-    out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    out: OutFolder,
     bits: Annotated[
         int | None, typer.Option(help="bits of the trained matrices; default: the base's own, 8, or float")
     ] = None,
     as_float: Annotated[bool, typer.Option("--float", help="quantize nothing")] = False,
-    may_lose: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may get lost")
-    ] = 2.0,
-    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    may_lose: MayLose = 2.0,
+    adapter: AdapterFolder = paths.ADAPTERS,
+    model: BaseFolder = None,
 ) -> None:
     """Merge the adapter into the base model, for any MLX program.
 
     Tries the base's own bits, then 8 bits, then float. Each is written, loaded and compared with base and tuned model
     on validation rows. The first that keeps the improvement wins.
     """
-    from safetrain.core.data.training_rows import load_valid_rows
-    from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.fusing import REPORT
-    from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.cpu.blas import load_fast_blas
+    from safetrain.watch.progress import still_working
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("No such quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
-    base = model or base_of(adapter)
-    run = read_run_shape(paths.SUMMARY)
-    rows = load_valid_rows(base, run.max_seq_length)
-    load_fast_blas()  # before anything imports mlx
+    material = _material(out, adapter, model)
     from safetrain.engine.fuse import FuseJob, fuse_adapter
-    from safetrain.watch.progress import still_working
 
-    job = FuseJob(
-        base=base,
-        adapter=adapter,
-        out=out,
-        rows=rows,
-        most_tokens=run.most_tokens,
-        mlx_limit_bytes=run.mlx_limit_bytes,
-        bits=bits,
-        as_float=as_float,
-        may_lose=may_lose / 100,
-        compute_dtype=run.compute_dtype,
-    )
+    job = FuseJob(**material, bits=bits, as_float=as_float, may_lose=may_lose / 100)
     with still_working(f"{out} is made and measured"):
-        report = fuse_adapter(job, lambda text: print(printable(text), flush=True))
-    chosen = next(each for each in report.tried if each.name == report.chosen)
+        report = fuse_adapter(job, _say)
+    chosen, like = report.tried[-1], report.tried[-1].likeness
     share = f"keeps {100 * chosen.kept:.1f} % of what was learnt"
     print(f"{out} is written: {chosen.name}, {size_text(chosen.size_bytes)}, {share}; {out / REPORT} has the figures")
-    if chosen.likeness.same_answers < OFTEN_THE_SAME:
-        others = report.rows - round(chosen.likeness.same_answers * report.rows)
+    if like.same_answers < OFTEN_THE_SAME:
+        others = report.rows - round(like.same_answers * report.rows)
         print(
             f"{others} of {report.rows} answers are not word for word the tuned model's, though no more right ones are "
             "lost than chance explains; for more of them: --may-lose 0.5, or --bits 6"
         )
     print(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
-        _write_card(out, adapter, base, replace=True)
+        card(out, adapter, job.base, replace=True)
     except SafetrainError as error:  # the model is whole without it
         print(printable(f"no model card: {error}"))
 
@@ -115,21 +117,161 @@ def card(
     adapter: Annotated[
         Path | None, typer.Option(help="adapter that FOLDER was made from; default: the pipeline's, or FOLDER")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    model: BaseFolder = None,
     replace: Annotated[bool, typer.Option("--replace", help="overwrite README.md")] = False,
 ) -> None:
     """Write a model card with the measured results.
 
     The card is README.md of the folder. `fuse` writes one itself.
     """
-    _write_card(folder, adapter, model, replace=replace)
-
-
-def _write_card(folder: Path, adapter: Path | None, base: Path | None, *, replace: bool) -> None:
     from safetrain.core.run_folder import read_run
     from safetrain.watch.card import CARD, write_card
 
-    remarks = write_card(folder, adapter, base, read_run(), replace=replace)
+    remarks = write_card(folder, adapter, model, read_run(), replace=replace)
     print(f"Wrote the model card {folder / CARD}; read it before you share it.")
     for remark in remarks:
         print(printable(f"  {remark}"))
+
+
+@export.command("peft")
+def export_peft(
+    out: OutFolder,
+    base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model for PEFT")] = None,
+    adapter: AdapterFolder = paths.ADAPTERS,
+    model: BaseFolder = None,
+) -> None:
+    """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
+
+    The written adapter is compared with the tuned model on validation rows.
+    """
+    from safetrain.core.model.files import hub_id_of
+    from safetrain.core.records.fusing import EXPORT_REPORT
+    from safetrain.watch.progress import still_working
+
+    material = _material(out, adapter, model)
+    from safetrain.engine.exchange.peft import PeftExportJob, export_peft
+
+    name = base_name or hub_id_of(material["base"]) or str(material["base"])
+    with still_working(f"{out} is made and measured"):
+        report = export_peft(PeftExportJob(**material, base_name=name), _say)
+    like, bits = report.exported, report.base_bits
+    print(
+        f"{out} is written and read again: {like.divergence:.1e} nats per label from the tuned model, "
+        f"the same answer on {round(like.same_answers * report.rows)} of {report.rows} rows, loss {like.loss:.4f}; "
+        f"{out / EXPORT_REPORT} has the figures"
+    )
+    if bits is not None:
+        print(f"It was trained on a base of {bits} bits, and the figures are for that base, dequantized.")
+        print("On the float model that this was quantized from, it computes a little else.")
+    if bits is not None and base_name is None:
+        print(f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name")
+    else:
+        print(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
+
+
+@export.command("gguf")
+def export_gguf(
+    out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist")],
+    kind: Annotated[
+        GgufType, typer.Option("--type", help="type of most weights; K types need llama-quantize")
+    ] = GgufType.Q8_0,
+    may_lose: MayLose = 2.0,
+    adapter: AdapterFolder = paths.ADAPTERS,
+    model: BaseFolder = None,
+    fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
+) -> None:
+    """Write base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
+
+    The file is compared with the tuned model on validation rows; NAME.gguf.json has the figures. A file that loses too
+    much is refused.
+    """
+    import importlib.util
+
+    from safetrain.watch.progress import still_working
+
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("The package gguf is not installed.", do="pip install -e '.[gguf]' -c constraints.txt")
+    if out.suffix != SUFFIX:
+        raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}{SUFFIX}")
+    if fused is not None and model is not None:
+        raise ConfigError("A fused model has no base.", do="leave out --model, or --fused")
+    material = _material(out, adapter, model, fused)
+    from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of
+
+    job = GgufJob(**material, kind=kind.value, may_lose=may_lose / 100)
+    with still_working(f"{out} is made and measured"):
+        report = export_gguf(job, _say)
+    print(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
+    print(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
+
+
+@import_.command("peft")
+def import_peft(
+    source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
+    out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
+) -> None:
+    """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and other programs with mlx-lm.
+
+    An adapter with parts that mlx-lm lacks is refused, and so is one that changes nothing.
+    """
+    from safetrain.engine.cpu.blas import load_fast_blas
+
+    base = model or _model_of_params()
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.exchange.peft import import_peft
+    from safetrain.watch.progress import still_working
+
+    with still_working(f"{source} is read and tried on {base}"):
+        imported, moved, largest = import_peft(source, base, out)
+    lora, shape = imported.lora, imported.shape
+    if shape.base_name:
+        print(printable(f"The adapter says that it was trained on {shape.base_name}; it is put on {base}."))
+    kind = "DoRA" if shape.dora else "rsLoRA" if shape.by_root else "LoRA"
+    print(
+        f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
+        f"{counted(lora.num_layers, 'block')}; it moves logits by up to {moved:.2g}, of up to {largest:.2g}"
+    )
+    print(f'Use it: safetrain ask "..." --adapter {out}')
+
+
+def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None = None) -> dict[str, Any]:
+    """What every export is made from and measured on, as ExportJob names it. Loads the BLAS that mlx is to take."""
+    from safetrain.core.data.training_rows import load_valid_rows
+    from safetrain.core.records.adapter_files import base_of
+    from safetrain.core.records.metrics import read_run_shape
+    from safetrain.engine.cpu.blas import load_fast_blas
+
+    base = fused or model or base_of(adapter)
+    run = read_run_shape(paths.SUMMARY)
+    rows = load_valid_rows(_tokens_of(base), run.max_seq_length)
+    load_fast_blas()  # before anything imports mlx
+    return {
+        "base": base, "adapter": None if fused else adapter, "out": out, "rows": rows, "most_tokens": run.most_tokens,
+        "mlx_limit_bytes": run.mlx_limit_bytes, "compute_dtype": run.compute_dtype,
+    }  # fmt: skip
+
+
+def _tokens_of(folder: Path) -> Path:
+    """The base of a fused model, whose tokens the rows have: fuse names further tokens that end an answer."""
+    from safetrain.core.model.files import make_same_tokens
+    from safetrain.core.records.fusing import REPORT, FuseReport
+    from safetrain.core.storage.files import read_record
+
+    if not (folder / REPORT).is_file():
+        return folder
+    base = Path(read_record(folder / REPORT, FuseReport).base_model)
+    return base if base.is_dir() and make_same_tokens(base, folder) else folder
+
+
+def _model_of_params() -> Path:
+    """model.path of params.yaml, in a project."""
+    from omegaconf import OmegaConf
+
+    if not Path("params.yaml").is_file():
+        raise ConfigError("The adapter's base model is not known.", do="name its folder with --model")
+    return Path(OmegaConf.load("params.yaml").model.path)
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.exporting import REPORT, PeftReport
+from safetrain.core.records.fusing import EXPORT_REPORT, PeftReport
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
@@ -31,7 +31,7 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     assert "Name the float one: --base-name" in said
     assert "owner/base-4bit is written as its base" in said
     assert "the same answer on 9 of 9 rows" in said
-    assert read_record(Path("out") / REPORT, PeftReport).base_bits == 4
+    assert read_record(Path("out") / EXPORT_REPORT, PeftReport).base_bits == 4
     with pytest.raises(ConfigError, match="exists already"):
         invoke("export", "peft", "out", "--base-name", "owner/base")
     assert 'from_pretrained("owner/base"), "named")' in invoke("export", "peft", "named", "--base-name", "owner/base")

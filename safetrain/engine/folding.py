@@ -7,7 +7,8 @@ time, so that no float copy of the model is ever there.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +16,11 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
+from safetrain.core.records.adapter_files import adapter_scale
+from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.layers import dequantized
-from safetrain.engine.upstream.loading import takes_bits
+from safetrain.engine.upstream.loading import errors_told, load, takes_bits
 
 Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
 AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of trying
@@ -27,13 +30,9 @@ AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of
 class LayerStorage:
     """How a layer's weight is stored, as mlx-lm's config.json says it."""
 
-    bits: int
     group_size: int
+    bits: int
     mode: str = AFFINE
-
-    def entry(self) -> dict[str, Any]:
-        """The entry in config.json."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 Plan = Mapping[str, LayerStorage | None]  # by a layer's path; None: float. A layer that is not named stays as it is
@@ -45,6 +44,15 @@ class Folds:
 
     layers: dict[str, Fold]
     values: dict[str, mx.array]
+
+
+def open_to_fold(base: Path, adapter: Path | None) -> tuple[Any, dict[str, Any], Folds]:
+    """A base, its configuration and what the adapter does to it; weights stay unread on the disk. Raises ModelError."""
+    with errors_told("open the model", str(base)):
+        module, config = load(base)
+    if adapter is None:
+        return module, config, Folds({}, {})
+    return module, config, folds_of(module, adapter_arrays(adapter), adapter_scale(adapter))
 
 
 def folds_of(module: Any, weights: Mapping[str, mx.array], scale: float) -> Folds:
@@ -88,9 +96,7 @@ def as_it_is(weight: mx.array, _rows: slice) -> mx.array:
 
 def stored_as(layer: Any) -> LayerStorage | None:
     """How a layer is stored; None for float."""
-    if "scales" not in layer:
-        return None
-    return LayerStorage(layer.bits, layer.group_size, getattr(layer, "mode", AFFINE))
+    return LayerStorage(layer.group_size, layer.bits, getattr(layer, "mode", AFFINE)) if "scales" in layer else None
 
 
 def inputs_of(layer: Any) -> int:
@@ -110,85 +116,57 @@ def bits_plan(module: Any, folds: Folds, bits: int) -> Plan:
 
     A layer keeps its own group size where it can, and stays as it is if no group size divides its width.
     """
-    layers, own = dict(module.named_modules()), own_plan(module, folds)
-    paths = [path for path, stored in own.items() if stored is not None]
-    if not any(stored_as(layer) is not None for layer in layers.values()):
+    layers, plan = dict(module.named_modules()), dict(own_plan(module, folds))
+    paths = [path for path, stored in plan.items() if stored is not None]
+    if not any(stored_as(layer) for layer in layers.values()):
         paths = takes_bits(module, GROUP_SIZE)
-    plan = dict(own)
     for path in paths:
         before, width = stored_as(layers[path]), inputs_of(layers[path])
-        sizes = sorted(GROUP_SIZES, key=lambda size: before is None or size != before.group_size)  # its own first
-        fitting = [size for size in sizes if width % size == 0]
+        sizes = (before.group_size, *GROUP_SIZES) if before else GROUP_SIZES
+        fitting = next((size for size in sizes if size in GROUP_SIZES and width % size == 0), None)
         if fitting and (before is None or before.bits != bits):
-            plan[path] = LayerStorage(bits, fitting[0])
+            plan[path] = LayerStorage(fitting, bits)
     return plan
 
 
 def float_plan(module: Any, folds: Folds) -> Plan:
     """No layer quantized."""
-    quantized = [path for path, layer in module.named_modules() if stored_as(layer) is not None]
+    quantized = [path for path, layer in module.named_modules() if stored_as(layer)]
     return dict.fromkeys([*folds.layers, *quantized])
 
 
 def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
     """Every array of the model with the adapter folded in and layers stored as ``plan`` says: none is computed yet."""
     arrays: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-    layers, float_type = dict(module.named_modules()), _float_type(arrays)
+    if unfit := [name for name in arrays if name.endswith("global_scale")]:
+        raise ModelError(
+            f"Weights with a global scale (nvfp4) cannot be folded: {unfit[0]}.", do="keep base and adapter apart"
+        )
+    sizes = Counter[Any]()  # numbers, by type
+    for value in arrays.values():
+        sizes[value.dtype] += value.size if mx.issubdtype(value.dtype, mx.floating) else 0
+    layers, float_type = dict(module.named_modules()), sizes.most_common(1)[0][0]
     for name, value in folds.values.items():
         arrays[name] = value.astype(arrays[name].dtype)
     for path, stored in plan.items():
         for kind in ("weight", "scales", "biases"):
             arrays.pop(f"{path}.{kind}", None)
-        new = _stored_arrays(layers[path], folds.layers.get(path, as_it_is), stored, float_type)
-        arrays |= {f"{path}.{kind}": value for kind, value in new.items()}
+        slices = list(_in_slices(layers[path], folds.layers.get(path, as_it_is), stored, float_type))
+        for kind, parts in zip(("weight", "scales", "biases"), zip(*slices, strict=True), strict=False):
+            arrays[f"{path}.{kind}"] = mx.concatenate(list(parts)) if len(parts) > 1 else parts[0]
     return arrays
 
 
-def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[str, Any]:
-    """config.json with the quantization of each layer whose way of being stored changes."""
-    layers = dict(module.named_modules())
-    stored = {path: stored_as(layer) for path, layer in layers.items() if "weight" in layer} | dict(plan)
-    kinds, before = Counter(each for each in stored.values() if each is not None), config.get("quantization")
-    plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    if not kinds:
-        return plain if before else dict(config)
-    before = before or kinds.most_common(1)[0][0].entry()
-    usual = LayerStorage(before["bits"], before["group_size"], before.get("mode", AFFINE))
-    entries = {key: value for key, value in before.items() if key not in plan}
-    entries |= {path: each.entry() for path, each in plan.items() if each not in (None, usual)}
-    return {**plain, "quantization": entries}
-
-
-def _rows_of(layer: Any) -> tuple[int, int]:
-    """Rows of a weight, or experts, and the numbers in each."""
-    return layer.weight.shape[0], math.prod(layer.weight.shape[1:-1]) * inputs_of(layer)
-
-
-def _float_type(arrays: Mapping[str, mx.array]) -> Any:
-    """What most floating numbers of the model are stored in."""
-    sizes = Counter[Any]()
-    for name, value in arrays.items():
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[value.dtype] += value.size
-        if name.endswith("global_scale"):
-            raise ModelError(
-                f"Weights with a global scale (nvfp4) cannot be folded: {name}.", do="keep base and adapter apart"
-            )
-    return sizes.most_common(1)[0][0]
-
-
-def _stored_arrays(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: Any) -> dict[str, mx.array]:
-    parts = zip(*_in_slices(layer, fold, stored, float_type), strict=True)
-    arrays = [mx.concatenate(list(part)) if len(part) > 1 else part[0] for part in parts]
-    return dict(zip(("weight", "scales", "biases"), arrays, strict=False))
+def slices_of(count: int, numbers_each: int) -> list[slice]:
+    """A few of ``count`` rows at a time, so that they are small in float32."""
+    step = max(1, SLICE_BYTES // (FLOAT32 * numbers_each))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
     """A few rows, or experts, at a time; each waits for the one before."""
-    count, each = _rows_of(layer)
-    step, before = max(1, SLICE_BYTES // (FLOAT32 * each)), None
-    for start in range(0, count, step):
-        rows = slice(start, min(start + step, count))
+    before = None
+    for rows in slices_of(layer.weight.shape[0], math.prod(layer.weight.shape[1:-1]) * inputs_of(layer)):
         weight = dequantized(layer, rows)
         if before is not None:
             weight = mx.depends([weight], [before])[0]
@@ -199,3 +177,17 @@ def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: 
             arrays[1:] = [scale.astype(float_type) if stored.mode == AFFINE else scale for scale in arrays[1:]]
         before = arrays[0]
         yield tuple(arrays)
+
+
+def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[str, Any]:
+    """config.json with the quantization of each layer whose way of being stored changes."""
+    stored = {path: stored_as(layer) for path, layer in module.named_modules() if "weight" in layer} | dict(plan)
+    kinds, before = Counter(each for each in stored.values() if each), config.get("quantization")
+    plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    if not kinds:
+        return plain if before else dict(config)
+    before = before or asdict(kinds.most_common(1)[0][0])
+    usual = LayerStorage(before["group_size"], before["bits"], before.get("mode", AFFINE))
+    entries = {key: value for key, value in before.items() if key not in plan}
+    entries |= {path: asdict(each) for path, each in plan.items() if each and each != usual}
+    return {**plain, "quantization": entries}

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,21 +14,15 @@ from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import (
-    adapter_scale,
-    fingerprint,
-    read_prompt_format,
-    require_base,
-    write_prompt_format,
-)
+from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base, write_prompt_format
 from safetrain.core.records.fusing import REPORT, Candidate, FuseReport, describe, kept_share, refusal
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.backend import set_limits
-from safetrain.engine.folding import Folds, Plan, bits_plan, float_plan, folded, folds_of, own_plan, quantization_in
+from safetrain.engine.folding import Plan, bits_plan, float_plan, folded, open_to_fold, own_plan, quantization_in
 from safetrain.engine.tuned import ExportJob, measure_tuned
-from safetrain.engine.upstream.loading import copy_beside, errors_told, load, logits_for_a_consumer, write_config
+from safetrain.engine.upstream.loading import copy_beside, logits_for_a_consumer, write_config
 from safetrain.engine.upstream.probing import tolerance_of
 
 MORE_BITS = 8  # where the base's own lose too much
@@ -55,111 +48,83 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
     parent = require_new(job.out)
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
+    set_limits(job.mlx_limit_bytes)
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
         job.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=job.out.parent, prefix=".fuse-") as scratch:
-            return _Fusing(job, files, Path(scratch) / "fused", say).first_that_holds()
+            folder, fusing = Path(scratch) / "fused", _Fusing(job, files, say)
+            tried: list[Candidate] = []
+            for name, plan in candidates(job, files):
+                tried.append(fusing.measured(name, write_candidate(job, plan, folder), folder))
+                if not tried[-1].refusal:
+                    break
+                shutil.rmtree(folder)
+            else:
+                raise _nothing_holds(job, tried)
+            report = fusing.report(tried)
+            write_record(folder / REPORT, report)
+            replace_directory(folder, job.out)
+    return report
+
+
+def candidates(job: FuseJob, files: ModelFiles) -> Iterator[tuple[str, Plan]]:
+    """Names and plans, in the order of trying."""
+    own = files.quantization_bits
+    module, _, folds = open_to_fold(job.base, job.adapter)
+    if not job.as_float and job.bits is None and own is not None:
+        yield f"{own} bits", own_plan(module, folds)
+    bits = job.bits or (MORE_BITS if own is not None and own < MORE_BITS else None)
+    if not job.as_float and bits is not None:
+        yield f"{bits} bits", bits_plan(module, folds, bits)
+    if job.bits is None:
+        yield "float", float_plan(module, folds)
+
+
+def write_candidate(job: FuseJob, plan: Plan, folder: Path) -> int:
+    """Write a fused model into a new ``folder``; bytes of its weights."""
+    module, config, folds = open_to_fold(job.base, job.adapter)
+    arrays = folded(module, folds, plan)
+    size = sum(value.nbytes for value in arrays.values())
+    do = "free some space, or choose a folder on another disk"
+    require_room(job.out.parent, size, "There is too little room for the fused model.", do)
+    folder.mkdir()
+    write_config(module, quantization_in(config, module, plan), folder)
+    form = read_prompt_format(job.adapter)
+    copy_beside(job.base, folder, form.stop_ids if form else ())
+    if form is not None:
+        write_prompt_format(folder, form)  # for safetrain chat and serve
+    del module, folds  # what is written is then gone from memory
+    save_shards(folder, arrays)
+    return size
+
+
+def _nothing_holds(job: FuseJob, tried: list[Candidate]) -> ModelError:
+    best, is_set = max(tried, key=lambda each: each.kept), job.bits is not None or job.as_float
+    return ModelError(
+        f"{'This fused model does not keep' if is_set else 'No fused model keeps'} what was learnt: "
+        f"{best.name}: {best.refusal}.",
+        where=str(job.adapter),
+        expected=f"at least {100 * (1 - job.may_lose):g} % kept",
+        got=f"{100 * best.kept:.1f} %",
+        do="leave out --bits and --float: more bits are then tried" if is_set
+        else "use base and adapter apart, or allow more with --may-lose",
+    )  # fmt: skip
 
 
 class _Fusing:
-    """One model after the other is made in ``folder``, hidden beside the target, until one holds."""
+    """Base and tuned model, measured, and each candidate beside them."""
 
-    def __init__(self, job: FuseJob, files: ModelFiles, folder: Path, say: Callable[[str], None]) -> None:
-        self._job, self._files, self._folder, self._say = job, files, folder, say
-        self._tried: list[Candidate] = []
+    def __init__(self, job: FuseJob, files: ModelFiles, say: Callable[[str], None]) -> None:
+        self._job, self._files, self._say = job, files, say
+        self._tuned = measure_tuned(job, files)
+        self._base = job.measure_base(self._tuned, files, say)
+        size = files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
+        say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(self._tuned.rows)))
 
-    def first_that_holds(self) -> FuseReport:
-        """Measure base and tuned model, then each candidate once."""
-        job = self._job
-        set_limits(job.mlx_limit_bytes)
-        self._tuned = measure_tuned(job, self._files)
-        rows = self._tuned.rows
-        self._base = job.measure_base(self._tuned, self._files, self._say)
-        size = self._files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
-        self._say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(rows)))
-        name_chosen = next((name for name, plan in self._candidates() if self._holds(name, plan)), None)
-        if name_chosen is None:
-            raise self._nothing_holds()
-        report = FuseReport(
-            str(job.base), self._files.fingerprint, fingerprint(job.adapter), len(rows), int(rows.label_counts.sum()),
-            job.may_lose, self._base, self._tuned.own, tuple(self._tried), name_chosen,
-        )  # fmt: skip
-        write_record(self._folder / REPORT, report)
-        replace_directory(self._folder, job.out)
-        return report
-
-    def _candidates(self) -> Iterator[tuple[str, Plan]]:
-        """Names and plans, in the order of trying."""
-        job, own = self._job, self._files.quantization_bits
-        module, _, folds = self._read()
-        if not job.as_float and job.bits is None and own is not None:
-            yield f"{own} bits", own_plan(module, folds)
-        bits = job.bits or (MORE_BITS if own is not None and own < MORE_BITS else None)
-        if not job.as_float and bits is not None:
-            yield f"{bits} bits", bits_plan(module, folds, bits)
-        if job.bits is None:
-            yield "float", float_plan(module, folds)
-
-    def _nothing_holds(self) -> ModelError:
-        best = max(self._tried, key=lambda each: each.kept)
-        is_set = self._job.bits is not None or self._job.as_float
-        return ModelError(
-            f"{'This fused model does not keep' if is_set else 'No fused model keeps'} what was learnt: "
-            f"{best.name}: {best.refusal}.",
-            where=str(self._job.adapter),
-            expected=f"at least {100 * (1 - self._job.may_lose):g} % kept",
-            got=f"{100 * best.kept:.1f} %",
-            do="leave out --bits and --float: more bits are then tried" if is_set
-            else "use base and adapter apart, or allow more with --may-lose",
-        )  # fmt: skip
-
-    def _read(self) -> tuple[Any, dict[str, Any], Folds]:
-        """The base, its configuration and what the adapter does to it; weights stay unread on the disk."""
-        with errors_told("open the model", str(self._job.base)):
-            module, config = load(self._job.base)
-        return module, config, folds_of(module, adapter_arrays(self._job.adapter), adapter_scale(self._job.adapter))
-
-    def _holds(self, name: str, plan: Plan) -> bool:
-        """Write a candidate, open it and measure it; it stays in the folder only if it holds."""
-        size = self._write(plan)
+    def measured(self, name: str, size: int, folder: Path) -> Candidate:
+        """Open what is in ``folder`` and measure it, once; raises MachineError where memory is too small."""
         gc.collect()
-        self._require_memory(name, size)
-        set_limits(self._job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
-        model = self._job.open(self._folder)
-        ids = self._tuned.rows[0].ids[:OPENED_TOKENS].tolist()
-        ours = model.module(mx.array([ids]))[0].astype(mx.float32)
-        mx.eval(ours)
-        likeness = self._tuned.likeness_of(model)
-        del model
-        gc.collect()
-        self._require_same(ours, logits_for_a_consumer(self._folder, ids))
-        share = kept_share(self._base, self._tuned.own, likeness)
-        candidate = Candidate(name, size, share, likeness, refusal(share, likeness, self._job.may_lose))
-        self._tried.append(candidate)
-        self._say(describe(name, size, share, likeness, len(self._tuned.rows), candidate.refusal or "holds"))
-        if candidate.refusal:
-            shutil.rmtree(self._folder)
-        return not candidate.refusal
-
-    def _write(self, plan: Plan) -> int:
-        """The candidate's folder; bytes of its weights."""
-        module, config, folds = self._read()
-        arrays = folded(module, folds, plan)
-        size = sum(value.nbytes for value in arrays.values())
-        do = "free some space, or choose a folder on another disk"
-        require_room(self._job.out.parent, size, "There is too little room for the fused model.", do)
-        self._folder.mkdir()
-        write_config(module, quantization_in(config, module, plan), self._folder)
-        form = read_prompt_format(self._job.adapter)
-        copy_beside(self._job.base, self._folder, form.stop_ids if form else ())
-        if form is not None:
-            write_prompt_format(self._folder, form)  # for safetrain chat and serve
-        del module, folds  # what is written is then gone from memory
-        save_shards(self._folder, arrays)
-        return size
-
-    def _require_memory(self, name: str, size: int) -> None:
-        room = host_room_bytes(read_memory())
+        room, job, rows = host_room_bytes(read_memory()), self._job, self._tuned.rows
         if size > room:
             raise MachineError(
                 f"The fused model ({name}) does not fit into memory to be measured.",
@@ -167,11 +132,23 @@ class _Fusing:
                 got=f"{size_text(room)} available",
                 do="close other programs, use base and adapter apart, or allow more to be lost with --may-lose",
             )
+        set_limits(job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
+        model, ids = job.open(folder), rows[0].ids[:OPENED_TOKENS].tolist()
+        ours = model.module(mx.array([ids]))[0].astype(mx.float32)
+        mx.eval(ours)
+        likeness = self._tuned.likeness_of(model)
+        del model
+        gc.collect()
+        self._require_same(ours, logits_for_a_consumer(folder, ids), folder)
+        share = kept_share(self._base, self._tuned.own, likeness)
+        candidate = Candidate(name, size, share, likeness, refusal(share, likeness, job.may_lose))
+        self._say(describe(name, size, share, likeness, len(rows), candidate.refusal or "holds"))
+        return candidate
 
-    def _require_same(self, ours: mx.array, theirs: mx.array) -> None:
+    def _require_same(self, ours: mx.array, theirs: mx.array, folder: Path) -> None:
         """Raise ModelError unless mlx-lm itself computes the same logits, up to the rounding of the stored type."""
         apart = float(np.array(mx.abs(ours - theirs).mean() / mx.abs(ours).mean()))
-        in_16_bits = any(tensor.dtype in ("F16", "BF16") for tensor in read_model_files(self._folder).tensors)
+        in_16_bits = any(tensor.dtype in ("F16", "BF16") for tensor in read_model_files(folder).tensors)
         if not apart <= tolerance_of(mx.float16 if in_16_bits else mx.float32):
             raise ModelError(
                 "mlx-lm computes something else with the fused model than safetrain does.",
@@ -179,3 +156,11 @@ class _Fusing:
                 got=f"logits {100 * apart:.1f} % apart",
                 do="use base and adapter apart, and report this model's architecture",
             )
+
+    def report(self, tried: list[Candidate]) -> FuseReport:
+        """What is said of the last of ``tried``, which holds."""
+        job, rows = self._job, self._tuned.rows
+        return FuseReport(
+            str(job.base), self._files.fingerprint, fingerprint(job.adapter), len(rows), int(rows.label_counts.sum()),
+            job.may_lose, self._base, self._tuned.own, tuple(tried), tried[-1].name,
+        )  # fmt: skip

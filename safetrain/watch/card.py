@@ -9,9 +9,7 @@ from safetrain.core.formatting import dvc, size_text
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import describe_forgetting
-from safetrain.core.records.exporting import REPORT as EXPORT_REPORT
-from safetrain.core.records.exporting import GgufReport, PeftReport
-from safetrain.core.records.fusing import REPORT, FuseReport
+from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, FuseReport, GgufReport, PeftReport
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_beside, write_text

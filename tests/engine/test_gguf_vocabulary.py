@@ -11,8 +11,7 @@ from safetrain.core.data.template import ChatTemplate
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
-from safetrain.engine.exchange.gguf_chat import chat_of, modelfile, ollama_template
-from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
+from safetrain.engine.exchange.gguf_text import Vocabulary, chat_of, modelfile, ollama_template, vocabulary_of
 from tests.support.tokenizers_made import STRIPPING_ENDS, TEMPLATE, write_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
@@ -88,9 +87,9 @@ def test_other_kinds_of_tokenizers_are_refused_by_what_they_do(tmp_path: Path) -
 def test_tokens_that_drop_white_space_are_phi_3_s_or_told(tmp_path: Path) -> None:
     (tmp_path / "phi").mkdir()
     (tmp_path / "other").mkdir()
-    assert vocabulary(tokenizer_of(tmp_path / "phi", "llama", stripping=STRIPPING_ENDS)).strips_behind
+    assert vocabulary(tokenizer_of(tmp_path / "phi", "llama", stripping=STRIPPING_ENDS)).strips_after
     other = vocabulary(tokenizer_of(tmp_path / "other", "llama", stripping=("<|end|>",)))
-    assert not other.strips_behind
+    assert not other.strips_after
     assert "white space beside <|end|>" in other.notes[0]
 
 

@@ -15,15 +15,24 @@ import numpy as np
 import pytest
 
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError
-from safetrain.core.records.exporting import REPORT, PeftReport
-from safetrain.core.records.peft_config import CONFIG, PICKLE, SAME_NAMES, WEIGHTS, PeftTargets, targets_of
+from safetrain.core.records.fusing import EXPORT_REPORT, PeftReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
-from safetrain.engine.exchange.peft_arrays import places_of, require_pairs
-from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
-from safetrain.engine.exchange.peft_import import PeftImportJob, PeftImportReport, import_peft
+from safetrain.engine.exchange.peft import (
+    CONFIG,
+    PICKLE,
+    SAME_NAMES,
+    WEIGHTS,
+    ImportedAdapter,
+    PeftExportJob,
+    export_peft,
+    import_peft,
+    places_of,
+    require_pairs,
+    targets_of,
+)
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import open_base
 from tests.conftest import ROOT
@@ -106,8 +115,8 @@ def written_by_peft(folder: Path, change: Change = dict, dora: bool = False, **c
     return folder
 
 
-def imported(source: Path, base: Path, out: Path) -> PeftImportReport:
-    return import_peft(PeftImportJob(source, base, out))
+def imported(source: Path, base: Path, out: Path) -> ImportedAdapter:
+    return import_peft(source, base, out)[0]
 
 
 @pytest.mark.parametrize(("method", "bits"), [("lora", None), ("dora", None), ("lora", 4), ("dora", 4)])
@@ -130,8 +139,7 @@ def test_a_round_trip_is_the_adapter_to_the_last_bit(base: Path, method: str, tm
     found = imported(tmp_path / "out", base, tmp_path / "back")
     assert (tmp_path / "back" / ADAPTER_FILE).read_bytes() == (adapter / ADAPTER_FILE).read_bytes()
     np.testing.assert_array_equal(tuned_logits(base, tmp_path / "back"), tuned_logits(base, adapter))
-    assert found.imported.lora == LoraSettings(5, 1.7, 0.1, 1, ("mlp.down_proj", "self_attn.q_proj"))
-    assert found.imported.notes == ()
+    assert found.lora == LoraSettings(5, 1.7, 0.1, 1, ("mlp.down_proj", "self_attn.q_proj"))
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert (config["target_modules"], config["layers_to_transform"]) == (["down_proj", "q_proj"], [1])
     assert (config["base_model_name_or_path"], config["use_dora"]) == ("owner/base", method == "dora")
@@ -140,8 +148,8 @@ def test_a_round_trip_is_the_adapter_to_the_last_bit(base: Path, method: str, tm
 def test_the_report_compares_what_was_opened_again_with_the_tuned_model(base: Path, tmp_path: Path) -> None:
     adapter = adapter_of(base, tmp_path / "adapter")
     report, said = exported(base, adapter, tmp_path / "out")
-    assert read_record(tmp_path / "out" / REPORT, PeftReport) == report
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted((CONFIG, WEIGHTS, REPORT))
+    assert read_record(tmp_path / "out" / EXPORT_REPORT, PeftReport) == report
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted((CONFIG, WEIGHTS, EXPORT_REPORT))
     assert report.exported.divergence < 1e-6 < report.base.divergence
     assert (report.exported.same_answers, report.rows, report.stop_ids) == (1.0, 6, (0, 7))
     assert report.exported.loss == pytest.approx(report.tuned.loss, abs=1e-5)
@@ -164,52 +172,25 @@ def pair_of(folder: Path, stem: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(arrays[f"{stem}.lora_A.weight"]), np.array(arrays[f"{stem}.lora_B.weight"])
 
 
-def q_of(arrays: Arrays, rank: int) -> None:
-    """Cut q_proj of both blocks to a rank."""
-    for name in [name for name in arrays if "q_proj" in name]:
-        arrays[name] = arrays[name][:rank] if "lora_A" in name else arrays[name][:, :rank]
-
-
-@pytest.mark.parametrize(
-    ("config", "change", "scales", "notes"),
-    [
-        ({}, dict, {"q_proj": 1.5, "down_proj": 1.5}, 0),
-        ({"use_rslora": True}, dict, {"q_proj": 4.5 / math.sqrt(3), "down_proj": 4.5 / math.sqrt(3)}, 0),
-        ({"alpha_pattern": {"q_proj": 9}}, dict, {"q_proj": 3.0, "down_proj": 1.5}, 1),
-        (
-            {"rank_pattern": {"(self_attn|x).q_proj": 2}, "use_rslora": True},
-            lambda arrays: q_of(arrays, 2),
-            {"q_proj": 4.5 / math.sqrt(2), "down_proj": 4.5 / math.sqrt(3)},
-            2,
-        ),
-    ],
-)
-def test_scales_and_ranks_are_peft_s(
-    base: Path, config: dict[str, Any], change: Change, scales: dict[str, float], notes: int, tmp_path: Path
-) -> None:
-    source = written_by_peft(tmp_path / "peft", change, **config)
-    found = imported(source, base, tmp_path / "own")
+@pytest.mark.parametrize(("config", "scale"), [({}, 1.5), ({"use_rslora": True}, 4.5 / math.sqrt(3))])
+def test_scales_are_peft_s(base: Path, config: dict[str, Any], scale: float, tmp_path: Path) -> None:
+    source = written_by_peft(tmp_path / "peft", **config)
+    imported(source, base, tmp_path / "own")
     before, after = weights_of(base), weights_of(base, tmp_path / "own")
     for path, weight in before.items():
         expected = weight
-        if path.endswith(tuple(scales)):
+        if path.endswith(("q_proj", "down_proj")):
             a, b = pair_of(source, f"base_model.model.{path}")
-            expected = weight + scales[path.rpartition(".")[2]] * b @ a
+            expected = weight + scale * b @ a
         np.testing.assert_allclose(after[path], expected, atol=1e-4, err_msg=path)
-    assert len(found.imported.notes) == notes
 
 
-def test_blocks_without_a_pair_stay_the_base_s(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_lower_blocks_alone_is_refused(base: Path, tmp_path: Path) -> None:
     def lower(arrays: Arrays) -> Arrays:
         return {name: value for name, value in arrays.items() if ".layers.0." in name}
 
-    found = imported(written_by_peft(tmp_path / "peft", lower), base, tmp_path / "own")
-    before, after = weights_of(base), weights_of(base, tmp_path / "own")
-    changed = {path for path in before if not np.array_equal(before[path], after[path])}
-    assert changed == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"}
-    assert found.imported.notes == ("2 layers without a pair among those that have one: held as zeros",)
-    with pytest.raises(ModelError, match=r"DoRA adapter has nothing for model\.layers\.1"):
-        imported(written_by_peft(tmp_path / "dora", lower, dora=True), base, tmp_path / "other")
+    with pytest.raises(ModelError, match=r"adapter has nothing for model\.layers\.1"):
+        imported(written_by_peft(tmp_path / "peft", lower), base, tmp_path / "own")
 
 
 def test_adapters_of_16_bits_and_of_older_versions_are_read(base: Path, tmp_path: Path) -> None:
@@ -245,7 +226,8 @@ def test_adapters_of_16_bits_and_of_older_versions_are_read(base: Path, tmp_path
         ({"of_tomorrow": {"a": 1}}, "of_tomorrow is"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
         ({"r": 0}, "r is 0"),
-        ({"rank_pattern": {"(": 4}}, "cannot be read"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"alpha_pattern": {"q_proj": 9}}, "alpha_pattern is"),
         ({"fine_tune_type": "lora"}, "adapter for MLX already"),
     ],
 )
@@ -364,7 +346,7 @@ def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> Non
 def test_a_full_disk_leaves_nothing(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, source = adapter_of(base, tmp_path / "adapter"), written_by_peft(tmp_path / "peft")
     filled = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("safetrain.engine.exchange.peft_export.save_arrays", filled)
+    monkeypatch.setattr("safetrain.engine.exchange.peft.save_arrays", filled)
     monkeypatch.setattr("safetrain.engine.adapter_folder.save_arrays", filled)
     with pytest.raises(DiskFullError, match="nothing was written"):
         exported(base, adapter, tmp_path / "out")
@@ -400,13 +382,13 @@ def test_what_peft_cannot_hold_is_not_exported(base: Path, tmp_path: Path) -> No
 def test_targets_are_as_short_as_is_unambiguous() -> None:
     linear = {f"model.layers.{b}.{name}": b for b in (0, 1) for name in ("a.o_proj", "b.o_proj", "a.q_proj")}
 
-    def of(*ends: str) -> PeftTargets:
-        return targets_of({path: block for path, block in linear.items() if path.endswith(ends)}, linear, 2)
+    def of(*ends: str) -> tuple[list[str], list[int] | None]:
+        return targets_of({path for path in linear if path.endswith(ends)}, linear)
 
-    assert of("o_proj") == PeftTargets(("o_proj",), None)
-    assert of("1.a.o_proj", "1.b.o_proj") == PeftTargets(("o_proj",), (1,))
-    assert of("a.o_proj", "q_proj") == PeftTargets(("a.o_proj", "a.q_proj"), None)
-    assert of("0.a.o_proj", "1.a.q_proj") == PeftTargets(("model.layers.0.a.o_proj", "model.layers.1.a.q_proj"), None)
+    assert of("o_proj") == (["o_proj"], None)
+    assert of("1.a.o_proj", "1.b.o_proj") == (["o_proj"], [1])
+    assert of("a.o_proj", "q_proj") == (["a.o_proj", "a.q_proj"], None)
+    assert of("0.a.o_proj", "1.a.q_proj") == (["model.layers.0.a.o_proj", "model.layers.1.a.q_proj"], None)
 
 
 @pytest.mark.parametrize(("method", "bits"), [("lora", None), ("dora", 4)])

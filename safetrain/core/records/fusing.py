@@ -1,4 +1,4 @@
-"""What folding an adapter into its base keeps of what was learnt: fuse_report.json, and what decides. Pure."""
+"""What a fused or exported model keeps of what was learnt: the reports next to it, and what decides. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from safetrain.core.errors import ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.records.metrics import NO_CHANGE
 
-REPORT = "fuse_report.json"
+REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # of fuse; of PEFT
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
@@ -49,6 +49,45 @@ class FuseReport:
     tuned: Likeness
     tried: tuple[Candidate, ...]  # in the order of trying
     chosen: str  # the name of one of these
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """OUT.gguf.json: what the file is, and what it keeps of the tuned model on the validation rows."""
+
+    file: str
+    type: str  # of most weights
+    size_bytes: int
+    architecture: str  # as llama.cpp calls it
+    tokenizer: str
+    base_model: str
+    base_fingerprint: str
+    adapter_fingerprint: str  # empty without an adapter
+    rows: int
+    labels: int
+    base: Likeness | None  # None without an adapter
+    tuned: Likeness
+    read_back: Likeness | None  # the file's weights, read again and computed by mlx; None where memory is too small
+    kept: float | None  # share of what was learnt; None without an adapter, or where nothing was read back
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PeftReport:
+    """export_report.json: the exported adapter, read again, beside base and tuned model on the same rows."""
+
+    base_model: str
+    base_fingerprint: str
+    base_bits: int | None  # that the adapter was trained on; PEFT then has a float base
+    base_name: str  # in PEFT's configuration
+    adapter_fingerprint: str
+    rows: int
+    labels: int
+    base: Likeness
+    tuned: Likeness
+    exported: Likeness
+    kept: float  # share of what was learnt
+    stop_ids: tuple[int, ...]  # tokens that end an answer, by the training
 
 
 def require_effect(base: Likeness, adapter: str) -> None:

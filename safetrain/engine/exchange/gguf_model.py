@@ -1,0 +1,309 @@
+"""Models in GGUF files: what llama.cpp calls, computes and stores, one weight at a time written and read again.
+
+llama.cpp's own code is the reference: src/models/FAMILY.cpp for the weights, conversion/FAMILY.py for how they lie.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from mlx.utils import tree_flatten
+
+from safetrain.core.errors import ModelError
+from safetrain.core.memory.terms import FLOAT32
+from safetrain.engine.folding import Folds, as_it_is, inputs_of, slices_of
+from safetrain.engine.layers import dequantized
+
+BLOCK_PATH = re.compile(r"model\.layers\.(\d+)\.(.+)")
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LLAMA_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+PHI_BLOCK = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+LONG = ("longrope", "su")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family in llama.cpp's names. ``block``: names of the parts of a block by their paths in mlx-lm."""
+
+    architecture: str
+    block: Mapping[str, str]
+    turns: bool = False  # llama.cpp rotates neighbours in q and k, mlx-lm halves of a head
+    adds_one: bool = False  # mlx-lm's norms multiply with 1 + weight
+    rotations: tuple[str, ...] = ("default", "linear")
+    blocks_of_27b: int = 0  # of the size whose attention llama.cpp scales by width / heads
+
+
+LLAMA = Family("llama", LLAMA_BLOCK, turns=True, rotations=("default", "linear", "llama3"))
+GEMMA3 = Family("gemma3", {**LLAMA_BLOCK, **GEMMA_NORMS, **HEAD_NORMS}, adds_one=True, blocks_of_27b=62)
+FAMILIES = {  # by model_type in config.json
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Family("qwen2", LLAMA_BLOCK),
+    "qwen3": Family("qwen3", {**LLAMA_BLOCK, **HEAD_NORMS}),
+    "gemma2": Family("gemma2", {**LLAMA_BLOCK, **GEMMA_NORMS}, adds_one=True, blocks_of_27b=46),
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
+    "phi3": Family("phi3", {**LLAMA_BLOCK, **PHI_BLOCK}, rotations=("default", "linear", *LONG)),
+}
+UNSAID_CONTEXT = 8192  # gemma2's, whose settings in mlx-lm have none
+
+BLOCK = 32  # numbers that share a scale in both kinds of quantization
+KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
+FILE_TYPES = {kind: gguf.LlamaFileType[f"MOSTLY_{kind.name}"] for kind in KINDS.values()}
+SCALE_BYTES = 2  # of a block, in float16
+BITS = {Kind.Q8_0: 8, Kind.Q4_0: 4}
+AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every answer goes through them whole
+
+
+def family_of(model_type: str, where: str) -> Family:
+    """Raises ModelError for a family that no GGUF file is written for."""
+    if model_type not in FAMILIES:
+        raise ModelError(
+            f"GGUF files are not written for models of the type {model_type}.",
+            where=where,
+            expected=f"one of {', '.join(FAMILIES)}",
+            do="keep it as an MLX model (safetrain fuse), or convert the folder of 'safetrain fuse --float' with "
+            "llama.cpp's convert_hf_to_gguf.py",
+        )
+    return FAMILIES[model_type]
+
+
+def text_model(module: Any) -> Any:
+    """The language model of a module: gemma3 has it beside pictures."""
+    return module.get("language_model", module)
+
+
+def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[str, np.ndarray]:
+    """Write the metadata from which llama.cpp builds ``module``, a text model, and return tensors that it also needs.
+
+    These divide the rotary frequencies, (rotated / 2,) float32. Raises ModelError for a setting that the model has in
+    mlx-lm and llama.cpp does not compute.
+    """
+    args = module.args
+    head = int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
+    scaling = getattr(args, "rope_scaling", None) or {}
+    rotation = str(scaling.get("type") or scaling.get("rope_type") or "default")
+    _require_known(family, args, head, rotation)
+    context = getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT
+    writer.add_context_length(context)
+    writer.add_embedding_length(args.hidden_size)
+    writer.add_block_count(args.num_hidden_layers)
+    writer.add_feed_forward_length(args.intermediate_size)
+    writer.add_head_count(args.num_attention_heads)
+    writer.add_head_count_kv(args.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(args.rms_norm_eps)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_vocab_size(args.vocab_size)
+    writer.add_rope_dimension_count(int(head * getattr(args, "partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(float(args.rope_theta))
+    if rotation == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(scaling["factor"]))
+    if family.architecture == "gemma2":
+        writer.add_attn_logit_softcapping(args.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(args.final_logit_softcapping)
+        writer.add_sliding_window(context)  # mlx-lm has none, and llama.cpp one of 4096 where none is named
+    elif family.architecture == "gemma3":
+        writer.add_sliding_window(args.sliding_window)
+        writer.add_sliding_window_pattern(args.sliding_window_pattern)
+        writer.add_rope_freq_base_swa(float(args.rope_local_base_freq))
+    elif family.architecture == "phi3":
+        writer.add_sliding_window(0)  # mlx-lm has none
+        writer.add_rope_scaling_orig_ctx_len(args.original_max_position_embeddings)
+    if rotation == "llama3":
+        rope = module.layers[0].self_attn.rope
+        plain = float(args.rope_theta) ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+        return {"rope_freqs.weight": np.array(rope._freqs / plain, dtype=np.float32)}
+    if rotation in LONG:  # mlx-lm takes the long ones for texts of any length, and so did the training
+        writer.add_rope_scaling_attn_factors(float(module.layers[0].self_attn.rope._scale))
+        factors = np.array(scaling["long_factor"], dtype=np.float32)
+        return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
+    return {}
+
+
+def _require_known(family: Family, args: Any, head: int, rotation: str) -> None:
+    is_27b = args.num_hidden_layers == family.blocks_of_27b
+    gemma_scale = args.hidden_size // args.num_attention_heads if is_27b else head
+    scalar = getattr(args, "query_pre_attn_scalar", gemma_scale)
+    heads_fill = head * args.num_attention_heads == args.hidden_size
+    layer_types = getattr(args, "layer_types", None) or ()
+    for is_known, what, expected in (
+        (rotation in family.rotations, f"its rotation is scaled by {rotation}",
+         f"one of {', '.join(family.rotations)}"),
+        (not getattr(args, "rope_traditional", False), "it rotates neighbours (rope_traditional)", "halves of a head"),
+        (family is not LLAMA or "sliding_attention" not in layer_types,
+         "some of its blocks see a sliding window only", "blocks that see the whole text"),
+        (family.architecture not in ("qwen2", "phi3") or heads_fill,
+         "its heads are not as wide together as the model", str(args.hidden_size)),
+        (not family.blocks_of_27b or math.isclose(scalar, gemma_scale),
+         f"query_pre_attn_scalar is {scalar:g}", str(gemma_scale)),
+    ):  # fmt: skip
+        if not is_known:
+            raise ModelError(
+                f"llama.cpp computes this model differently than it was trained: {what}.",
+                expected=expected,
+                do="keep it as an MLX model: safetrain fuse",
+            )
+
+
+@dataclass(frozen=True)
+class GgufPart:
+    """A weight of the model in the file."""
+
+    name: str  # in the file
+    path: str  # of its layer in the module
+    kind: str  # weight, or bias
+    shape: tuple[int, ...]  # (outputs, inputs), or (width,)
+    heads: int = 0  # whose rows are turned; 0: they stay
+    added: float = 0.0  # to every number
+
+    def places(self) -> np.ndarray:
+        """(rows,) where each row of mlx-lm's weight lies in the file."""
+        rows = np.arange(self.shape[0])
+        if not self.heads:
+            return rows
+        return np.argsort(rows.reshape(self.heads, 2, -1).swapaxes(1, 2).ravel())
+
+    def stored_as(self, kind: Kind) -> Kind:
+        """In a file of ``kind``: vectors are in float32, rows that take no blocks in float16."""
+        if len(self.shape) == 1:
+            return Kind.F32
+        if self.shape[-1] % BLOCK:
+            return Kind.F16 if kind in BITS else kind
+        return Kind.Q8_0 if kind == Kind.Q4_0 and self.name in AT_THE_ENDS else kind
+
+    def bytes_as(self, kind: Kind, *, opened: bool = False) -> int:
+        """Bytes in a file of ``kind``, or in memory: there a block has a scale and a bias in float32."""
+        stored = self.stored_as(kind)
+        block, size = gguf.GGML_QUANT_SIZES[stored]
+        more = 2 * FLOAT32 - SCALE_BYTES if opened and stored in BITS else 0
+        return math.prod(self.shape) // block * (size + more)
+
+
+def parts_of(module: Any, family: Family) -> list[GgufPart]:
+    """Every weight of the model, in the order of writing; raises ModelError for one that llama.cpp has no name for."""
+    inner = text_model(module)
+    prefix = "" if inner is module else "language_model."
+    layers, parts = dict(inner.named_modules()), list[GgufPart]()
+    arrays: list[tuple[str, mx.array]] = tree_flatten(inner.parameters())
+    for array_name, value in arrays:
+        path, _, kind = array_name.rpartition(".")
+        if kind in ("scales", "biases"):
+            continue
+        match = BLOCK_PATH.fullmatch(path)
+        name = family.block.get(match[2]) if match else OUTSIDE.get(path)
+        if name is None or kind not in ("weight", "bias"):
+            raise ModelError(
+                f"llama.cpp has no place for a weight of this model: {array_name}.",
+                expected=f"the weights of its architecture {family.architecture}",
+                do="keep it as an MLX model: safetrain fuse",
+            )
+        shape = tuple(value.shape) if value.ndim == 1 else (value.shape[0], inputs_of(layers[path]))
+        turned = {"attn_q": inner.args.num_attention_heads, "attn_k": inner.args.num_key_value_heads}
+        heads = turned.get(name, 0) if family.turns else 0
+        added = 1.0 if family.adds_one and name.endswith("norm") else 0.0
+        full_name = f"blk.{match[1]}.{name}.{kind}" if match else f"{name}.{kind}"
+        parts.append(GgufPart(full_name, prefix + path, kind, shape, heads, added))
+    return parts
+
+
+def taken(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
+    """The bytes of a weight, (rows, bytes of a row) uint8, with the adapter folded in; a few rows at a time.
+
+    It leaves ``module``, and with it the memory: what is written keeps nothing that was read. Raises ModelError for a
+    number that ``kind`` cannot hold.
+    """
+    layer, stored, places = dict(module.named_modules())[part.path], part.stored_as(kind), part.places()
+    value = folds.values.pop(f"{part.path}.{part.kind}", None)
+    fold = folds.layers.pop(part.path, as_it_is) if part.kind == "weight" else as_it_is
+    data = np.empty((part.shape[0], part.bytes_as(kind) // part.shape[0]), dtype=np.uint8)
+    for rows in slices_of(part.shape[0], math.prod(part.shape[1:])):
+        if len(part.shape) == 1:
+            weight = (layer[part.kind] if value is None else value)[rows].astype(mx.float32)
+        else:
+            weight = fold(dequantized(layer, rows).astype(mx.float32), rows)
+        values = np.array(weight).reshape(rows.stop - rows.start, -1) + np.float32(part.added)
+        with np.errstate(over="ignore"):
+            quantized = gguf.quants.quantize(values, stored)
+        if stored == Kind.F16 and not np.isfinite(quantized).all():
+            raise ModelError(f"{part.path} has numbers that float16 cannot hold.", do="choose --type bf16 or q8_0")
+        data[places[rows]] = np.ascontiguousarray(quantized).view(np.uint8).reshape(len(values), -1)
+    for name in ("weight", "scales", "biases") if part.kind == "weight" else ("bias",):
+        layer.pop(name, None)
+    return data
+
+
+def arrays_in(file: Path, parts: Sequence[GgufPart], tokens: Sequence[str]) -> Iterator[tuple[str, mx.array]]:
+    """The weights of a file, with their names in mlx-lm; q8_0 and q4_0 with scales and biases in float32.
+
+    Raises ModelError unless every weight is there in its shape, and the vocabulary.
+    """
+    reader = gguf.GGUFReader(file)
+    if reader.fields["tokenizer.ggml.tokens"].contents() != list(tokens):
+        raise ModelError("The vocabulary is not in the file as it was written.", where=str(file))
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for part in parts:
+        tensor = tensors.get(part.name)
+        shape = None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
+        if tensor is None or shape != part.shape:
+            raise ModelError(f"{part.name} is not in the file as it was written.", where=str(file),
+                             expected=str(part.shape), got=str(shape))  # fmt: skip
+        data = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()]
+        if tensor.tensor_type in BITS:
+            bits = BITS[tensor.tensor_type]
+            weight, scales = _unpacked(data.view(np.uint8), bits)
+            yield f"{part.path}.weight", mx.array(weight)
+            yield f"{part.path}.scales", mx.array(scales)
+            yield f"{part.path}.biases", mx.array(-scales * 2.0 ** (bits - 1))
+        else:
+            yield f"{part.path}.{part.kind}", _plain(data, tensor.tensor_type, part)
+
+
+def _plain(data: np.ndarray, kind: Kind, part: GgufPart) -> mx.array:
+    data = np.ascontiguousarray(data)
+    if kind == Kind.BF16:
+        return mx.array(data.view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
+    if kind not in (Kind.F16, Kind.F32):  # by llama-quantize
+        return mx.array(gguf.quants.dequantize(data, kind).astype(np.float16))
+    values: np.ndarray = data.view(np.float16 if kind == Kind.F16 else np.float32)
+    return mx.array((values - part.added).astype(values.dtype).reshape(part.shape))
+
+
+def _unpacked(data: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks (rows, bytes) as mlx keeps them: words (rows, words) uint32 and scales (rows, blocks) float32.
+
+    Both store scale * (number - half of the range): mlx as scale * number + bias.
+    """
+    blocks = np.ascontiguousarray(data).reshape(len(data), -1, SCALE_BYTES + BLOCK * bits // 8)
+    scales = np.ascontiguousarray(blocks[..., :SCALE_BYTES]).view(np.float16)[..., 0].astype(np.float32)
+    numbers = blocks[..., SCALE_BYTES:]
+    if bits == 8:
+        numbers = numbers ^ 0x80  # signed: -128 becomes 0
+    else:  # the first half of a block is in the low halves of its bytes, the second in the high ones
+        both = np.concatenate([numbers & 0xF, numbers >> 4], axis=-1)
+        numbers = both[..., 0::2] | (both[..., 1::2] << 4)
+    return np.ascontiguousarray(numbers).reshape(len(data), -1).view(np.uint32), scales
