@@ -43,18 +43,14 @@ SAME_NAMES = (  # families whose layers transformers and mlx-lm call the same: b
     "starcoder2",
 )  # fmt: skip
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # of the two matrices: the base stays
-IGNORED = frozenset({  # that decide nothing of what a finished adapter computes
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
-    "megatron_core", "modules_to_tie", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "target_modules_to_tie",
-})  # fmt: skip
-READ = frozenset({
-    "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "peft_type", "r", "task_type", "use_dora",
-    "use_rslora",
+KNOWN = frozenset({  # read here, or deciding nothing of what a finished adapter computes
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
+    "modules_to_tie", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
+    "target_modules", "target_modules_to_tie", "task_type", "use_dora", "use_rslora",
 })  # fmt: skip
 SET_NOWHERE: tuple[object, ...] = (None, False, "", [], {})
-ROOT = "base_model.model."
 KEY = re.compile(r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$")
 KINDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 MAY_LOSE = 0.02  # share of what was learnt, of which rounding takes far less
@@ -136,8 +132,7 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
         if not same or np.float32(adapter_scale(job.adapter)) != np.float32(imported.shape.scale):
             why = "other numbers when it is read again"
         if why:
-            do = "safetrain fuse OUT makes one model of base and adapter"
-            where = str(job.adapter)
+            where, do = str(job.adapter), "safetrain fuse OUT makes one model of base and adapter"
             raise ModelError("What was written for PEFT is not the tuned model.", where=where, got=why, do=do)
         report = PeftReport(
             str(job.base), files.fingerprint, files.quantization_bits, job.base_name, fingerprint(job.adapter),
@@ -241,10 +236,10 @@ def write_peft(
         "use_rslora": False,
     }  # fmt: skip
     (folder / CONFIG).write_text(f"{json.dumps(config, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
-    renamed: dict[str, mx.array] = {}
+    renamed = dict[str, mx.array]()
     for name, value in arrays.items():
         path, _, kind = name.rpartition(".")
-        renamed[f"{ROOT}{path}.{KINDS[kind]}"] = value if kind == "m" else mx.contiguous(value.T)
+        renamed[f"base_model.model.{path}.{KINDS[kind]}"] = value if kind == "m" else mx.contiguous(value.T)
     save_arrays(folder / WEIGHTS, renamed, "pt")
 
 
@@ -269,14 +264,10 @@ def put_on(model: BaseModel, source: Path) -> ImportedAdapter:
     lowest, names = min(places[path].block for path in pairs), {places[path].name for path in pairs}
     for path, place in places.items():
         if place.block >= lowest and place.name in names and path not in pairs:
-            raise ModelError(
-                f"This adapter has nothing for {path}, but something for its like in other blocks.",
-                where=str(source),
-                do=MERGE,
-            )
+            what = f"This adapter has nothing for {path}, but something for its like in other blocks."
+            raise ModelError(what, where=str(source), do=MERGE)
     weights: dict[str, mx.array] = {}
-    for path in (path for path in places if path in pairs):
-        pair = pairs[path]
+    for path, pair in pairs.items():
         weights[f"{path}.lora_a"] = mx.contiguous(pair["lora_A"].T)
         weights[f"{path}.lora_b"] = mx.contiguous(pair["lora_B"].T)
         if shape.dora:
@@ -295,31 +286,29 @@ def _pairs_in(folder: Path, shape: PeftShape, places: Mapping[str, LayerPlace]) 
     where, pairs = str(folder / WEIGHTS), dict[str, dict[str, mx.array]]()
     for key, value in _arrays_in(folder).items():
         match = KEY.match(key)
-        if match is None:
-            raise _no_place(key, where)
+        if match is None or match[1] not in places:
+            raise ModelError(
+                f"This adapter does not fit: the base has no linear layer in a block for {key}.",
+                where=where,
+                expected="pairs of LoRA on linear layers of the base's blocks",
+                do="give the base that it was trained on with --model; more than pairs (embedding, head, experts, "
+                "whole layers) is merged in PEFT (merge_and_unload)",
+            )
         pairs.setdefault(match[1], {})[match[2]] = value
-    kinds = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if shape.dora else set())
+    kinds = ("lora_A", "lora_B", "lora_magnitude_vector")[: 3 if shape.dora else 2]
     for path, pair in pairs.items():
-        if set(pair) != kinds:
+        if sorted(pair) != sorted(kinds):
             raise ModelError(
                 f"The adapter is not whole, or its configuration is another's: {path}",
                 where=where,
-                expected=", ".join(sorted(kinds)),
+                expected=", ".join(kinds),
                 got=", ".join(sorted(pair)),
                 do=COPY_AGAIN,
             )
-    if not shape.dora and all(not (mx.any(pair["lora_A"]) & mx.any(pair["lora_B"])).item() for pair in pairs.values()):
-        raise ModelError("This is an adapter of zeros: it changes nothing of its base.", where=where, do=SAVE_TRAINED)
-    for path, pair in pairs.items():
-        if path not in places:
-            raise _no_place(path, where)
         place, rank = places[path], shape.rank
-        for kind, expected in (
-            ("lora_A", (rank, place.inputs)),
-            ("lora_B", (place.outputs, rank)),
-            ("lora_magnitude_vector", (place.outputs,)),
-        ):
-            if kind in pair and pair[kind].shape != expected:
+        shapes = ((rank, place.inputs), (place.outputs, rank), (place.outputs,))
+        for kind, expected in zip(kinds, shapes, strict=False):
+            if pair[kind].shape != expected:
                 raise ModelError(
                     f"The adapter does not fit this base: {kind} of {path}.",
                     where=where,
@@ -327,6 +316,9 @@ def _pairs_in(folder: Path, shape: PeftShape, places: Mapping[str, LayerPlace]) 
                     got=str(pair[kind].shape),
                     do="give the base that it was trained on with --model",
                 )
+    moves = (shape.dora or (mx.any(pair["lora_A"]) & mx.any(pair["lora_B"])).item() for pair in pairs.values())
+    if not any(moves):
+        raise ModelError("This is an adapter of zeros: it changes nothing of its base.", where=where, do=SAVE_TRAINED)
     return pairs
 
 
@@ -343,20 +335,7 @@ def _arrays_in(folder: Path) -> dict[str, mx.array]:
     for name, value in arrays.items():
         if not mx.all(mx.isfinite(value)).item():
             raise ModelError(f"The adapter holds what is not a number: {name}.", where=str(path), do="train it again")
-    if not arrays:
-        raise ModelError("The adapter's file is empty.", where=str(path), do=COPY_AGAIN)
     return arrays
-
-
-def _no_place(key: str, where: str) -> ModelError:
-    """For what is not a pair on a linear layer of a block."""
-    return ModelError(
-        f"This adapter does not fit: the base has no linear layer in a block for {key}.",
-        where=where,
-        expected="pairs of LoRA on linear layers of the base's blocks",
-        do="give the base that it was trained on with --model; more than pairs (embedding, head, experts, whole "
-        "layers) is merged in PEFT (merge_and_unload)",
-    )
 
 
 def read_peft_config(folder: Path) -> PeftShape:
@@ -373,7 +352,7 @@ def read_peft_config(folder: Path) -> PeftShape:
          "true or false"),
         *(
             (value in SET_NOWHERE, f"{key} is {json.dumps(value)[:60]}", f"an adapter without {key}")
-            for key, value in config.items() if key not in IGNORED | READ
+            for key, value in config.items() if key not in KNOWN
         ),
     ):  # fmt: skip
         if not is_known:
@@ -402,11 +381,9 @@ def _configuration(folder: Path) -> dict[str, Any]:
         do = f"name the folder of one adapter: {names}" if names else named
         raise ModelError(f"No PEFT adapter found: {CONFIG} is missing.", where=str(folder), do=do)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise ModelError(f"PEFT's configuration cannot be read: {error}", where=str(path)) from None
-    if not isinstance(config, dict):
-        raise ModelError("PEFT's configuration is not a JSON object.", where=str(path))
     if "fine_tune_type" in config:
         do = f"safetrain ask --adapter {folder} …"
         raise ModelError("This is an adapter for MLX already.", where=str(folder), do=do)
