@@ -17,10 +17,11 @@ from safetrain.core.storage.files import require_new
 
 if TYPE_CHECKING:
     from safetrain.core.data.held_out import HeldOut
+    from safetrain.core.data.token_rows import TokenRows
     from safetrain.core.model.files import ModelFiles
     from safetrain.core.records.metrics import RunShape
     from safetrain.core.records.scoring import ModelMeasures
-    from safetrain.engine.comparison import Answering, Material, Subject
+    from safetrain.engine.comparison import Subject
 
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens of a row; for answers, where --max-questions does not say
 MORE = "--max-questions"
@@ -65,12 +66,9 @@ def evaluate(
     for remark in rows.remarks(length, max_new_tokens):
         print(remark, file=sys.stderr)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.comparison import Answering
-
-    answering = Answering(max_new_tokens, max_questions, SECONDS)
     subjects = _subjects(folder, adapter, base)
     with ending_at_once("the evaluation has written nothing"):
-        results, lines = _measured(files, subjects, rows, length, answering)
+        results, lines = _measured(files, subjects, rows, length, max_new_tokens, max_questions)
     report = {
         "model": str(folder), "adapter": str(adapter or ""), "base": str(subjects[0].folder) if subjects[1:] else "",
         "data": str(data or TEST_ROWS), "alone": None, "beside_base": None, **results,
@@ -83,7 +81,12 @@ def evaluate(
 
 
 def _measured(
-    files: "ModelFiles", subjects: Sequence["Subject"], rows: "HeldOut", length: int, answering: "Answering"
+    files: "ModelFiles",
+    subjects: Sequence["Subject"],
+    rows: "HeldOut",
+    length: int,
+    max_new_tokens: int,
+    max_questions: int | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure one model, or two that are compared: figures for JSON, sentences for a terminal."""
     from safetrain.core.data.general_text import general_text
@@ -91,27 +94,28 @@ def _measured(
     from safetrain.core.records.adapter_files import fingerprint
     from safetrain.core.records.evaluation import describe_evaluation
     from safetrain.core.records.scoring import evaluation_of
-    from safetrain.engine.comparison import Material, compare, measure
+    from safetrain.engine.comparison import Examination
     from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 
     tokenizer, progress = ChatTokenizer(files.folder), EvaluationProgress(say_on_terminal)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
-    material, run = Material(rows, general), _run_shape(subjects, length)
-    if len(subjects) == 1:
-        alone = _alone(material, measure(subjects[0], material, run, answering, progress), tokenizer.decode)
+    run = _run_shape(subjects, length)
+    found = Examination(rows, general, run, max_new_tokens, max_questions, SECONDS, progress).measure(*subjects)
+    if len(found) == 1:
+        alone = _alone(rows, general.rows, found[0], tokenizer.decode)
         return {"alone": alone}, _describe_alone(alone)
-    base, tuned = subjects
-    both = compare(base, tuned, material, run, answering, progress)
-    adapter = fingerprint(tuned.adapter) if tuned.adapter else ""
-    evaluation = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, adapter)
+    adapter = fingerprint(subjects[1].adapter) if subjects[1].adapter else ""
+    evaluation = evaluation_of(rows, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
     return {"beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
 
 
-def _alone(material: "Material", model: "ModelMeasures", decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _alone(
+    rows: "HeldOut", general: "TokenRows", model: "ModelMeasures", decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
     """Figures of one model, and its first answers."""
     from safetrain.core.records.scoring import SAMPLES, mean_loss, score
 
-    rows, general, samples = material.held_out, material.general.rows, list[dict[str, str]]()
+    samples = list[dict[str, str]]()
     for number, ids in sorted(model.answers.items()):
         question = rows.questions[number]
         expected, answer = decode(question.answer).strip(), decode(ids).strip()

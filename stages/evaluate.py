@@ -47,15 +47,16 @@ def main(config: Pipeline) -> None:
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print(remark)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.comparison import Answering, Material, Subject, compare
+    from safetrain.engine.comparison import Examination, Subject
 
-    answering = Answering(settings.max_new_tokens, settings.max_examples, ANSWERS * seconds)
-    subjects = Subject("base", base), Subject("tuned", base, paths.ADAPTERS)
-    material, progress = Material(held_out, general), EvaluationProgress(say_on_terminal)
+    examination = Examination(
+        held_out, general, run, settings.max_new_tokens, settings.max_examples, ANSWERS * seconds,
+        EvaluationProgress(say_on_terminal),
+    )  # fmt: skip
     with ending_at_once("the evaluation has written nothing; the same command begins it again"):
-        measured = compare(*subjects, material, run, answering, progress)
+        found = examination.measure(Subject("base", base), Subject("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)
-    evaluation = evaluation_of(held_out, general, files.vocab_size, *measured, tokenizer.decode, adapter)
+    evaluation = evaluation_of(held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
     require_other_loss(evaluation.base.loss, evaluation.tuned.loss, "test rows", str(paths.ADAPTERS))
     write_record(paths.EVALUATION, evaluation)
     for line in describe_evaluation(evaluation):

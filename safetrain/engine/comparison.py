@@ -26,29 +26,11 @@ from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 
-Answers = dict[int, list[int]]  # ids, by the question's number
-Beat = Callable[[str, str, int, float], None]  # which model, at what work, how many there are, how many are done
 FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
 CACHE_COPIES = 2  # of keys and values: a cache that grows is copied
 LOGIT_ROWS = 2  # float32 numbers per logit alive while a token is chosen
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How much is answered: ``max_questions``, or as many as ``seconds`` allow for both models."""
-
-    max_new_tokens: int
-    max_questions: int | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Material:
-    """What models are compared on."""
-
-    held_out: HeldOut
-    general: GeneralText
+Answers = dict[int, list[int]]  # ids, by the question's number
 
 
 @dataclass(frozen=True)
@@ -60,87 +42,80 @@ class Subject:
     adapter: Path | None = None  # on it
 
 
-def compare(
-    base: Subject, tuned: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat
-) -> tuple[ModelMeasures, ModelMeasures]:
-    """Two models, one after the other, asked the same questions. ``run``: in how much memory.
-
-    A base that was left quantized in training is dequantized where there is room: its numbers are the same. Raises
-    TrainingError where a loss is not a number.
-    """
-    model = _open(base, material, run, answering, beat)
-    first = model.measured(in_random_order(len(material.held_out.questions))[: answering.max_questions], halves=2)
-    if tuned.folder == base.folder and base.adapter is None and tuned.adapter is not None:
-        apply_adapter(model.model, tuned.adapter)
-        model = dataclasses.replace(model, name=tuned.name)
-    else:
-        del model
-        gc.collect()
-        model = _open(tuned, material, run, answering, beat)
-    second = model.measured(list(first.answers), halves=2)
-    both = {number: first.answers[number] for number in second.answers}
-    return dataclasses.replace(first, answers=both), second
-
-
-def measure(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> ModelMeasures:
-    """The evaluation of one model."""
-    order = in_random_order(len(material.held_out.questions))[: answering.max_questions]
-    return _open(subject, material, run, answering, beat).measured(order)
-
-
-def _open(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> "_MeasuredModel":
-    files = read_model_files(subject.folder)
-    dequantize = files.quantization_bits is not None and not run.dequantize_base and dequantize_to_answer(files)
-    limit = run.mlx_limit_bytes + (FLOAT32 * files.parameters if dequantize else 0)
-    set_limits(limit)
-    model = open_base(subject.folder, dequantize=run.dequantize_base or dequantize, compute_dtype=run.compute_dtype)
-    if subject.adapter is not None:
-        apply_adapter(model, subject.adapter)
-    return _MeasuredModel(subject.name, model, files, limit, material, run.most_tokens, answering, beat)
-
-
 @dataclass(frozen=True)
-class _MeasuredModel:
-    """A model that is measured in the memory that its training took."""
+class Examination:
+    """What models are measured on, in how much memory, and how much they answer."""
 
-    name: str
-    model: BaseModel
-    files: ModelFiles
-    limit_bytes: int
-    material: Material
-    most_tokens: int
-    answering: Answering
-    beat: Beat
+    held_out: HeldOut
+    general: GeneralText
+    run: RunShape
+    max_new_tokens: int
+    max_questions: int | None  # None: as many as the time allows
+    seconds: float  # for the answers of all models
+    beat: Callable[[str, str, int, float], None]  # which model, at what work, how many there are, how many are done
 
-    def measured(self, order: Sequence[int], halves: int = 1) -> ModelMeasures:
-        """Losses on all rows, answers in ``order``; one of ``halves`` models shares the time for these."""
-        losses = self._losses(self.material.held_out.rows, "test rows", "test rows read")
-        general = self._losses(self.material.general.rows, "general text", "general texts read")
-        first = max(FIRST_QUESTIONS, int(QUICK_WORK / (self.files.parameters * self.answering.max_new_tokens)))
-        seconds = self.answering.seconds / halves if self.answering.max_questions is None else math.inf
-        return ModelMeasures(losses, in_time(self._answers, order, first, seconds), general)
+    def measure(self, *subjects: Subject) -> list[ModelMeasures]:
+        """Models one after the other, each asked what those before it have answered.
 
-    def _losses(self, rows: TokenRows, text_name: str, work: str) -> np.ndarray:
+        A base that was left quantized in training is dequantized where there is room: its numbers are the same. An
+        adapter goes on the base that is open already. Raises TrainingError where a loss is not a number.
+        """
+        order = in_random_order(len(self.held_out.questions))[: self.max_questions]
+        found, model, plain = list[ModelMeasures](), None, None  # plain: whose folder it is, without an adapter
+        for subject in subjects:
+            files = read_model_files(subject.folder)
+            if model is None or subject.adapter is None or subject.folder != plain:
+                model = None
+                gc.collect()
+                model, limit_bytes = self._open(files)
+            if subject.adapter is not None:
+                apply_adapter(model, subject.adapter)
+            plain = subject.folder if subject.adapter is None else None
+            losses = self._losses(subject.name, model, self.held_out.rows, "test rows", "test rows read")
+            general = self._losses(subject.name, model, self.general.rows, "general text", "general texts read")
+            ask = self._asker(subject.name, model, files, limit_bytes)
+            first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * self.max_new_tokens)))
+            seconds = self.seconds / len(subjects) if self.max_questions is None else math.inf
+            found.append(ModelMeasures(losses, in_time(ask, order, first, seconds), general))
+            order = list(found[-1].answers)
+        return [dataclasses.replace(each, answers={number: each.answers[number] for number in order}) for each in found]
+
+    def _open(self, files: ModelFiles) -> tuple[BaseModel, int]:
+        """The model, in the memory that its training took, and how much that is."""
+        run = self.run
+        dequantize = files.quantization_bits is not None and not run.dequantize_base and dequantize_to_answer(files)
+        limit_bytes = run.mlx_limit_bytes + (FLOAT32 * files.parameters if dequantize else 0)
+        set_limits(limit_bytes)
+        dequantize = run.dequantize_base or dequantize
+        return open_base(files.folder, dequantize=dequantize, compute_dtype=run.compute_dtype), limit_bytes
+
+    def _losses(self, name: str, model: BaseModel, rows: TokenRows, text_name: str, work: str) -> np.ndarray:
         rows_begun = 0
 
         def beat(batch: MicroBatch, _number: int) -> None:
             nonlocal rows_begun
-            self.beat(self.name, work, len(rows), rows_begun)
+            self.beat(name, work, len(rows), rows_begun)
             rows_begun += len(batch.rows)
 
-        losses = row_losses(self.model, rows, self.most_tokens, beat) if len(rows) else np.zeros(0)
-        require_number(float(losses.sum()), self.name, text_name)
+        losses = row_losses(model, rows, self.run.most_tokens, beat) if len(rows) else np.zeros(0)
+        require_number(float(losses.sum()), name, text_name)
         return losses
 
-    def _answers(self, part: Sequence[int], done: int) -> Answers:
-        """To these questions; ``done`` have been answered before."""
-        questions, new = self.material.held_out.questions, self.answering.max_new_tokens
-        most = tokens_to_hold(self.files, new, self.limit_bytes - mx.get_active_memory())
-        ids = answer(
-            self.model, [questions[number].prompt for number in part], self.material.held_out.stop_ids, new, most,
-            lambda made: self.beat(self.name, "questions answered", done + len(part), done + made),
-        )  # fmt: skip
-        return dict(zip(part, ids, strict=True))
+    def _asker(
+        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int
+    ) -> Callable[[Sequence[int], int], Answers]:
+        """What answers some questions, after so many others."""
+
+        def ask(part: Sequence[int], done: int) -> Answers:
+            most = tokens_to_hold(files, self.max_new_tokens, limit_bytes - mx.get_active_memory())
+            prompts = [self.held_out.questions[number].prompt for number in part]
+            ids = answer(
+                model, prompts, self.held_out.stop_ids, self.max_new_tokens, most,
+                lambda made: self.beat(name, "questions answered", done + len(part), done + made),
+            )  # fmt: skip
+            return dict(zip(part, ids, strict=True))
+
+        return ask
 
 
 def tokens_to_hold(model: ModelFiles, max_new_tokens: int, room_bytes: int) -> int:
@@ -166,8 +141,8 @@ def in_time(
 ) -> Answers:
     """Answers to as many questions of ``order`` as ``seconds`` allow, at least to the ``first`` so many.
 
-    Questions are answered in growing parts. A larger part takes at most proportionally longer than the last
-    one, and starts only if that much time is left.
+    Questions are answered in growing parts. A larger part takes at most proportionally longer than the last one, and
+    starts only if that much time is left.
     """
     answers: Answers = {}
     end, size = clock() + seconds, first
