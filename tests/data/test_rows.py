@@ -57,13 +57,10 @@ def refusal(value: object) -> str:
 # What is read
 
 
-def test_content_in_parts_is_joined() -> None:
+def test_content_in_parts_is_joined_and_llama_factory_s_weights_are_read() -> None:
     parts = ["Symbol ", {"type": "text", "text": "of "}, {"type": "input_text", "text": "iron?"}]
     answer = [{"type": "output_text", "text": "Fe."}]
     assert parsed(of(turn("user", parts), turn("assistant", answer))) == parse_row(IRON)
-
-
-def test_llama_factorys_parts_and_weights_are_read() -> None:
     value = of(
         turn("user", [{"type": "text", "value": "Symbol of iron?"}], loss_weight=0.0),
         turn("assistant", [{"type": "text", "value": "Fe."}], loss_weight=1.0),
@@ -73,40 +70,23 @@ def test_llama_factorys_parts_and_weights_are_read() -> None:
 
 @pytest.mark.parametrize("call", [CALL, AS_TEXT, {"id": "c1", "name": "weather", "arguments": {"city": "Lisbon"}}])
 def test_calls_are_brought_to_one_form(call: object) -> None:
-    message = parsed(calling(call)).messages[1]
-    (read,) = message.for_template()["tool_calls"]
-    assert read == CALL
-    assert message.for_template()["content"] == ""
+    message = parsed(calling(call)).messages[1].for_template()
+    assert (message["tool_calls"], message["content"]) == ([CALL], "")
 
 
 @pytest.mark.parametrize(
     ("arguments", "read"),
-    [
-        ("", {}),
-        (None, {}),
-        ('{"b": 1, "a": 2}', {"b": 1, "a": 2}),
-        ("Lisbon", "Lisbon"),
-        ("[1]", "[1]"),
-        ('{"a": NaN}', '{"a": NaN}'),
-    ],
+    [("", {}), (None, {}), ('{"b": 1, "a": 2}', {"b": 1, "a": 2}), ("Lisbon", "Lisbon"), ('{"a": NaN}', '{"a": NaN}')],
 )
 def test_arguments_are_an_object_where_they_say_one(arguments: object, read: object) -> None:
     row = parsed(calling({"function": {"name": "weather", "arguments": arguments}}))
     (call,) = row.messages[1].for_template()["tool_calls"]
-    assert call == {"type": "function", "function": {"name": "weather", "arguments": read}}
-    if isinstance(read, dict):
-        assert list(call["function"]["arguments"]) == list(read)
+    assert json.dumps(call) == json.dumps({"function": {"name": "weather", "arguments": read}, "type": "function"})
 
 
-@pytest.mark.parametrize("calls", [None, []])
-def test_no_calls_and_null_keys_are_left_out(calls: object) -> None:
-    row = parsed(
-        of(turn("user", "Symbol of iron?", name=None), turn("assistant", "Fe.", tool_calls=calls, refusal=None))
-    )
-    assert row == parse_row(IRON)
-
-
-def test_keys_that_templates_may_read_stay() -> None:
+def test_null_keys_are_left_out_and_keys_that_templates_may_read_stay() -> None:
+    nulls = of(turn("user", "Symbol of iron?", name=None), turn("assistant", "Fe.", tool_calls=[], refusal=None))
+    assert parsed(nulls) == parse_row(IRON)
     row = parsed(of(turn("user", "q", name="Ann"), turn("assistant", "a", reasoning_content="so")))
     assert [message.for_template() for message in row.messages] == [
         {"role": "user", "content": "q", "name": "Ann"},
@@ -117,24 +97,14 @@ def test_keys_that_templates_may_read_stay() -> None:
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]], [{"function": TOOL["function"]}]])
 def test_tools_are_brought_to_one_form(tools: object) -> None:
     row = parsed({**calling(CALL), "tools": tools})
-    assert row.format == "tools"
-    assert json.loads(row.tools) == [TOOL]
-
-
-@pytest.mark.parametrize("tools", [None, [], "", "[]"])
-def test_no_tools(tools: object) -> None:
-    assert parsed({**IRON, "tools": tools}) == parse_row(IRON)
+    assert (row.format, json.loads(row.tools)) == ("tools", [TOOL])
+    assert parsed({"prompt": "q", "completion": "a", "tools": tools}).format == "tools"
+    assert all(parsed({**IRON, "tools": none}) == parse_row(IRON) for none in (None, [], "", "[]"))
 
 
 def test_openais_weight_is_honoured() -> None:
-    row = parsed(
-        of(
-            turn("user", "Capital of France?", weight=0),
-            turn("assistant", "Paris", weight=0),
-            turn("user", "Again?", weight=1),
-            turn("assistant", "Paris, as said.", weight=1),
-        )
-    )
+    roles, texts = ("user", "assistant") * 2, ("Capital of France?", "Paris", "Again?", "Paris, as said.")
+    row = parsed(of(*(turn(*pair, weight=n // 2) for n, pair in enumerate(zip(roles, texts, strict=True)))))
     assert [message.trained for message in row.messages] == [True, False, True, True]
     assert all("weight" not in message.for_template() for message in row.messages)
     assert [message.get("weight") for message in row.as_json()["messages"]] == [None, 0, None, None]
@@ -145,55 +115,33 @@ def test_a_system_text_beside_the_rest_is_read() -> None:
     assert row.format == "completions"
     assert [(m.role, m.content) for m in row.messages] == [("system", "Be brief."), ("user", "q"), ("assistant", "a")]
     assert parsed({**IRON, "system": "Be brief."}).messages[0].content == "Be brief."
-    assert parsed({**IRON, "system": ""}) == parse_row(IRON)
     twice = of(turn("system", "Be brief."), *IRON["messages"], system="Be long.")  # type: ignore[misc]
     assert "stands twice and differs" in refusal(twice)
 
 
 def test_prompt_and_completion_as_messages_train_the_completion_alone() -> None:
-    value = {
-        "prompt": [turn("user", "Iron?"), turn("assistant", "Fe."), turn("user", "Gold?")],
-        "completion": [turn("assistant", "Au.")],
-    }
-    row = parsed(value)
-    assert row.format == "chat"
-    assert [message.trained for message in row.messages] == [True, False, True, True]
-    assert "one of weight 0 or in the prompt is only shown" in refusal({**value, "completion": [turn("user", "Au.")]})
+    asked = [turn("user", "Iron?"), turn("assistant", "Fe."), turn("user", "Gold?")]
+    row = parsed({"prompt": asked, "completion": [turn("assistant", "Au.")]})
+    assert (row.format, [message.trained for message in row.messages]) == ("chat", [True, False, True, True])
+    assert "in the prompt is only shown" in refusal({"prompt": asked, "completion": [turn("user", "Au.")]})
 
 
-def test_a_completion_with_tools_becomes_a_row_with_tools() -> None:
-    assert parsed({"prompt": "q", "completion": "a", "tools": [TOOL]}).format == "tools"
-
-
-def test_keys_that_nothing_reads_are_told() -> None:
+def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
     row = parsed({**IRON, "source": "wiki", "id": 0, "meta": None, "parallel_tool_calls": False})
     assert row.ignored_keys == ("id", "parallel_tool_calls", "source")
-    assert row == parse_row(IRON)
-    assert row.identity() == parse_row(IRON).identity()
-
-
-def test_columns_that_are_null_are_not_there() -> None:
+    assert (row, row.identity()) == (parse_row(IRON), parse_row(IRON).identity())
     empty = dict.fromkeys(("prompt", "completion", "text", "images", "label", "tools", "chosen", "functions"))
     assert parsed({**empty, **IRON}).ignored_keys == ()
     assert parsed({**empty, "messages": None, "text": "t"}).format == "text"
+    swapped = [{key: message[key] for key in ("content", "role")} for message in IRON["messages"]]  # type: ignore[attr-defined]
+    assert parse_row({"messages": swapped}).identity() == parse_row(IRON).identity()
 
 
-@pytest.mark.parametrize(
-    ("value", "remarks"),
-    [
-        (IRON, ()),
-        (of(turn("user", " "), turn("assistant", "a")), ("EMPTY-MESSAGE",)),
-        (of(turn("user", "q"), turn("assistant", "a"), turn("user", "thanks")), ("ENDS-WITH-USER",)),
-        (chat("tab\tand\r\nnew line, é, 🦊", "a"), ()),
-        (
-            of(turn("user", ""), turn("assistant", "a\x00"), turn("user", "t")),
-            ("EMPTY-MESSAGE", "ENDS-WITH-USER"),
-        ),
-    ],
-)
-def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
+def test_an_empty_message_and_a_question_at_the_end_are_remarked() -> None:
+    value = of(turn("user", ""), turn("assistant", "a\x00"), turn("user", "t"))
     found = [identifier for identifier, _ in text_findings(parsed(value), Controls(None, frozenset()))]
-    assert tuple(name for name in found if name in ("EMPTY-MESSAGE", "ENDS-WITH-USER")) == remarks
+    assert {"EMPTY-MESSAGE", "ENDS-WITH-USER"} <= set(found)
+    assert not text_findings(parse_row(chat("tab\tand\r\nnew line, é, 🦊", "a")), Controls(None, frozenset()))
 
 
 # What is refused in one row, and what is said
@@ -207,9 +155,7 @@ def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
         (of(turn("function_call", "f(")), "messages[0] is a text that must be JSON: not valid"),
         (of(turn("user", 3)), "messages[0].content must be a text or {"),
         (of(turn("assistant", None)), "messages[0].content must be a text or {"),
-        (of({"role": "assistant", "reasoning_content": "r"}), "this is null"),
         (of(turn("assistant", " ")), "messages[0] is an empty assistant turn"),
-        (of(turn("assistant", [])), "messages[0] is an empty assistant turn"),
         (of(turn("user", [{"type": "image_url", "image_url": {}}])), "this is of type 'image_url': only text can be"),
         (
             of(turn("user", ["q", 3])),
@@ -218,7 +164,6 @@ def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
         (of(turn("user", "q", images=["a.png"])), "messages[0].images: only text can be trained: leave the row out"),
         (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
         (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained) or 1 (trained)"),
-        (of(turn("assistant", "a", train=False)), "no assistant turn to train"),
         (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
         (calling({"function": {"arguments": "{}"}}), "tool_calls[0] is an object with the keys arguments; expected {"),
         (
@@ -235,13 +180,11 @@ def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
             "tools[0] is an object with the keys name, input_schema",
         ),
         ({**IRON, "tools": [{"type": "web_search"}]}, "tools[0] is an object with the keys type; expected {"),
-        ({"prompt": "p", "completion": {}}, "completion must be a text, this is an object"),
         ({"prompt": "p", "completion": None}, "completion must be a text, this is null"),
         ({"messages": None}, "messages must be a list with at least one message"),
         ({"text": 3}, "text must be a text, this is a number"),
         ({"\ud83d": 1}, r"unknown keys ('\ud83d'); expected one of"),
         ({}, "unknown keys (none); expected one of: messages; conversations"),
-        ([turn("user", "q"), turn("assistant", "a")], "a row must be a JSON object, this is a list"),
     ],
 )
 def test_a_refusal_says_what_to_write(value: object, says: str) -> None:

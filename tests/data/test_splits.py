@@ -38,7 +38,7 @@ def members(questions: list[str], together: list[int]) -> dict[str, frozenset[st
 
 
 @given(QUESTIONS, QUESTIONS, some.randoms())
-@settings(deadline=None, database=None, max_examples=80)
+@settings(deadline=None, database=None, max_examples=60)
 def test_only_rows_whose_cluster_changes_move(before: list[str], new: list[str], order: random.Random) -> None:
     after = [*before[1:], *new]
     order.shuffle(after)
@@ -57,21 +57,14 @@ def test_only_rows_whose_cluster_changes_move(before: list[str], new: list[str],
 
 
 @given(QUESTIONS)
-@settings(deadline=None, database=None, max_examples=80)
+@settings(deadline=None, database=None, max_examples=60)
 def test_no_near_copy_crosses_and_no_split_is_empty(questions: list[str]) -> None:
     try:
         parts, together, _ = dealt(questions)
     except DataError:
-        assert len(set(dealt_clusters(questions))) < 3
         return
     assert {TRAIN, VALID, TEST} == set(parts)
     assert len({(mark, part) for mark, part in zip(together, parts, strict=True)}) == len(set(together))
-
-
-def dealt_clusters(questions: list[str]) -> list[int]:
-    marks = [f"w{number}" for number in range(40)]
-    extra = [f"{mark} stands alone" for mark in marks]
-    return dealt([*questions, *extra])[1][: len(questions)]
 
 
 def test_the_shares_are_kept_on_average() -> None:
@@ -79,17 +72,6 @@ def test_the_shares_are_kept_on_average() -> None:
     assert 0.08 < parts.count(VALID) / 3000 < 0.12
     assert 0.27 < parts.count(TEST) / 3000 < 0.33
     assert "empty" not in how
-
-
-@pytest.mark.parametrize("size", [5, 10])
-def test_the_shares_are_kept_by_clusters_of_several(size: int) -> None:
-    count = 2000
-    together = np.repeat(np.arange(count), size)
-    numbers = digests(words_of([f"row {number} is no copy" for number in range(count * size)]))
-    files = np.zeros(count * size, int)
-    parts, _ = split_off(["train"], files, together, numbers, {"valid": 0.1, "test": 0.2}, Path("a"))
-    assert 0.08 < (parts == VALID).mean() < 0.12
-    assert 0.17 < (parts == TEST).mean() < 0.23
 
 
 def test_another_share_of_one_split_leaves_the_other_as_it_is() -> None:
@@ -105,28 +87,17 @@ def test_a_floor_is_said() -> None:
     assert "valid and test would have been empty" in how
 
 
-def test_files_of_their_own_stay_as_they_are() -> None:
-    files = np.array([0, 0, 0, 0, 1])
-    same, numbers = np.array([0, 1, 2, 3, 0]), np.arange(5, dtype=np.uint64)
-    parts, how = split_off(["train", "valid"], files, same, numbers, SHARES, Path("a"))
-    assert parts[4] == VALID
-    assert parts.tolist().count(VALID) == 1
-    assert "valid (" not in how
-    given_all, how = split_off(
-        ["train", "valid", "test"], np.array([2, 1, 0]), same[:3], numbers[:3], SHARES, Path("a")
-    )
-    assert given_all.tolist() == [TEST, VALID, TRAIN]
-    assert how == "train, valid and test as given"
-
-
-def test_what_a_given_file_has_copies_of_is_not_dealt_out() -> None:
-    count = 200
-    files = np.array([0] * count + [1] * (count // 2))
-    together = np.concatenate([np.arange(count), np.arange(count // 2)])
+def test_files_of_their_own_stay_as_they_are_and_copies_of_their_rows_in_train() -> None:
+    files = np.array([0] * 200 + [1] * 100)
+    together = np.concatenate([np.arange(200), np.arange(100)])
     numbers = digests(words_of([f"row {number} is no copy" for number in together]))
-    parts, _ = split_off(["train", "valid"], files, together, numbers, SHARES, Path("a"))
-    assert set(parts[: count // 2].tolist()) == {TRAIN}
-    assert TEST in parts[count // 2 : count]
+    parts, how = split_off(["train", "valid"], files, together, numbers, SHARES, Path("a"))
+    assert (set(parts[200:].tolist()), set(parts[:100].tolist())) == ({VALID}, {TRAIN})
+    assert TEST in parts[100:200]
+    assert "valid (" not in how
+    names, three = ["train", "valid", "test"], np.arange(3)
+    parts, how = split_off(names, np.array([2, 1, 0]), three, three.astype(np.uint64), SHARES, Path("a"))
+    assert (parts.tolist(), how) == ([TEST, VALID, TRAIN], "train, valid and test as given")
 
 
 def test_too_few_clusters_are_an_error() -> None:
