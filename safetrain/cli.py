@@ -3,8 +3,6 @@
 In a project, dvc repro runs the pipeline and keeps what it made; its values are in params.yaml.
 """
 
-import errno
-import os
 import signal
 import sys
 from importlib.metadata import version
@@ -21,9 +19,7 @@ from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
-from safetrain.core.formatting import printable
-from safetrain.core.signals import Terminated, handling, terminate
-from safetrain.core.storage.files import with_traceback
+from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command takes it over
 HANDED_ON = {"ignore_unknown_options": True}  # to Hydra, as --cfg, and to DVC
@@ -49,11 +45,8 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
-            sys.exit(128 + signal.SIGPIPE)
-        except Terminated:  # typer takes it for Ctrl-C
-            sys.exit(128 + signal.SIGTERM)
+        except (BrokenPipeError, Terminated) as error:  # typer takes it for a failure, or for Ctrl-C
+            sys.exit(exit_code_of(error))
 
 
 app = typer.Typer(
@@ -92,21 +85,8 @@ def main() -> None:
     try:
         with handling({signal.SIGTERM: terminate}):
             app(prog_name="safetrain")
-    except SafetrainError as error:
-        print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except PermissionError as error:
-        _refused("No permission", error)
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        _refused("Nothing can be written there", error)
-
-
-def _refused(what: str, error: OSError) -> None:
-    where = f"\n  where:    {printable(str(error.filename))}" if error.filename else ""
-    print(f"error: {what}: {error.strerror}.{where}\n  do:       choose another folder", file=sys.stderr)
-    sys.exit(1)
+    except (SafetrainError, OSError) as error:
+        sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

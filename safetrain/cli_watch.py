@@ -12,7 +12,7 @@ import typer
 
 from safetrain.cli_project import console, require_project
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import printable
+from safetrain.core.formatting import printable, similar_path
 from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
@@ -53,10 +53,11 @@ def monitor(
 
     if plain and as_json:
         raise ConfigError("--plain and --json are two ways to print.", do="leave one of them out")
-    if not output.is_dir() and output == paths.OUTPUT:
+    if output == paths.OUTPUT:
         require_project()
-    elif not output.is_dir() and not (output.parent / "params.yaml").is_file():
-        raise ConfigError("The folder does not exist.", where=str(output), do="name the folder of a run: --output")
+    elif not output.is_dir():
+        do = similar_path(output) or "name the folder of a run: --output"
+        raise ConfigError("The folder does not exist.", where=str(output), do=do)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not have
     reader, project = RunReader(FolderFiles(output)), output.resolve().parent

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import errno
 import os
 import re
 import signal
@@ -18,11 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError, broken_yaml
-from safetrain.core.formatting import override, printable
+from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
+from safetrain.core.formatting import override
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
-from safetrain.core.signals import Terminated, handling, terminate
-from safetrain.core.storage.files import DISK_FULL, with_traceback
+from safetrain.core.signals import exit_code_of, handling, terminate
 from safetrain.core.storage.paths import shipped
 
 ConfigStore.instance().store(name="schema", node=Pipeline)
@@ -34,37 +32,15 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
     @wraps(function)
     def command() -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, so one place reports
+        code = 0
         with handling({signal.SIGTERM: terminate}):
-            sys.exit(_exit_code_of(lambda: _compose_and_call(function)))
+            try:
+                _compose_and_call(function)
+            except (SafetrainError, OSError, KeyboardInterrupt) as error:
+                code = exit_code_of(error)
+        sys.exit(code)
 
     return command
-
-
-def _exit_code_of(action: Callable[[], None]) -> int:
-    """Run ``action``; print its error to stderr, and return its exit code."""
-    try:
-        action()
-    except SafetrainError as error:
-        return _print_error(error)
-    except BrokenPipeError:  # stdout is closed, as in `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return _print_error(SafetrainError(f"No permission: {error.strerror}.", where=str(error.filename or "")))
-        if error.errno not in DISK_FULL:
-            raise
-        where = str(error.filename or Path.cwd())
-        return _print_error(DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE))
-    except KeyboardInterrupt as interrupt:
-        print("error: interrupted", file=sys.stderr, flush=True)
-        return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
-    return 0
-
-
-def _print_error(error: SafetrainError) -> int:
-    print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
-    return error.exit_code
 
 
 def _compose_and_call(function: Callable[[Pipeline], None]) -> None:

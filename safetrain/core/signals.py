@@ -1,13 +1,22 @@
-"""Ctrl-C and SIGTERM: a training ends after its micro-batch, work that has written nothing yet ends at once."""
+"""How a program ends: by an error, by Ctrl-C and SIGTERM.
+
+A training ends after its micro-batch, work that has written nothing yet ends at once.
+"""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, SafetrainError
+from safetrain.core.formatting import printable
+from safetrain.core.storage.files import DISK_FULL, with_traceback
 
 
 class Terminated(KeyboardInterrupt):
@@ -17,6 +26,26 @@ class Terminated(KeyboardInterrupt):
 def terminate(_number: int) -> None:
     """A handler of SIGTERM."""
     raise Terminated
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Print the error to stderr and return its exit code; raise one that is a fault of the program."""
+    if isinstance(error, BrokenPipeError):  # stdout is closed, as in `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
+    if isinstance(error, KeyboardInterrupt):
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        what, where = f"No permission: {error.strerror}.", str(error.filename or "")
+        error = SafetrainError(what, where=where, do="choose another folder")
+    elif isinstance(error, OSError) and error.errno in DISK_FULL:
+        where = str(error.filename or Path.cwd())
+        error = DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
+    if not isinstance(error, SafetrainError):
+        raise error
+    print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 class StopRequest:
