@@ -13,7 +13,6 @@ from pathlib import Path
 RESULT = Path(__file__).parent / "results" / "commands.md"
 PROGRAM = Path(__file__).resolve().parent.parent
 STEPS = 40
-QUESTION = '"What is the capital of Portugal?"'
 # One command after the other in one project: what works, then its mistake. ``< TEXT`` is its input.
 LINES = (
     "--help", "trian", "init . --example", "init .", "update", "cache", "cache --cler",
@@ -23,10 +22,10 @@ LINES = (
     "create 300k models/new --tokenizer models/encyclopedia-3m", "create 300k models/new",
     "convert models/new models/small", "convert models/new models/small --bits 7", "run data.path=data/exmaple",
     "run", "run train.learning_rat=1", "repro", "stage trian", "stage train train.seed=x",
-    "exp show --no-pager --only-changed", "exp shwo", "monitor", "monitor --once --plain", "monitor --output checkpoints_qlorra",
+    "exp show --no-pager --only-changed", "monitor", "monitor --json", "monitor --output checkpoints_qlorra",
     "result", "result --gate", "report", "report --out params.yaml", "report --compare HEAD", "report --compare HEAD~9",
     "evaluate --adapter checkpoints_qlora/adapters --max-examples 20", "evaluate", "track tensorboard",
-    "track tensorboard --name a/b", f"ask {QUESTION}", 'ask ""',
+    "track tensorboard --name a/b", 'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "serve --adapter nowhere", "fuse fused", "fuse fused",
     "card fused --replace", "card data", "export peft peft", "export gguf tuned", "import peft peft again",
     "import peft data again", "diagnose", "discard",
@@ -59,8 +58,8 @@ def printed_by(line: str, folder: Path) -> str:
     words, _, interrupted = words.partition(" ^C ")
     limit = "timeout -s INT 20 " if interrupted else ""
     done = subprocess.run(
-        f"{limit}{sys.executable} -m safetrain.cli {words}", shell=True, cwd=folder, env=environment(folder), input=typed, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        f"{limit}{sys.executable} -m safetrain.cli {words}", shell=True, cwd=folder, env=environment(folder),
+        input=typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     text = done.stdout.replace(str(folder), "PROJECT").replace(str(folder.parent), "ELSEWHERE")
     text = text.replace(sys.prefix, "PYTHON").replace(str(PROGRAM), "PROGRAM").replace(str(Path.home()), "HOME")

@@ -53,7 +53,7 @@ def monitor(
 
     if plain and as_json:
         raise ConfigError("--plain and --json are two ways to print.", do="leave one of them out")
-    if output == paths.OUTPUT:
+    if not output.is_dir() and output == paths.OUTPUT:
         require_project()
     elif not output.is_dir():
         do = similar_path(output) or "name the folder of a run: --output"
