@@ -1,25 +1,11 @@
-"""What is seen of a process and the machine, and for how long it counts."""
+"""What is seen of a process and the machine, for how long it counts, and what it says of swapping."""
 
-import os
 from dataclasses import replace
 
-from safetrain.guard.sampling import (
-    RECENT_SECONDS,
-    MemorySample,
-    RecentMemory,
-    RecentSamples,
-    Sampler,
-)
+from safetrain.core.records.metrics import StepRecord
+from safetrain.guard.sampling import RECENT_SECONDS, MemorySample, RecentMemory, RecentSamples, Thrashing
 
 MIB = 2**20
-
-
-def test_a_sample_keeps_share_of_time_and_level_apart() -> None:
-    sample = Sampler(None).sample(os.getpid())
-    assert sample is not None
-    assert 0.0 <= sample.stalled_percent <= 100.0
-    assert sample.pressure_level in (0, 1, 2, 4)
-    assert sample.footprint_bytes > 2**20
 
 
 def test_what_was_seen_hours_ago_is_no_evidence() -> None:
@@ -34,3 +20,19 @@ def test_what_was_seen_hours_ago_is_no_evidence() -> None:
     assert seen.summary() == replace(dip, oom_kills_before=1)
     seen.add(3600.0, usual, 1)
     assert seen.summary() == RecentMemory(2 * MIB, 3 * MIB, 900 * MIB, 0.0, 1, 1)
+
+
+def test_half_the_speed_and_more_swap_is_thrashing_and_either_alone_is_not() -> None:
+    watch = Thrashing()
+
+    def warning(step: int, speed: float | None, swap: int) -> str:
+        return watch.warning(StepRecord(step, 0.0, 1.0, None, 1e-4, 1.0, 10, speed, 0, 0, 1.0), swap * MIB)
+
+    assert warning(0, None, 0) == ""
+    for step in range(1, 6):
+        assert warning(step, 100.0, 10) == ""
+    assert warning(6, 40.0, 10) == ""  # slow: another program computes
+    assert warning(7, 100.0, 500) == ""  # swap of another program
+    told = warning(8, 40.0, 900)
+    assert "at step 8 the speed is 40 % of the usual, and swap has grown by 400.0 MiB" in told
+    assert "Ctrl-C saves" in told

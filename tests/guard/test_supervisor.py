@@ -19,9 +19,9 @@ import pytest
 
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.paths import RECORDER, STACKS
+from safetrain.core.storage.paths import STACKS
 from safetrain.guard.process import TAIL_BYTES, Ending, WatchSettings
-from safetrain.guard.supervisor import STOPPING, _is_alive, supervise
+from safetrain.guard.supervisor import STOPPING, supervise
 
 START = """
 import os, signal, sys, time
@@ -117,21 +117,12 @@ def wait_until_gone(pid: int, seconds: float) -> None:
 
 
 def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
-    sent: list[Event] = [
-        Begun(15, 4, "training on 18 rows\nof text"),
-        *[Recorded(RECORD)] * 3,
-        Said("≥ 3 MiB"),
-        Finished(15),
-    ]
+    sent: list[Event] = [Begun(15, 4, "18 rows\nof text"), *[Recorded(RECORD)] * 3, Said("≥ 3 MiB"), Finished(15)]
     seen: list[Event] = []
     ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
     assert seen == sent
-    assert (ending.return_code, ending.finished, ending.failed) == (0, sent[-1], None)
-    assert ending.began
+    assert (ending.return_code, ending.finished, ending.failed, ending.began) == (0, sent[-1], None, True)
     assert (ending.ended_by_us, ending.signal_passed_on, ending.oom_kills) == ("", 0, 0)
-
-
-def test_a_failure_comes_with_its_message_and_exit_code(flight: Path) -> None:
     ending = run('pipe.send(Failed("ConfigError", "a\\nb", 2)); sys.exit(2)', flight)
     assert ending.failed == Failed("ConfigError", "a\nb", 2)
     assert (ending.return_code, ending.began, ending.finished) == (2, False, None)
@@ -153,10 +144,9 @@ def test_last_words_are_kept_and_shown(flight: Path, capfdbinary: pytest.Capture
     assert b"to stderr\nto stdout\nno \xff newline" in capfdbinary.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["x" * 99 + "\\n", "x" * 10_000])
-def test_a_flood_of_words_blocks_nobody(flight: Path, line: str, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    """10 MB, in lines and in one; the last of it is kept."""
-    program = f'text = "{line}"\nfor _ in range(10_000_000 // len(text)): sys.stderr.write(text)\n'
+def test_a_flood_of_words_blocks_nobody(flight: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """10 MB without the end of a line; the last of it is kept."""
+    program = 'text = "x" * 10_000\nfor _ in range(10_000_000 // len(text)): sys.stderr.write(text)\n'
     began = time.monotonic()
     ending = run(program + 'sys.stderr.write("the end\\n"); sys.exit(3)', flight)
     assert time.monotonic() - began < 10
@@ -167,19 +157,11 @@ def test_a_flood_of_words_blocks_nobody(flight: Path, line: str, capfdbinary: py
 
 
 def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
-    ending = run("kept = bytearray(200 * 2**20); time.sleep(0.8)", flight)
+    ending = run("kept = bytearray(200 * 2**20); time.sleep(0.5)", flight)
     assert ending.recent.peak_footprint_bytes > 200 * 2**20
     assert 0 < ending.recent.least_available_bytes <= psutil.virtual_memory().total
     assert ending.limit.size_bytes > 0
     assert ending.last is not None
-
-
-def test_memory_that_was_given_back_long_ago_is_no_evidence(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safetrain.guard.sampling.RECENT_SECONDS", 0.5, raising=False)
-    program = "kept = bytearray(200 * 2**20); time.sleep(0.8); del kept; time.sleep(1.2); os.kill(os.getpid(), 9)"
-    ending = run(program, flight)
-    assert ending.return_code == -signal.SIGKILL
-    assert 0 < ending.recent.peak_footprint_bytes < 200 * 2**20
 
 
 def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
@@ -204,17 +186,14 @@ def beyond_a_limit(flight: Path, program: str) -> Ending:
     return supervise([sys.executable, "-c", START + program], guarding, print)
 
 
-def test_a_process_beyond_its_limit_is_asked_to_end_first(flight: Path) -> None:
+def test_a_process_beyond_its_limit_is_asked_to_end_and_then_killed(
+    flight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It lets go of what it holds; killed at once it may leave wired GPU memory (omlx#2184)."""
+    monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", 0.5)
     ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(143))" + TAKING)
     assert (ending.ended_by_us, ending.return_code) == ("limit", 143)
     assert ending.recent.peak_footprint_bytes > LIMIT
-
-
-def test_a_process_beyond_its_limit_that_does_not_listen_is_killed(
-    flight: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", 0.3)
     ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + TAKING)
     assert (ending.ended_by_us, ending.return_code) == ("limit", -signal.SIGKILL)
 
@@ -243,7 +222,7 @@ def test_a_mac_is_kept_awake_for_the_training_process(
     assert asked.read_text().split() == ["-i", "-w", str(ending.pid)]
 
 
-@pytest.mark.parametrize("shell", ["sh", "zsh", "fish", "ksh", "tcsh"])
+@pytest.mark.parametrize("shell", ["sh", "fish"])
 def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path, shell: str) -> None:
     """dvc runs a stage with the person's own $SHELL."""
     (tmp_path / shell).symlink_to("/bin/sh")
@@ -254,28 +233,6 @@ def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path, shell: str) 
         check=True,
     )  # fmt: skip
     assert int(told.stdout) == os.getpid()
-
-
-@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="process ids cannot be chosen here")
-def test_a_later_process_of_the_same_number_is_not_the_one_that_started_us() -> None:
-    """Process ids come again; whoever started the training is gone all the same."""
-    first = subprocess.Popen(["sleep", "60"])
-    starter = psutil.Process(first.pid)
-    assert _is_alive(starter)
-    first.kill()
-    first.wait()
-    time.sleep(1.1)  # the clock of process starts is coarse
-    for _ in range(20):
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
-        second = subprocess.Popen(["sleep", "60"])
-        same_number = second.pid == first.pid
-        alive = _is_alive(starter)
-        second.kill()
-        second.wait()
-        if same_number:
-            assert not alive
-            return
-    pytest.skip("another process took the number")
 
 
 QUICK = """
@@ -292,7 +249,8 @@ inner_place()
 FLOOR = 0.3  # seconds; fifteen times that until the first record
 
 
-def test_a_hang_is_ended_with_its_stacks_written(flight: Path) -> None:
+def test_a_hang_is_ended_with_its_stacks_written(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.guard.supervisor.STACKS_SECONDS", 0.4)
     ending = run(QUICK + HANG, flight, FLOOR)
     assert ending.ended_by_us == "hang"
     assert ending.overdue_seconds >= FLOOR
@@ -309,7 +267,7 @@ def test_a_hang_that_does_not_listen_is_killed(flight: Path, monkeypatch: pytest
 
 def test_a_process_that_goes_on_recording_is_no_hang(flight: Path) -> None:
     """For many times the floor."""
-    program = "for step in range(1, 21):\n    with recorder.phase(Phase.GRADIENT, Work(step)): time.sleep(0.1)"
+    program = "for step in range(1, 10):\n    with recorder.phase(Phase.GRADIENT, Work(step)): time.sleep(0.1)"
     ending = run(program, flight, FLOOR)
     assert (ending.ended_by_us, ending.return_code) == ("", 0)
 
@@ -319,7 +277,7 @@ def test_a_process_that_somebody_stops_and_lets_go_on_is_no_hang(flight: Path) -
     ending = run(
         """
 import subprocess
-subprocess.Popen(["sh", "-c", f"while sleep 2; do kill -CONT {os.getpid()} || exit; done"])
+subprocess.Popen(["sh", "-c", f"while sleep 1; do kill -CONT {os.getpid()} || exit; done"])
 for _ in range(3):
     with recorder.phase(Phase.GRADIENT, Work(1)):
         pass
@@ -329,14 +287,14 @@ pipe.send(Said(f"stopped for {time.monotonic() - began}"))
 recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(2))
 """,
         flight,
-        hang_seconds=1.0,
+        FLOOR,
     )
     assert (ending.ended_by_us, ending.return_code) == ("", 0)
 
 
 def test_waiting_for_room_on_the_disk_is_no_hang(flight: Path) -> None:
     """Also where an earlier wait was short."""
-    program = "for seconds in (0.01, 1.2):\n    with recorder.phase(Phase.WAIT, Work(3)): time.sleep(seconds)"
+    program = "for seconds in (0.01, 0.6):\n    with recorder.phase(Phase.WAIT, Work(3)): time.sleep(seconds)"
     ending = run(program, flight, FLOOR)
     assert (ending.ended_by_us, ending.return_code) == ("", 0)
 
@@ -366,7 +324,7 @@ def test_a_process_that_is_asked_to_end_is_waited_for(supervising: Supervising, 
     program = """
 def end(number, frame):
     told_on(number, frame)
-    time.sleep(0.5)
+    time.sleep(0.2)
     pipe.send(Failed("InterruptedRun", "Stopped at step 3", 143))
     sys.exit(143)
 signal.signal(signal.SIGTERM, end)
@@ -381,7 +339,7 @@ signal.signal(signal.SIGTERM, end)
 
 
 def test_ctrl_z_stops_the_training_too_and_it_goes_on_with_its_supervisor(supervising: Supervising) -> None:
-    process = supervising(WORKING.replace("600", "20"))
+    process = supervising(WORKING.replace("600", "8"))
     child = psutil.Process(int(line_from(process)))
     both = [psutil.Process(process.pid), child]
     process.send_signal(signal.SIGTSTP)
@@ -396,7 +354,7 @@ def test_ctrl_z_stops_the_training_too_and_it_goes_on_with_its_supervisor(superv
 def test_under_nohup_a_closed_terminal_changes_nothing(supervising: Supervising) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
     try:
-        process = supervising(WORKING.replace("600", "20"))
+        process = supervising(WORKING.replace("600", "8"))
     finally:
         signal.signal(signal.SIGHUP, before)
     assert int(line_from(process))
@@ -442,19 +400,14 @@ def test_when_dvc_is_killed_the_training_is_asked_to_save_and_end(flight: Path) 
     starter.stdout.close()
 
 
-def test_no_process_and_no_thread_is_left_after_an_ending(flight: Path) -> None:
+def test_nothing_is_left_after_an_ending(flight: Path) -> None:
+    """No process, thread or open file: a long run may have many endings, one for each rung of the memory ladder."""
     threads = threading.active_count()
-    ending = run("print(1)", flight)
-    assert is_gone(ending.pid)
+    assert is_gone(run("print(1)", flight).pid)
     deadline = time.monotonic() + 2
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == threads
-    assert (flight / RECORDER).is_file()
-
-
-def test_no_file_is_left_open_after_an_ending(flight: Path) -> None:
-    """A long run may have many endings: one for each rung of the memory ladder."""
     command = [sys.executable, "-W", "error", "-c", SUPERVISOR, str(flight), START + "sys.exit(3)"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert json.loads(told.stdout.splitlines()[-1])["return_code"] == 3
