@@ -1,13 +1,17 @@
-"""Several ranks live and die together, and the one that ended the training is named.
+"""Several ranks live and die together, here or started by mlx.launch, and the one that ended the training is named.
 
-The ranks are small Python programs here, which wait for each other with files where real ones exchange numbers.
+The ranks are small Python programs here, which wait where real ones exchange numbers.
 """
 
+import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from safetrain.core.events import Event, Failed, Said
@@ -15,21 +19,24 @@ from safetrain.core.records.postmortem import PostMortem, describe
 from safetrain.core.storage.paths import STACKS, rank_folder
 from safetrain.guard.postmortem import explain
 from safetrain.guard.process import Ending, WatchSettings
-from safetrain.guard.ranks import free_ports
 from safetrain.guard.supervisor import supervise
+from stages.train import LAUNCHER
 
 START = """
 import json, os, signal, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.storage.paths import RECORDER
-flight, pipe, rank = Path(sys.argv[1]), EventPipe(int(sys.argv[2])), int(os.environ["MLX_RANK"])
-set_up_child(int(sys.argv[3]), flight, None)
+from safetrain.core.storage.paths import RECORDER, rank_folder
+flight, rank, launched = Path(sys.argv[1]), int(os.environ["MLX_RANK"]), not sys.argv[2].isdecimal()
+if launched:
+    flight = rank_folder(flight, rank)
+    flight.mkdir(exist_ok=True)
+pipe = open_events(sys.argv[2], required=rank == 0 or not launched)
+set_up_child(os.getppid() if launched else int(sys.argv[3]), flight, None)
 recorder = Recorder(flight / RECORDER)
 FINISHED = Finished(15)
-GONE = Failed("EngineError", "Rank 1 is gone: the ranks cannot exchange numbers any more", 9)
 def told_on(number, _frame):
     pipe.send(Said(f"rank {rank} told " + signal.Signals(number).name))
 def exchange(seconds, step=3):
@@ -44,34 +51,55 @@ def fail(failed):
 def lost():
     recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(3))
     time.sleep(0.15)
-    fail(GONE)
+    fail(Failed("EngineError", "Rank 1 is gone: the ranks cannot exchange numbers any more", 9))
 if rank == 0:
     pipe.send(Begun(15, 0, "training"))
 """
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from safetrain.guard.process import WatchSettings
+from safetrain.guard.supervisor import supervise
+from stages.train import LAUNCHER
+output = Path(sys.argv[1])
+settings = WatchSettings(output / "flight", None, 60.0, (), ranks=2, hostfile=output / "hosts.json", launcher=LAUNCHER)
+supervise([sys.executable, "-c", sys.argv[2]], settings, lambda event: print(event, flush=True))
+"""
+STOPPED = Failed("InterruptedRun", "Stopped at step 3", 143)
 FLOOR = 0.4  # seconds; fifteen times that until the first record
-ENDED_SECONDS = 5.0
+ENDED_SECONDS = 6.0
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     (tmp_path / "flight").mkdir()
+    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     return tmp_path
 
 
-def run(output: Path, rank_0: str, rank_1: str, hang_seconds: float = 60.0, seen: list[Event] | None = None) -> Ending:
+def run(
+    output: Path, rank_0: str, rank_1: str, hang_seconds: float = 60.0, seen: list[Event] | None = None, *,
+    launched: bool = False,
+) -> Ending:  # fmt: skip
     """Supervise two ranks that run these programs."""
-    program = f"{START}\nif rank == 0:\n{_indented(rank_0)}\nelse:\n{_indented(rank_1)}\n"
-    guarding = WatchSettings(output / "flight", None, hang_seconds, (), ranks=2)
-    events: list[Event] = [] if seen is None else seen
-    return supervise([sys.executable, "-c", program], guarding, events.append)
-
-
-def _indented(program: str) -> str:
-    return "\n".join(f"    {line}" for line in program.strip().splitlines())
+    parts = ("\n".join(f"    {line}" for line in program.strip().splitlines()) for program in (rank_0, rank_1))
+    program = f"{START}\nif rank == 0:\n{next(parts)}\nelse:\n{next(parts)}\n"
+    settings = WatchSettings(
+        output / "flight", None, hang_seconds, (), capped_by_kernel=not launched and sys.platform == "linux", ranks=2,
+        hostfile=output / "hosts.json" if launched else None, launcher=LAUNCHER,
+    )  # fmt: skip
+    return supervise([sys.executable, "-c", program], settings, ([] if seen is None else seen).append)
 
 
 def told(output: Path, ending: Ending) -> PostMortem:
     return explain(output, ending, "dvc repro")
+
+
+def left(output: Path) -> list[int]:
+    """Ranks and launchers of this test that still run."""
+    found = (process.info for process in psutil.process_iter(["pid", "cmdline", "status"]))
+    alive = (each for each in found if each["status"] != psutil.STATUS_ZOMBIE)
+    return [each["pid"] for each in alive if any(str(output) in word for word in each["cmdline"] or ())]
 
 
 def test_ranks_that_finish_are_one_training(output: Path) -> None:
@@ -87,18 +115,29 @@ pipe.send(Said(f"{rank} {len(hosts)} {len({place for host in hosts for place in 
     assert {event.text for event in seen if isinstance(event, Said)} == {"0 2 2 flight", "1 2 2 rank_1"}
 
 
-@pytest.mark.parametrize(("died", "number"), [(0, signal.SIGKILL), (1, signal.SIGSEGV)])
-def test_the_death_of_one_ends_all_and_is_named(output: Path, died: int, number: signal.Signals) -> None:
-    dies = f"gradient(0.1)\nrecorder.write(Phase.OPTIMIZER, Edge.BEFORE, Work(5))\nos.kill(os.getpid(), {number})"
+def test_launched_ranks_send_events_over_a_fifo(output: Path) -> None:
+    seen: list[Event] = []
+    ending = run(output, "pipe.send(Said(sys.argv[3]))\npipe.send(FINISHED)", "pass", seen=seen, launched=True)
+    assert (ending.return_code, ending.rank, ending.ranks) == (0, None, 2)
+    assert ending.finished is not None
+    assert Said("0") in seen
+    assert not (output / "flight" / "events").exists()
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("died", [0, 1])
+def test_the_death_of_one_ends_all_and_is_named(output: Path, died: int, *, launched: bool) -> None:
+    dies = "gradient(0.1)\nrecorder.write(Phase.OPTIMIZER, Edge.BEFORE, Work(5))\nos.kill(os.getpid(), 9)"
     others = "recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(5))\ntime.sleep(60)"
     began = time.monotonic()
-    ending = run(output, *((dies, others) if died == 0 else (others, dies)))
+    ending = run(output, *((dies, others) if died == 0 else (others, dies)), launched=launched)
     assert time.monotonic() - began < ENDED_SECONDS
-    assert (ending.rank, ending.return_code, ending.began) == (died, -number, True)
+    assert (ending.rank, ending.return_code, ending.began) == (died, -signal.SIGKILL, True)
     found = told(output, ending)
-    assert (found.rank, found.ranks, found.phase, found.step) == (died, 2, "optimizer", 5)
-    assert f"rank {died} of 2, on this machine" in describe(found)
-    assert found.cause == ("killed" if number == signal.SIGKILL else "crash")
+    assert (found.cause, found.rank, found.ranks, found.phase) == ("killed", died, 2, "optimizer")
+    machine = "127.0.0.1" if launched and died else "this machine"
+    assert f"rank {died} of 2, on {machine}" in describe(found)
+    assert left(output) == []
 
 
 def test_a_rank_that_ends_because_its_peer_has_gone_is_not_the_cause(output: Path) -> None:
@@ -107,41 +146,63 @@ def test_a_rank_that_ends_because_its_peer_has_gone_is_not_the_cause(output: Pat
     ending = run(output, "lost()", slow)
     assert (ending.rank, ending.return_code) == (1, -signal.SIGABRT)
     assert told(output, ending).cause == "crash"
-
-
-def test_what_one_rank_says_of_itself_is_kept(output: Path) -> None:
-    full = 'fail(Failed("DiskFullError", "The disk is full.", 8))'
-    ending = run(output, "lost()", full)
-    assert (ending.rank, ending.return_code) == (1, 8)
-    assert told(output, ending).cause == "disk_full"
+    ending = run(output, "lost()", 'fail(Failed("DiskFullError", "The disk is full.", 8))')
+    assert (ending.rank, ending.return_code, told(output, ending).cause) == (1, 8, "disk_full")
 
 
 def test_what_all_ranks_say_is_nobodys_fault(output: Path) -> None:
     """Rank 0 may take its time to write, and is let."""
-    stop = 'fail(Failed("InterruptedRun", "Stopped at step 3", 130))'
-    ending = run(output, f"time.sleep(2.5)\n{stop}", stop)
-    assert (ending.rank, ending.return_code) == (None, 130)
-    assert ending.failed == Failed("InterruptedRun", "Stopped at step 3", 130)
+    ending = run(output, f"time.sleep(2.5)\nfail({STOPPED!r})", f"fail({STOPPED!r})")
+    assert (ending.rank, ending.return_code, ending.failed) == (None, 143, STOPPED)
 
 
-def test_a_rank_that_waits_for_a_hung_one_is_not_the_one_that_hangs(output: Path) -> None:
-    hung = "for _ in range(3): gradient(0.01)\ndef here():\n    gradient(60)\nhere()"
+def test_a_stop_reaches_a_launched_rank_0_which_may_take_its_time(output: Path) -> None:
+    """mlx.launch tells the others as soon as one has ended."""
+    rank_0 = f"""
+def end(*_):
+    time.sleep(2.5)
+    fail({STOPPED!r})
+signal.signal(signal.SIGTERM, end)
+os.kill({os.getpid()}, signal.SIGTERM)
+time.sleep(60)
+"""
+    ending = run(output, rank_0, f"time.sleep(0.5)\nfail({STOPPED!r})", launched=True)
+    assert (ending.signal_passed_on, ending.rank, ending.return_code) == (signal.SIGTERM, None, 143)
+    assert ending.failed == STOPPED
+
+
+def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
+    """On its own machine it has no FIFO to the supervisor. Rank 0 waits for it in mlx, where no signal is looked at."""
+    said = "time.sleep(0.5)\nEventPipe(2, failures_only=True).send(Failed('EngineError', 'mac2 cannot be reached', 7))"
+    began = time.monotonic()
+    waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nexchange(60)"
+    ending = run(output, waits, f"{said}\nos._exit(7)", launched=True)
+    assert time.monotonic() - began < ENDED_SECONDS
+    assert (ending.rank, ending.return_code) == (1, 7)
+    assert ending.failed == Failed("EngineError", "mac2 cannot be reached", 7)
+
+
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_rank_that_waits_for_a_hung_one_is_not_the_one_that_hangs(
+    output: Path, monkeypatch: pytest.MonkeyPatch, hung: int
+) -> None:
+    monkeypatch.setattr("safetrain.guard.supervisor.STACKS_SECONDS", 0.4)
+    hangs = "for _ in range(3): gradient(0.01)\ndef here():\n    gradient(60)\nhere()"
     waits = "for _ in range(3): exchange(0.01)\nexchange(60)"
-    for number, (rank_0, rank_1) in enumerate(((waits, hung), (hung, waits)), start=1):
-        ending = run(output, rank_0, rank_1, FLOOR)
-        assert (ending.ended_by_us, ending.rank) == ("hang", 2 - number)
-        found = told(output, ending)
-        assert (found.cause, found.phase, found.exit_code) == ("hang", "gradient", 124)
-        assert "here" in (rank_folder(output / "flight", 2 - number) / STACKS).read_text()
+    ending = run(output, *((hangs, waits) if hung == 0 else (waits, hangs)), FLOOR)
+    assert (ending.ended_by_us, ending.rank) == ("hang", hung)
+    found = told(output, ending)
+    assert (found.cause, found.phase, found.exit_code) == ("hang", "gradient", 124)
+    assert "here" in (rank_folder(output / "flight", hung) / STACKS).read_text()
 
 
-def test_a_rank_may_wait_as_long_as_another_works(output: Path) -> None:
-    work = "for step in range(20): gradient(0.1)\ngradient(0.01)\npipe.send(FINISHED)"
-    ending = run(output, work, "for _ in range(3): exchange(0.01)\nexchange(2.0)", FLOOR)
+def test_a_rank_may_wait_as_long_as_another_works_and_not_for_ever(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safetrain.guard.supervisor.STACKS_SECONDS", 0.4)
+    work = "for step in range(10): gradient(0.1)\ngradient(0.01)\npipe.send(FINISHED)"
+    ending = run(output, work, "for _ in range(3): exchange(0.01)\nexchange(1.0)", FLOOR)
     assert (ending.ended_by_us, ending.return_code, ending.finished is None) == ("", 0, False)
-
-
-def test_an_exchange_that_never_ends_is_a_hang(output: Path) -> None:
     both = "for _ in range(3): exchange(0.01)\nexchange(60)"
     ending = run(output, both, both, FLOOR)
     assert (ending.ended_by_us, told(output, ending).phase) == ("hang", "exchange")
@@ -163,5 +224,16 @@ time.sleep(1.0)
     assert any("stopping after this update" in text for text in texts)
 
 
-def test_ports_are_free_and_different() -> None:
-    assert len(set(free_ports(8))) == 8
+def test_a_killed_supervisor_leaves_nothing_launched(output: Path) -> None:
+    program = f"{START}\npipe.send(Said('up'))\nexchange(60)"
+    command = [sys.executable, "-c", SUPERVISOR, str(output), program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        up = 0
+        while up < 2:
+            up += "up" in process.stdout.readline()
+        process.kill()
+    deadline = time.monotonic() + ENDED_SECONDS
+    while left(output):
+        assert time.monotonic() < deadline, f"still there: {left(output)}"
+        time.sleep(0.05)

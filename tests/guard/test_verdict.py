@@ -10,26 +10,11 @@ from typing import Any
 import pytest
 
 from safetrain.core.events import Failed
-from safetrain.core.recorder import (
-    NO_WORK,
-    Allocator,
-    Edge,
-    FlightRecord,
-    Phase,
-    Recorder,
-    Work,
-    boot_id,
-)
+from safetrain.core.recorder import NO_WORK, Allocator, Edge, FlightRecord, Phase, Recorder, Work, boot_id
 from safetrain.core.records.postmortem import PostMortem, describe, read_postmortem
 from safetrain.core.records.run_state import name_of, write_manifest
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
-from safetrain.guard.postmortem import (
-    close_marker,
-    exit_code_of,
-    explain,
-    explain_unclosed,
-    open_marker,
-)
+from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
 from safetrain.guard.process import Ending
 from safetrain.guard.sampling import Limit, MemorySample, RecentMemory
 from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
@@ -56,49 +41,23 @@ ALLOCATION = "[metal::malloc] Attempting to allocate 9 bytes which is greater th
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivisionError: division by zero\n'
 
 
-def sample(footprint: int, available: int) -> MemorySample:
-    return MemorySample(footprint, footprint, available, 0, 0.0, 0)
-
-
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
     """A process with plenty of memory, unless said otherwise."""
     seen = {key: other.pop(key) for key in ("most_stalled_percent", "most_pressure_level") if key in other}
     usual: dict[str, Any] = {
-        "pid": 4711,
-        "return_code": return_code,
-        "began": True,
-        "finished": None,
-        "failed": None,
-        "stderr_tail": "",
-        "ended_by_us": "",
-        "overdue_seconds": 0.0,
-        "signal_passed_on": 0,
-        "oom_kills": 0,
-        "limit": MACHINE,
-        "last": sample(footprint, available),
+        "pid": 4711, "return_code": return_code, "began": True, "finished": None, "failed": None, "stderr_tail": "",
+        "ended_by_us": "", "overdue_seconds": 0.0, "signal_passed_on": 0, "oom_kills": 0, "limit": MACHINE,
+        "last": MemorySample(footprint, footprint, available, 0, 0.0, 0),
         "recent": RecentMemory(footprint, footprint, available, **seen),
-        "started_seconds": 0.0,
-        "started_monotonic_seconds": 0.0,
-    }
+        "started_seconds": 0.0, "started_monotonic_seconds": 0.0,
+    }  # fmt: skip
     return Ending(**{**usual, **other})
 
 
 def in_gradient(footprint: int = 2 * GIB, active: int = GIB, predicted: int = 2 * GIB) -> FlightRecord:
     """The last record of a training that died in a gradient."""
-    work = Work(41, 1, 10, 512, LINES)
-    return FlightRecord(
-        9,
-        0.0,
-        0.0,
-        Phase.GRADIENT,
-        Edge.BEFORE,
-        work,
-        predicted,
-        Allocator(active, active, 0),
-        footprint,
-        footprint,
-        1.5,
-    )
+    work, allocator = Work(41, 1, 10, 512, LINES), Allocator(active, active, 0)
+    return FlightRecord(9, 0.0, 0.0, Phase.GRADIENT, Edge.BEFORE, work, predicted, allocator, footprint, footprint, 1.5)
 
 
 def verdict(end: Ending, last: FlightRecord | None = None, log: tuple[str, ...] = (), stack: str = "") -> Cause:
@@ -135,9 +94,7 @@ TABLE = {
     "too large a buffer": (ending(1, stderr_tail=ALLOCATION), "out_of_memory", CONFIRMED, True),
     "SIGSEGV near the cap": (ending(-11, footprint=7 * GIB, limit=CAP), "allocation_failed", LIKELY, True),
     "SIGSEGV with nothing left": (ending(-11, available=GIB // 4), "allocation_failed", LIKELY, True),
-    "SIGBUS with nothing left": (ending(-7, available=GIB // 4), "allocation_failed", LIKELY, True),
     "SIGSEGV with memory to spare": (ending(-11), "crash", LIKELY, False),
-    "SIGSEGV far from the cap": (ending(-11, limit=CAP), "crash", LIKELY, False),
     "SIGABRT without a word": (ending(-6), "crash", LIKELY, False),
     "no thread under the cap": (
         ending(1, limit=CAP, stderr_tail="std::system_error: Resource temporarily unavailable"),
@@ -169,7 +126,6 @@ TABLE = {
     "MemoryError": (failed("EngineError", "out of memory: ", 7), "out_of_memory", CONFIRMED, True),
     "another fault of mlx": (failed("EngineError", "mlx: bad shape", 7), "engine_error", CONFIRMED, False),
     "a wrong setting": (failed("ConfigError", "train.lora is wrong", 2), "refused", CONFIRMED, False),
-    "another run's checkpoint": (failed("TrainingError", "An unfinished run stopped", 7), "refused", CONFIRMED, False),
     "an error in the program": (ending(1, stderr_tail=TRACEBACK), "python_error", CONFIRMED, False),
     "a machine that ssh does not reach": (ending(255, host="mac2", rank=1, ranks=2), "ssh", LIKELY, False),
     "ranks that never met": (
@@ -191,7 +147,6 @@ TABLE = {
         "engine_error", CONFIRMED, False,
     ),
     "an end without a word": (ending(3), "unknown", UNSURE, False),
-    "success without a result": (ending(0), "unknown", UNSURE, False),
 }  # fmt: skip
 
 
@@ -206,8 +161,7 @@ def test_each_end_has_its_cause(end: Ending, name: str, confidence: str, is_memo
 
 def test_a_line_of_the_kernel_s_log_confirms_a_kill_for_memory() -> None:
     cause = verdict(ending(-9), log=(DMESG,))
-    assert (cause.name, cause.confidence, cause.is_memory) == ("oom_kill", CONFIRMED, True)
-    assert DMESG in cause.evidence
+    assert (cause.name, cause.confidence, DMESG in cause.evidence) == ("oom_kill", CONFIRMED, True)
 
 
 def test_the_last_record_tells_of_memory_that_no_sample_saw() -> None:
@@ -264,10 +218,6 @@ def test_crashes_and_hangs_name_the_innermost_line_of_python() -> None:
     assert "nothing was recorded for 700 s" in hang.evidence
 
 
-def test_a_traceback_s_last_line_is_the_evidence() -> None:
-    assert verdict(ending(1, stderr_tail=TRACEBACK)).evidence == ("ZeroDivisionError: division by zero",)
-
-
 def test_a_verdict_needs_no_record_and_no_sample() -> None:
     """A process that dies at once leaves neither."""
     for code in (-9, -11, 1, 0):
@@ -275,27 +225,15 @@ def test_a_verdict_needs_no_record_and_no_sample() -> None:
         assert not judge(Evidence(bare, None, 16 * GIB, (), "")).is_memory
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        (ending(0), 1),
-        (ending(-9), 137),
-        (ending(-11), 139),
-        (ending(5), 5),
-        (ending(0, ended_by_us="hang"), 124),
-        (ending(-15, ended_by_us="hang"), 124),
-        (ending(-9, ended_by_us="second signal"), 137),
-        (ending(143, ended_by_us="limit"), 137),
-        (ending(-9, ended_by_us="limit"), 137),
-    ],
-)
-def test_the_exit_code_is_the_child_s_and_never_0(end: Ending, code: int) -> None:
-    assert exit_code_of(end, Cause("", "", CONFIRMED, ())) == code
-
-
-def test_a_failed_allocation_that_python_reports_is_a_training_that_stopped() -> None:
-    failed = ending(1, stderr_tail="MemoryError")
-    assert exit_code_of(failed, judge(Evidence(failed, None, 8 * GIB, (), ""))) == 7
+def test_the_exit_code_is_the_child_s_and_never_0() -> None:
+    ends = {
+        1: (ending(0),), 137: (ending(-9), ending(-9, ended_by_us="second signal"), ending(143, ended_by_us="limit")),
+        139: (ending(-11),), 5: (ending(5),), 124: (ending(0, ended_by_us="hang"), ending(-15, ended_by_us="hang")),
+    }  # fmt: skip
+    for code, found in ends.items():
+        assert {exit_code_of(end, Cause("", "", CONFIRMED, ())) for end in found} == {code}
+    no_memory = ending(1, stderr_tail="MemoryError")  # a failed allocation that Python reports
+    assert exit_code_of(no_memory, judge(Evidence(no_memory, None, 8 * GIB, (), ""))) == 7
 
 
 def recorded(output: Path) -> None:
@@ -319,23 +257,16 @@ def own(end: Ending) -> Ending:
     return dataclasses.replace(end, pid=os.getpid(), started_seconds=2**40)
 
 
-def test_a_postmortem_names_everything_and_round_trips_through_its_file(tmp_path: Path) -> None:
+def test_a_postmortem_names_everything_and_comes_back_from_its_file(tmp_path: Path) -> None:
     recorded(tmp_path)
     checkpoint(tmp_path, 40)
     found = explain(tmp_path, own(ending(-9, footprint=3 * GIB, oom_kills=1)), "dvc repro")
     assert read_postmortem(tmp_path) == found
     assert (found.cause, found.is_memory, found.exit_code) == ("oom_kill", True, 137)
     assert (found.phase, found.step, found.micro_batch, found.rows, found.tokens) == ("gradient", 41, 1, 10, 512)
-    assert (found.row_ids, found.resumes_from_step) == (LINES, 40)
+    assert (found.row_ids, found.resumes_from_step, found.loss) == (LINES, 40, 1.5)
     assert (found.predicted_peak_bytes, found.mlx_active_bytes, found.mlx_peak_bytes) == (5 * GIB, 3 * GIB, 4 * GIB)
-    assert found.loss == 1.5
-
-
-def test_the_description_has_all_that_a_person_asks(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    checkpoint(tmp_path, 40)
-    text = describe(explain(tmp_path, own(ending(-9, footprint=3 * GIB, oom_kills=1)), "dvc repro"))
-    lines = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in text.splitlines()}
+    lines = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in describe(found).splitlines()}
     assert lines["what"] == "killed by the system: out of memory (confirmed)"
     where = "gradient of step 41, micro-batch 1: 10 rows, 512 tokens (train.jsonl lines 3, 9, 27, 81, 4, 6, 10, 28, …)"
     assert lines["where"] == where
@@ -391,16 +322,13 @@ def test_a_refusal_does_not_hide_why_the_training_before_it_died(tmp_path: Path)
     assert read_postmortem(tmp_path) == died
 
 
-def test_a_postmortem_of_another_version_is_still_read(tmp_path: Path) -> None:
+def test_a_postmortem_of_another_version_is_read_and_half_of_one_is_not(tmp_path: Path) -> None:
     found = explain(tmp_path, own(ending(-9)), "dvc repro")
     (tmp_path / POSTMORTEM).write_text(json.dumps({**dataclasses.asdict(found), "replay": None}))
     assert read_postmortem(tmp_path) == found
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_a_postmortem_file_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / POSTMORTEM).write_text(text)
-    assert read_postmortem(tmp_path) is None
+    for text in ("", "{", "[]", "{}"):
+        (tmp_path / POSTMORTEM).write_text(text)
+        assert read_postmortem(tmp_path) is None
 
 
 def test_a_run_that_ended_in_order_leaves_nothing_to_explain(tmp_path: Path) -> None:
