@@ -78,9 +78,8 @@ def update_ms(trick: str) -> float:
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
-    from safetrain.engine.batches import update_at
+    from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.dtypes import time_operation
-    from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_skeleton
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of

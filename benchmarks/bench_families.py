@@ -112,8 +112,7 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.adapter_folder import apply_adapter, save_adapter
     from safetrain.engine.adapters import adapted_names
-    from safetrain.engine.batches import update_at
-    from safetrain.engine.layout import training_layout
+    from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.model import open_base
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import random_rows, settings_of

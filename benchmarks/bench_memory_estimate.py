@@ -73,8 +73,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
 
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.data.token_rows import TokenRows, token_row
-    from safetrain.engine.batches import update_at
-    from safetrain.engine.layout import layout_for
+    from safetrain.engine.batches import layout_for, update_at
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.update import apply_gradient, prepare
     from safetrain.engine.update import measure as measure_update

@@ -185,8 +185,7 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
     """Mean loss and seconds of each update of the engine."""
     import mlx.core as mx
 
-    from safetrain.engine.batches import update_at
-    from safetrain.engine.layout import training_layout
+    from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.optimizer import learning_rate, optimizer_of
     from safetrain.engine.update import apply_gradient, measure, prepare
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.recorder import Recorder
@@ -76,28 +75,27 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     from safetrain.engine.backend import device
     from safetrain.engine.saving import record, save
 
-    run, updates = _open(job, scratch), list[MeasuredUpdate]()
+    run, made, own = _open(job, scratch), list[MeasuredUpdate](), list[MeasuredUpdate]()
     largest_updates = _largest_updates(run)
-    for largest, _ in largest_updates:
-        updates.append(_make(run, largest))
-        if updates[0].seconds > DRY_RUN_SLOW_SECONDS:
+    for largest, is_own in largest_updates:
+        made.append(_make(run, largest))
+        own += made[-1:] if is_own else []
+        if made[0].seconds > DRY_RUN_SLOW_SECONDS:
             break
     record(run, RATE, validate=True)
     save(run)
-    rows, per_update = job.train, job.settings.rows_per_update
-    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
-    if updates[-1].seconds / updates[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
+    rows = job.train
+    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), job.settings.rows_per_update)
+    if made[-1].seconds / made[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
         timed = _time_updates(run)
     else:
-        timed = [_make(run, largest)] if device().compiles else updates[1:] or updates  # first, it compiles
-    seconds_per_token = statistics.median(each.seconds / each.tokens for each in timed)  # whatever else ran meanwhile
-    peak = max(each.peak_bytes for each in [*updates, *timed])
+        timed = [_make(run, largest)] if device().compiles else made[1:] or made  # the first one compiles
+    update_seconds = mean_tokens * statistics.median(each.seconds / each.tokens for each in timed)  # others ran, too
     own_order, own_seconds = None, time.monotonic() - start
-    if len(updates) == len(largest_updates):
-        own = [each for each, (_, is_own) in zip(updates, largest_updates, strict=True) if is_own]
+    if len(made) == len(largest_updates):
         own_peak = max(each.peak_bytes for each in [*own, *timed])
         own_order = OwnOrder(own_largest_update(job, device().name), own_peak)
-    update_seconds = seconds_per_token * mean_tokens
+    peak = max(each.peak_bytes for each in [*made, *timed])
     return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
 
 
@@ -156,31 +154,24 @@ def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
     own order of rows; the one that computes most comes first.
 
     The updates are that with the longest row, and those with most tokens and most labels, in the training's own order
-    and in several.
-
-    Where the update has several micro-batches, one of a single row precedes it: gradients then add up in memory as in
-    the training.
+    and in several. Where an update has several micro-batches, one of a single row precedes it: gradients then add up
+    in memory as in the training.
     """
     from safetrain.engine.batches import fill, update_of_rows
 
     data, settings, layout = run.job.train, run.job.settings, run.layout
     length = settings.rows_per_update, settings.num_epochs, settings.max_steps
-    own = [
-        rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update),
-        *largest_windows(data, *length, (settings.seed,)),
-    ]
-    windows = [*((window, True) for window in own), *((window, False) for window in largest_windows(data, *length))]
-    groups_taken, updates = list[tuple[TokenRows, list[int]]](), list[tuple["Update", bool]]()
-    for window, is_own in windows:
-        rows_of, labels = window.data, window.data.label_counts
-        groups = list(fill(rows_of, window.rows, layout))
-        tokens = {tuple(rows): update_of_rows(rows_of, [rows], layout).computed_tokens for rows in groups}
-        most_tokens = max(groups, key=lambda rows: tokens[tuple(rows)])
-        most_labels = max(groups, key=lambda rows: int(labels[rows].sum()))
-        for rows in (each for each in (most_tokens, most_labels) if (rows_of, each) not in groups_taken):
-            groups_taken.append((rows_of, rows))
-            before = [[window.rows[-1]]] if len(groups) > 1 else []
-            updates.append((update_of_rows(rows_of, [*before, rows], layout), is_own))
+    first = rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update)
+    own = [first, *largest_windows(data, *length, (settings.seed,))]
+    taken, updates = list[object](), list[tuple["Update", bool]]()
+    for number, window in enumerate([*own, *largest_windows(data, *length)]):
+        labels, groups = window.data.label_counts, list(fill(window.data, window.rows, layout))
+        tokens = [update_of_rows(window.data, [rows], layout).computed_tokens for rows in groups]
+        for rows in (groups[int(np.argmax(tokens))], max(groups, key=lambda rows: int(labels[rows].sum()))):
+            if (window.data, rows) not in taken:
+                taken.append((window.data, rows))
+                before = [[window.rows[-1]]] if len(groups) > 1 else []
+                updates.append((update_of_rows(window.data, [*before, rows], layout), number < len(own)))
     return sorted(updates, key=lambda each: -each[0].computed_tokens)
 
 

@@ -8,9 +8,8 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import DataError
 from safetrain.engine.backend import device
-from safetrain.engine.batches import MicroBatch, in_order
+from safetrain.engine.batches import MicroBatch, in_order, layout_for
 from safetrain.engine.cpu.kernels import side_by_side
-from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.generation import Continuations

@@ -16,13 +16,14 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import ConfigError, EngineError
@@ -37,13 +38,11 @@ from safetrain.engine.state import TrainState
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several
-WORDS = np.uint32
-FACT_BYTES = 80  # of a fact that ranks compare: a digest, a version, the name of a host
+FACTS_BYTES = 2048  # of what ranks compare, as JSON
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
 OF_MEMORY = ("alloc", "memory")  # in mlx's messages
 PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
-DIGEST_BYTES = 16  # of weights that ranks compare
 JOIN_SECONDS = 90.0  # the other ranks have stopped trying to connect by then
 
 
@@ -79,11 +78,10 @@ class Ranks:
 
     def gather(self, content: bytes, step: int = 0) -> list[bytes]:
         """What each rank gives; of the same length on all."""
-        words = np.frombuffer(content.ljust(-(-len(content) // 4) * 4, b"\0"), dtype=WORDS)
         with self._exchange(step):
-            rows = mx.distributed.all_gather(mx.array(words)[None], group=self._group)
+            rows = mx.distributed.all_gather(mx.array(np.frombuffer(content, np.uint8))[None], group=self._group)
             mx.eval(rows)
-        return [row.tobytes()[: len(content)] for row in np.array(rows)]
+        return [row.tobytes() for row in np.array(rows)]
 
     def total(self, value: float, stop: int, step: int) -> float:
         """The sum over all ranks in float64, added in their order: the same bits on all. Agrees on ``stop``."""
@@ -95,48 +93,49 @@ class Ranks:
     def sum_update(self, own_part: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
         """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
 
-        In few messages: for small arrays it is their number that costs time. The message goes with the first one, in
-        a row that no other rank writes to, so adding changes nothing in it.
+        Small arrays go together: it is the number of messages that costs time. The message goes with them, in a row
+        that no other rank writes to, so adding changes nothing in it.
         """
         own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
         own[self.rank] = dataclasses.astuple(own_part)
-        arrays, tree = {"": mx.array(own)}, tree_flatten(gradient)
-        arrays |= {name: array.astype(mx.float32) for name, array in tree}
-        sums = self._summed(arrays, step)
-        contributions = [Contribution(float(a), int(b), int(c)) for a, b, c in np.array(sums.pop("")).tolist()]
+        tree = {"own": mx.array(own), "gradient": tree_map(lambda array: array.astype(mx.float32), gradient)}
+        with self._exchange(step):
+            sums = tree_map(lambda array: array * self.size, nn.average_gradients(tree, self._group, MESSAGE_BYTES))
+            mx.eval(sums)
+        contributions = [Contribution(a, round(b), round(c)) for a, b, c in np.array(sums["own"]).tolist()]
         self.stop = max(each.stop for each in contributions)
-        return tree_unflatten([(name, sums[name]) for name, _ in tree]), contributions
+        return sums["gradient"], contributions
 
     def broadcast(self, content: bytes) -> bytes:
         """What rank 0 gives, on all ranks."""
         length = int.from_bytes(self.gather(len(content).to_bytes(8, "little"))[0], "little")
         mine = content if self.rank == 0 else bytes(length)
-        sums = self._summed({"": mx.array(np.frombuffer(mine, dtype=np.uint8))}, 0)
-        return np.array(sums[""]).tobytes()
+        return np.array(self._sum(mx.array(np.frombuffer(mine, dtype=np.uint8)))).tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Copy rank 0's arrays to all ranks, bit for bit."""
         kinds = [(name, str(array.dtype).rpartition(".")[2], list(array.shape)) for name, array in arrays.items()]
-        kinds = json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode()))
-        numbers = {}
-        for name, kind, shape in kinds:  # as bytes: adding zero to a number may change it, as it does -0.0
-            array = arrays[name] if self.rank == 0 else mx.zeros(shape, getattr(mx, kind))
-            numbers[name] = array.reshape(-1).view(mx.uint8)
-        sums = self._summed(numbers, 0)
-        return {name: sums[name].view(getattr(mx, kind)).reshape(shape) for name, kind, shape in kinds}
+        copies = {}
+        for name, kind, shape in json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode())):
+            dtype = getattr(mx, kind)
+            array = arrays[name] if self.rank == 0 else mx.zeros(shape, dtype)
+            numbers = self._sum(
+                array.reshape(-1).view(mx.uint8)
+            )  # adding zero to a number may change it, as it does -0.0
+            copies[name] = numbers.view(dtype).reshape(shape)
+        return copies
 
     def require_same(self, facts: Mapping[str, str]) -> None:
         """Raise ConfigError, on all ranks, where one differs from rank 0 in what would make it another training."""
-        texts = [socket.gethostname(), *facts.values()]
-        contents = self.gather(b"".join(text.encode()[:FACT_BYTES].ljust(FACT_BYTES, b"\0") for text in texts))
-        answers = [
-            [each[start : start + FACT_BYTES].rstrip(b"\0").decode(errors="replace") for start in _starts(each)]
-            for each in contents
-        ]
-        self.hosts = tuple(each[0] for each in answers)
-        for rank, (host, *own) in enumerate(answers):
-            pairs = zip(facts, own, answers[0][1:], strict=True)
-            differs = [_difference(name, mine, first) for name, mine, first in pairs if mine != first]
+        own = json.dumps([socket.gethostname(), *facts.values()]).encode()
+        answers = [json.loads(each) for each in self.gather(own.ljust(FACTS_BYTES))]
+        self.hosts = tuple(host for host, *_ in answers)
+        for rank, (host, *theirs) in enumerate(answers):
+            differs = [
+                f"{name} ({mine}, rank 0: {first})" if len(mine) <= 32 and len(first) <= 32 else name
+                for name, mine, first in zip(facts, theirs, answers[0][1:], strict=True)
+                if mine != first
+            ]
             if differs:
                 raise ConfigError(
                     f"Rank {rank} on {host} would train something else than rank 0 on {self.hosts[0]}.",
@@ -145,30 +144,18 @@ class Ranks:
                     do="make that machine's project, packages, model and data/validated like the first one's",
                 )
 
-    def _summed(self, arrays: Mapping[str, mx.array], step: int) -> dict[str, mx.array]:
-        """Each array's sum over all ranks. Arrays of one type, the same names and shapes on all ranks."""
-        sums = {}
-        for names in _messages(arrays):
-            flat = mx.concatenate([arrays[name].reshape(-1) for name in names])
-            mx.eval(flat)
-            with self._exchange(step):
-                total = mx.distributed.all_sum(flat, group=self._group)
-                mx.eval(total)
-            ends = np.cumsum([arrays[name].size for name in names]).tolist()
-            for name, start, end in zip(names, [0, *ends], ends, strict=False):
-                sums[name] = total[start:end].reshape(arrays[name].shape)
-        return sums
+    def _sum(self, array: mx.array) -> mx.array:
+        with self._exchange(0):
+            total = mx.distributed.all_sum(array, group=self._group)
+            mx.eval(total)
+        return total
 
     @contextmanager
     def _exchange(self, step: int) -> Iterator[None]:
         """Around what waits for other ranks. Raises EngineError when one is gone; nothing can be exchanged after it."""
-        recorder = self.recorder
         try:
-            if recorder is None:
+            with _noted(self.recorder, step):
                 yield
-            else:
-                with recorder.phase(Phase.EXCHANGE, Work(step)):
-                    yield
         except RuntimeError as error:
             if any(word in str(error).lower() for word in OF_MEMORY):  # not another rank's fault
                 raise
@@ -183,6 +170,10 @@ class Ranks:
 ALONE = Ranks()
 
 
+def _noted(recorder: Recorder | None, step: int = 0) -> AbstractContextManager[None]:
+    return nullcontext() if recorder is None else recorder.phase(Phase.EXCHANGE, Work(step))
+
+
 def join(backend: str, recorder: Recorder | None = None) -> Ranks:
     """Meet the other ranks, which mlx.launch's environment names; waits for them.
 
@@ -192,11 +183,8 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
     name = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
-        if recorder is None:
+        with _noted(recorder):
             group = mx.distributed.init(strict=True, backend=name)
-        else:
-            with recorder.phase(Phase.EXCHANGE):
-                group = mx.distributed.init(strict=True, backend=name)
     except (RuntimeError, ValueError) as error:
         raise EngineError(
             f"The ranks cannot reach each other: {error}",
@@ -215,15 +203,15 @@ def backend_here() -> str:
 
 def facts_of(identity: RunIdentity) -> dict[str, str]:
     """What has to be the same on all ranks, by name."""
-    return {
-        "base model": _short(identity.base_model),
-        "training rows": _short(identity.training_rows),
-        "validation rows": _short(identity.validation_rows),
-        "settings": _short(identity.settings),
-        "random order of rows": _short(identity.draws),
-        "kind of device": device().name,
-        **versions(),
+    texts = {
+        "base model": identity.base_model,
+        "training rows": identity.training_rows,
+        "validation rows": identity.validation_rows,
+        "settings": identity.settings,
+        "random order of rows": identity.draws,
     }
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return {**digests, "kind of device": device().name, **versions()}
 
 
 def versions() -> dict[str, str]:
@@ -251,7 +239,7 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
     for name, array in sorted(adapter_weights(model).items()):
         digest.update(name.encode())
         digest.update(np.array(array.reshape(-1).view(mx.uint8)).data)
-    digests = ranks.gather(digest.digest()[:DIGEST_BYTES], step)
+    digests = ranks.gather(digest.digest(), step)
     drifted = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if drifted:
         names = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
@@ -260,29 +248,3 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
             expected="the same bits on all ranks, because all apply the same gradient",
             do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
         )
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _messages(arrays: Mapping[str, mx.array]) -> Iterator[list[str]]:
-    """Names in their order, in groups of at most MESSAGE_BYTES, or of one."""
-    group, size = list[str](), 0
-    for name in sorted(arrays):
-        if group and size + arrays[name].nbytes > MESSAGE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += arrays[name].nbytes
-    if group:
-        yield group
-
-
-def _starts(content: bytes) -> range:
-    return range(0, len(content), FACT_BYTES)
-
-
-def _difference(name: str, mine: str, first: str) -> str:
-    """Digests say nothing to a person."""
-    return f"{name} ({mine}, rank 0: {first})" if len(mine) <= 32 and len(first) <= 32 else name

@@ -21,9 +21,8 @@ from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.backend import allocator, device, set_limits
-from safetrain.engine.batches import BatchLayout, Share
+from safetrain.engine.batches import BatchLayout, Share, training_layout
 from safetrain.engine.job import Job
-from safetrain.engine.layout import training_layout
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out

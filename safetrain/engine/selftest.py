@@ -20,9 +20,8 @@ from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSetti
 from safetrain.core.storage.files import in_one_line
 from safetrain.engine.adapters import adapted_names
 from safetrain.engine.backend import device
-from safetrain.engine.batches import update_at
+from safetrain.engine.batches import GRADIENT_KERNEL, attention_graph, training_layout, update_at
 from safetrain.engine.dtypes import time_operation
-from safetrain.engine.layout import GRADIENT_KERNEL, attention_graph, training_layout
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.row_attention import Block, block_attention
 from safetrain.engine.update import equip, prepare

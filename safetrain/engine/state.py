@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -74,10 +73,6 @@ class TrainState:
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-NOT_SCALARS = ("cursor", "records", "resumed_from_step")
-SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
-
-
 def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int) -> int:
     """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, all records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
@@ -108,8 +103,16 @@ def save_checkpoint(
             path = temporary / f"{name}.safetensors"
             save_arrays(path, values)
             require_same(path, values)
-        _copy_best(best, temporary / BEST_FILE, state)
-        write_json(temporary / "state.json", _as_json(state, identity))
+        if best is None:
+            save_arrays(temporary / BEST_FILE, {})
+        elif copied_sha256(best, temporary / BEST_FILE) != state.best_sha256:
+            raise TrainingError(
+                "The disk returned other bytes than were written.",
+                where=str(temporary / BEST_FILE),
+                do="the checkpoint before is whole; look after this disk, then run the same command again",
+            )
+        content = {**dataclasses.asdict(state), "mlx": MLX, "identity": dataclasses.asdict(identity)}
+        write_json(temporary / "state.json", content)
         write_manifest(temporary)
         replace_directory(temporary, final)
     write_run_state(output, RunState(False, final.name, state.step, identity))
@@ -135,18 +138,6 @@ def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
     )
 
 
-def _copy_best(best: Path | None, copy: Path, state: TrainState) -> None:
-    if best is None:
-        return save_arrays(copy, {})
-    if copied_sha256(best, copy) != state.best_sha256:
-        raise TrainingError(
-            "The disk returned other bytes than were written.",
-            where=str(copy),
-            do="the checkpoint before is whole; look after this disk, then run the same command again",
-        )
-    return None
-
-
 def load_checkpoint(
     output: Path,
     identity: RunIdentity,
@@ -162,99 +153,59 @@ def load_checkpoint(
     pointer = read_run_state(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
         return None
-    folder, damaged = _newest(output)
-    longer = folder is not None and _is_longer(folder, identity)
-    _set_aside(damaged, say)  # only now: a refused run leaves everything as it was
-    if folder is None:
+    damaged, folder = list[tuple[Checkpoint, str]](), None
+    for candidate in checkpoints_in(output):
+        if not (fault := fault_of(candidate.folder)):
+            folder = candidate.folder
+            break
+        damaged.append((candidate, fault))
+    state, longer, mlx = _read_state(folder, identity) if folder is not None else (None, False, MLX)
+    for checkpoint, fault in damaged:  # only now: a refused run leaves everything as it was
+        moved = set_aside(checkpoint)
+        say(f"{checkpoint.folder.name} is damaged ({fault}): it is now called {moved.name}")
+    if folder is None or state is None:
         if damaged:
             say("no whole checkpoint is left: training starts from the beginning")
         elif pointer is not None and not pointer.finished and pointer.step:
             say(f"no whole checkpoint is there of the run that stopped at step {pointer.step}")
         return None
-    try:
-        state = _read_checkpoint(folder, model, optimizer)
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainingError(
-            f"The checkpoint is that of another version: {error}", where=str(folder), do=START_OVER
-        ) from error
-    if (before := _state_in(folder).get("mlx", MLX)) != MLX:
-        say(f"this run was begun with mlx {before}: with {MLX} it continues, equal up to rounding")
+    weights, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))
+    set_adapter_weights(model, weights)
+    optimizer.state = tree_unflatten(list(moments.items()))
+    if mlx != MLX:
+        say(f"this run was begun with mlx {mlx}: with {MLX} it continues, equal up to rounding")
     if longer:
         state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run is elsewhere now
         say(f"train.num_epochs is longer than before: the run goes on from step {state.step} (or {START_OVER})")
     return state
 
 
-def _newest(output: Path) -> tuple[Path | None, list[tuple[Checkpoint, str]]]:
-    """The newest whole checkpoint, and the damaged ones that are newer, with what is wrong with each."""
-    damaged: list[tuple[Checkpoint, str]] = []
-    for candidate in checkpoints_in(output):
-        fault = fault_of(candidate.folder)
-        if not fault:
-            return candidate.folder, damaged
-        damaged.append((candidate, fault))
-    return None, damaged
+def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool, str]:
+    """A checkpoint's state, whether this run is that of the checkpoint with more epochs, and the version of its mlx.
 
-
-def _set_aside(damaged: list[tuple[Checkpoint, str]], say: Callable[[str], None]) -> None:
-    for checkpoint, fault in damaged:
-        moved = set_aside(checkpoint)
-        say(f"{checkpoint.folder.name} is damaged ({fault}): it is now called {moved.name}")
-
-
-def _is_longer(folder: Path, identity: RunIdentity) -> bool:
-    """Whether this run is that of the checkpoint with more epochs; raises TrainingError when it is another one."""
-    theirs = _identity_in(folder)
-    if identity.is_longer_than(theirs):
-        return True
-    differences = identity.differences(theirs)
+    Raises TrainingError when this run is another one.
+    """
+    try:
+        value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        theirs, mlx = RunIdentity(**value["identity"]), value["mlx"]
+        cursor, records = Cursor(**value["cursor"]), [StepRecord(**record) for record in value["records"]]
+        own = {field.name: value[field.name] for field in dataclasses.fields(TrainState)}
+        state = TrainState(**{**own, "cursor": cursor, "records": records, "resumed_from_step": value["step"]})
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"The checkpoint is that of another version: {error}"
+        raise TrainingError(what, where=str(folder), do=START_OVER) from error
+    longer = identity.is_longer_than(theirs)
+    differences = [] if longer else identity.differences(theirs)
     if differences:
-        step = _state_in(folder)["step"]
         raise TrainingError(
-            f"An unfinished run stopped at step {step}, and this one differs in: {', '.join(differences)}.",
+            f"An unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}.",
             where=str(folder.parent / POINTER),
             do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
         )
-    return False
-
-
-def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
-    """Everything is read before anything is put into the model."""
-    value = _state_in(folder)
-    adapter, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))
-    state = TrainState(
-        **{name: value[name] for name in SCALARS},
-        cursor=Cursor(**value["cursor"]),
-        records=[StepRecord(**record) for record in value["records"]],
-        resumed_from_step=value["step"],
-    )
-    set_adapter_weights(model, adapter)
-    optimizer.state = tree_unflatten(list(moments.items()))
-    return state
-
-
-def _state_in(folder: Path) -> Any:
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
-
-
-def _identity_in(folder: Path) -> RunIdentity:
-    try:
-        return RunIdentity(**_state_in(folder)["identity"])
-    except (KeyError, TypeError):
-        raise TrainingError("The checkpoint is that of another version.", where=str(folder), do=START_OVER) from None
+    return state, longer, mlx
 
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
     """Call when the result is written down: from then on the same command trains again instead of continuing."""
     pointer = read_run_state(output)
     write_run_state(output, RunState(True, pointer.checkpoint if pointer else "", step, identity))
-
-
-def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
-    return {
-        **{name: getattr(state, name) for name in SCALARS},
-        "cursor": dataclasses.asdict(state.cursor),
-        "records": [dataclasses.asdict(record) for record in state.records],
-        "mlx": MLX,
-        "identity": dataclasses.asdict(identity),
-    }

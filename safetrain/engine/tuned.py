@@ -18,8 +18,7 @@ from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.fusing import HEADER, Likeness, describe, require_effect
 from safetrain.engine.adapter_folder import apply_adapter
-from safetrain.engine.batches import Shard, in_order
-from safetrain.engine.layout import layout_for
+from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.adaptation import Head

@@ -10,9 +10,8 @@ import pytest
 
 from safetrain.core.memory.terms import Tiles, metal_row_bytes
 from safetrain.engine import tiles
-from safetrain.engine.batches import _gather
+from safetrain.engine.batches import GRADIENT_KERNEL, KERNEL, _gather, attention_graph
 from safetrain.engine.cpu.kernels import powers_of
-from safetrain.engine.layout import GRADIENT_KERNEL, KERNEL, attention_graph
 from safetrain.engine.row_attention import Block, PackedRows, Way
 from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
 from tests.support.kept_attention import kept_probabilities

@@ -9,8 +9,16 @@ from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.engine.batches import BatchLayout, fill, in_order, make_batch, padded_labels, update_at, whole_rows
-from safetrain.engine.layout import plan_widths
+from safetrain.engine.batches import (
+    BatchLayout,
+    fill,
+    in_order,
+    make_batch,
+    padded_labels,
+    plan_widths,
+    update_at,
+    whole_rows,
+)
 
 LENGTHS = (9, 33, 34, 2, 65, 12, 40)
 DATA = TokenRows.of([token_row(range(5, 5 + n), [False] + [True] * (n - 1)) for n in LENGTHS])

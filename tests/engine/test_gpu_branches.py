@@ -20,10 +20,9 @@ from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import read_csv
 from safetrain.engine import update as update_module
-from safetrain.engine.batches import make_batch
+from safetrain.engine.batches import KERNEL, layout_for, make_batch, training_layout
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.job import Job
-from safetrain.engine.layout import KERNEL, layout_for, training_layout
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.row_attention import Way
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
@@ -49,7 +48,7 @@ def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[64])
 def one_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
-    monkeypatch.setattr("safetrain.engine.layout.plan_widths", lambda _inputs, long_step: (request.param,))
+    monkeypatch.setattr("safetrain.engine.batches.plan_widths", lambda _inputs, long_step: (request.param,))
     monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
 
 
@@ -162,7 +161,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
         asked.add((head_size, dtype))
         return graph(width=width, kernel=kernel)
 
-    monkeypatch.setattr("safetrain.engine.layout.attention_graph", answer)
+    monkeypatch.setattr("safetrain.engine.batches.attention_graph", answer)
     model, gradients = prepared(folder, settings)
     layout = training_layout(model, 2, data.inputs())
     assert asked == {(SMALL["hidden_size"] // SMALL["num_attention_heads"], mx.float32)}
