@@ -118,10 +118,10 @@ def exported(base: Path, folder: Path, method: str) -> float:
     from mlx.utils import tree_map_with_path
 
     from safetrain.core.records.settings import LoraSettings
-    from safetrain.engine.adapter_folder import adapter_arrays, save_adapter
     from safetrain.engine.adapters import make_trainable, measure_rows
     from safetrain.engine.exchange.peft import places_of, write_peft
     from safetrain.engine.model import open_base
+    from safetrain.engine.weight_files import adapter_arrays, save_adapter
 
     def moved(name: str, value: Any) -> Any:
         return value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)
@@ -148,9 +148,9 @@ def imported(base: Path, folder: Path, made: dict[str, Any]) -> float:
     import torch
     import transformers
 
-    from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.exchange.peft import import_peft
     from safetrain.engine.model import open_base
+    from safetrain.engine.weight_files import apply_adapter
 
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -114,9 +114,9 @@ def measure(named: dict[str, str]) -> list[list[object]]:
     from safetrain.core.records.fusing import kept_share
     from safetrain.core.records.metrics import read_run_shape
     from safetrain.core.storage import paths
-    from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.model import open_base
     from safetrain.engine.tuned import TunedModel
+    from safetrain.engine.weight_files import apply_adapter
 
     run, base_folder = read_run_shape(paths.SUMMARY), Path(MODEL)
     rows = held_out_in(open_split("test", base_folder), None, run.max_seq_length).rows

@@ -86,9 +86,9 @@ def ask(
     if remark:
         print(remark, file=sys.stderr)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.conversation import open_tuned
     from safetrain.engine.evaluation import answer
+    from safetrain.engine.weight_files import apply_adapter
 
     model_opened, stops = open_tuned(asked.folder, None), asked.prompts.stop_ids
     answers = [("base:  ", answer(model_opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []

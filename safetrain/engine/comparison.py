@@ -20,11 +20,11 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.evaluation import require_number
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.scoring import ModelMeasures
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+from safetrain.engine.weight_files import apply_adapter
 
 FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
 CACHE_COPIES = 2  # of keys and values: a cache that grows is copied

@@ -12,10 +12,10 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import require_base
-from safetrain.engine.adapter_folder import apply_adapter, require_effect
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.generation import PromptCache, chooser
 from safetrain.engine.upstream.loading import errors_told
+from safetrain.engine.weight_files import apply_adapter, require_effect
 
 STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
 

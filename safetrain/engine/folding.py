@@ -17,10 +17,10 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.adapter_files import adapter_scale
-from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.layers import dequantized
 from safetrain.engine.upstream.loading import errors_told, load, takes_bits
+from safetrain.engine.weight_files import adapter_arrays
 
 Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
 AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of trying

@@ -17,13 +17,12 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base, write_prompt_format
 from safetrain.core.records.fusing import REPORT, Candidate, FuseReport, describe, kept_share, refusal
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
-from safetrain.engine.adapter_folder import adapter_arrays
-from safetrain.engine.arrays import save_shards
 from safetrain.engine.backend import set_limits
 from safetrain.engine.folding import Plan, bits_plan, float_plan, folded, open_to_fold, own_plan, quantization_in
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import copy_beside, logits_for_a_consumer, write_config
 from safetrain.engine.upstream.probing import tolerance_of
+from safetrain.engine.weight_files import adapter_arrays, save_shards
 
 MORE_BITS = 8  # where the base's own lose too much
 OPENED_TOKENS = 8  # through the model as mlx-lm itself computes it

@@ -14,9 +14,7 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import ComparedWith, Proof, require_proof
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.adapters import set_adapter_weights
-from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
@@ -24,6 +22,7 @@ from safetrain.engine.run import TrainingRun, Watcher
 from safetrain.engine.state import best_file
 from safetrain.engine.tuned import TunedModel, sample_of
 from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
+from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
 
 SAY_EVERY_SECONDS = 10.0
 LEAST_TOKENS, MOST_TOKENS = 2**10, 2**12  # of validation rows, evenly spread: three passes through them

@@ -18,7 +18,6 @@ from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discar
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage.files import DISK_FULL
 from safetrain.core.storage.paths import SAMPLES
-from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.backend import allocator, device, set_limits
 from safetrain.engine.batches import BatchLayout, Share, training_layout
@@ -28,6 +27,7 @@ from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.update import Gradients, Tracer, prepare
+from safetrain.engine.weight_files import ADAPTER_FILE, save_adapter
 
 WAIT_MINUTES = 30.0  # for room on a full disk
 LOOK_SECONDS = 1.0

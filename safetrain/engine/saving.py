@@ -20,7 +20,6 @@ from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.run_folder import WrittenSample
 from safetrain.core.storage.files import sha256_of, write_text
 from safetrain.core.storage.paths import SAMPLES
-from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import answer, measure_loss, nothing_to_measure, row_losses
@@ -28,6 +27,7 @@ from safetrain.engine.ranks import require_same_weights
 from safetrain.engine.run import TrainingRun, save_best
 from safetrain.engine.state import OTHER_TEXT_BYTES, best_file, checkpoint_bytes, save_checkpoint
 from safetrain.engine.update import work_of
+from safetrain.engine.weight_files import ADAPTER_FILE
 
 SAMPLES_TAKEN, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 8, 32  # of a model that is trained from scratch
 

@@ -33,9 +33,9 @@ from safetrain.core.records.run_state import (
 from safetrain.core.storage.files import copied_sha256, replace_directory, sha256_of, write_json
 from safetrain.core.storage.paths import POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
-from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.weight_files import load_arrays, require_same, save_arrays
 
 RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, one on each line
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, or of a line of metrics, on the safe side

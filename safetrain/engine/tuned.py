@@ -17,11 +17,11 @@ from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.fusing import HEADER, Likeness, describe, require_effect
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.adaptation import Head
+from safetrain.engine.weight_files import apply_adapter
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU

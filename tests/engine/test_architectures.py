@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
+from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import SETTINGS, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, run
 from tests.support.random_models import build_model

@@ -11,11 +11,10 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.adapter_folder import ADAPTER_FILE, adapter_arrays
-from safetrain.engine.arrays import save_arrays
 from safetrain.engine.conversation import Conversation, Sampling, open_both, open_tuned
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base, open_skeleton
+from safetrain.engine.weight_files import ADAPTER_FILE, adapter_arrays, save_arrays
 from tests.engine.test_fuse import adapter_of
 from tests.support.families import config_of
 from tests.support.random_models import TINY

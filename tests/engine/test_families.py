@@ -13,7 +13,6 @@ from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.adapter_folder import apply_adapter, save_adapter
 from safetrain.engine.adapters import adapted_names, make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.selftest import examine, gradient_fault, load, spread, training_fault
@@ -21,6 +20,7 @@ from safetrain.engine.update import prepare
 from safetrain.engine.upstream.functions import delta_rule_in_stretches
 from safetrain.engine.upstream.layers import without_adapter
 from safetrain.engine.upstream.loading import adapt_for_a_consumer
+from safetrain.engine.weight_files import apply_adapter, save_adapter
 from safetrain.plan.selftest import judge
 from tests.engine.exact import SETTINGS
 from tests.support.families import build_family

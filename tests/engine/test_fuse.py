@@ -19,11 +19,10 @@ from safetrain.core.records.fusing import REPORT, FuseReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine import fuse as fusing
-from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter, save_adapter
 from safetrain.engine.adapters import make_trainable, measure_rows
-from safetrain.engine.arrays import load_arrays
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import open_base
+from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays, save_adapter
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_training import rows
 from tests.support.random_models import TINY, build_model
@@ -185,7 +184,7 @@ def test_float16_has_its_own_tolerance(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_weights_go_into_several_files_where_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safetrain.engine.arrays.SHARD_BYTES", 2**16)
+    monkeypatch.setattr("safetrain.engine.weight_files.SHARD_BYTES", 2**16)
     base = build_model(tmp_path / "base", **TINY)
     adapter = adapter_of(base, tmp_path / "adapter")
     fused(job_of(base, adapter, tmp_path / "out"))

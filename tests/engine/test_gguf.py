@@ -23,13 +23,13 @@ from safetrain.core.records.adapter_files import PromptFormat, write_prompt_form
 from safetrain.core.records.fusing import GgufReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record  # noqa: E402
-from safetrain.engine.adapter_folder import ADAPTER_FILE  # noqa: E402
 from safetrain.engine.exchange import gguf_export  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_model import KINDS, GgufPart, arrays_in, family_of, taken  # noqa: E402
 from safetrain.engine.exchange.gguf_text import NO_SPACE  # noqa: E402
 from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
+from safetrain.engine.weight_files import ADAPTER_FILE  # noqa: E402
 from tests.engine.test_fuse import adapter_of as moved_adapter  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.llama_judge import LlamaJudge, divergence  # noqa: E402

@@ -18,8 +18,6 @@ from safetrain.core.errors import ConfigError, DiskFullError, ModelError
 from safetrain.core.records.fusing import EXPORT_REPORT, PeftReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
-from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
-from safetrain.engine.arrays import load_arrays
 from safetrain.engine.exchange.peft import (
     CONFIG,
     PICKLE,
@@ -35,6 +33,7 @@ from safetrain.engine.exchange.peft import (
 )
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import open_base
+from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
 from tests.conftest import ROOT
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_fuse import IDS, LORA, adapter_of, consumer_logits, memory_limit, tuned_logits
@@ -347,7 +346,7 @@ def test_a_full_disk_leaves_nothing(base: Path, tmp_path: Path, monkeypatch: pyt
     adapter, source = adapter_of(base, tmp_path / "adapter"), written_by_peft(tmp_path / "peft")
     filled = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("safetrain.engine.exchange.peft.save_arrays", filled)
-    monkeypatch.setattr("safetrain.engine.adapter_folder.save_arrays", filled)
+    monkeypatch.setattr("safetrain.engine.weight_files.save_arrays", filled)
     with pytest.raises(DiskFullError, match="nothing was written"):
         exported(base, adapter, tmp_path / "out")
     with pytest.raises(DiskFullError, match="nothing was written"):

@@ -15,7 +15,6 @@ from safetrain.core.errors import BadUpdateError, ConfigError, InterruptedRun
 from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import identity_of
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.bad_updates import fault_in
 from safetrain.engine.layers import dequantized
@@ -23,6 +22,7 @@ from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_mlx
 from safetrain.engine.training import Result
 from safetrain.engine.update import UpdateResult
+from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LORA, SETTINGS, STILL
 from tests.engine.test_training import (
     final_state,

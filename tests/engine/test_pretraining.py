@@ -17,7 +17,6 @@ from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.job import Job
@@ -25,6 +24,7 @@ from safetrain.engine.loss import chunked_loss, losses_of
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_mlx
 from safetrain.engine.update import Gradients, prepare
+from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
 from tests.support.jobs import job_of, with_rows

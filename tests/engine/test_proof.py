@@ -11,11 +11,11 @@ import pytest
 from safetrain.core.errors import InterruptedRun, ModelError, TrainingError
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.metrics import ComparedWith, Proof, describe_proof, require_proof
-from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.job import Job
 from safetrain.engine.proof import LEAST_TOKENS, prove
 from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result
+from safetrain.engine.weight_files import load_arrays, save_arrays
 from tests.engine.exact import SETTINGS
 from tests.engine.test_training import job_in, rows, run
 from tests.support.jobs import with_rows

@@ -18,14 +18,13 @@ from safetrain.core.records.adapter_files import PromptFormat, read_prompt_forma
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.run_state import RunIdentity, discard_run, remove_half_written
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.adapters import make_trainable
-from safetrain.engine.arrays import save_arrays
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
 from safetrain.engine.state import mark_finished
 from safetrain.engine.training import Result, train
+from safetrain.engine.weight_files import apply_adapter, save_arrays
 from tests.engine.exact import SETTINGS
 from tests.support.jobs import job_of, with_rows
 

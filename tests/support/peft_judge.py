@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.engine.arrays import save_shards
 from safetrain.engine.folding import Folds, float_plan, folded, quantization_in
 from safetrain.engine.upstream.loading import load, write_config
+from safetrain.engine.weight_files import save_shards
 
 
 def logits_of_peft(base: Path, adapter: Path, ids: list[list[int]]) -> np.ndarray:

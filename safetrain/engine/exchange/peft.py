@@ -28,13 +28,12 @@ from safetrain.core.records.adapter_files import (
 from safetrain.core.records.fusing import EXPORT_REPORT, PeftReport, describe, kept_share, refusal
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import full_disk_named, require_new, write_folder, write_record
-from safetrain.engine.adapter_folder import adapter_arrays, save_adapter
 from safetrain.engine.adapters import LINEAR, make_trainable, set_adapter_weights, shape_of
-from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.backend import set_limits
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.layers import without_adapter
+from safetrain.engine.weight_files import adapter_arrays, load_arrays, save_adapter, save_arrays
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 SAME_NAMES = (  # families whose layers transformers and mlx-lm call the same: benchmarks/bench_export_peft.py

@@ -1,6 +1,11 @@
-"""Adapters on the disk, in mlx-lm's format: a folder with their weights and their shape."""
+"""Weights on the disk: named arrays in safetensors files, and adapters in mlx-lm's format.
 
+An adapter is a folder with its weights and its shape. A full disk is told as what it is.
+"""
+
+import errno
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,18 +13,85 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.errors import ModelError, SafetrainError
+from safetrain.core.errors import ModelError, SafetrainError, TrainingError
 from safetrain.core.formatting import run_again
 from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, PromptFormat, write_prompt_format
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.adapters import adapted_names, adapter_weights, make_trainable, set_adapter_weights
-from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.layers import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+EMPTY = "__empty__"
+SHARD_BYTES = 2**29  # of a model's weight files: what is in memory while one is written
+
+
+def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> None:
+    """Write arrays by name; a marker stands in for none, because safetensors files may not be empty.
+
+    ``kind``: the library that the file's metadata names, for those that ask.
+
+    Raises OSError when the disk refuses: mlx says RuntimeError then, which would pass for a fault of the program.
+    """
+    try:
+        mx.save_safetensors(str(path), arrays or {EMPTY: mx.zeros((1,))}, metadata={"format": kind})
+    except RuntimeError as error:
+        if "Unable to write" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:
+    """Write a model's weights and their index, as mlx-lm names them, and take each out of ``arrays`` when it is there.
+
+    What is not computed yet is computed array by array, and only for the file that comes next. Raises OSError.
+    """
+    shards, size = list[list[str]](), SHARD_BYTES
+    total = sum(value.nbytes for value in arrays.values())
+    for name, value in arrays.items():
+        if not shards or size + value.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += value.nbytes
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        shard = {name: arrays.pop(name) for name in names}
+        for value in shard.values():
+            mx.eval(value)
+        save_arrays(folder / file, shard)
+        places |= dict.fromkeys(names, file)
+        del shard, value
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4), encoding="utf-8")
+
+
+def require_same(path: Path, values: dict[str, mx.array]) -> None:
+    """Compare a file with what was to be written, one array in memory at a time.
+
+    Raises TrainingError when the disk returns other numbers than it was given.
+    """
+    written = mx.load(str(path))
+    for name, value in values.items():
+        if not isinstance(written, dict) or not mx.array_equal(written.pop(name), value, equal_nan=True).item():
+            raise TrainingError(
+                f"The disk returned other numbers than were written ({name}).",
+                where=str(path),
+                do="the checkpoint before is whole; look after this disk, then run the same command again",
+            )
+
+
+def load_arrays(path: Path) -> dict[str, mx.array]:
+    """Read what ``save_arrays`` wrote, into memory; raises OSError, ValueError or RuntimeError when it is not whole."""
+    loaded = mx.load(str(path))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path.name} holds no named arrays")
+    arrays = {name: value for name, value in loaded.items() if name != EMPTY}
+    mx.eval(list(arrays.values()))
+    return arrays
 
 
 def apply_adapter(model: BaseModel, folder: Path) -> None:
