@@ -10,12 +10,9 @@ from omegaconf import OmegaConf
 from safetrain.core.formatting import counted, duration_text, override, similar_path
 
 
-def test_one_is_singular_and_nothing_else() -> None:
+def test_counts_and_durations_are_as_people_say_them() -> None:
     told = [counted(number, "bad row") for number in (0, 1, 2, 11)]
     assert told == ["0 bad rows", "1 bad row", "2 bad rows", "11 bad rows"]
-
-
-def test_a_duration_has_the_unit_that_people_would_say() -> None:
     told = [duration_text(seconds) for seconds in (0.2, 40, 720, 27_000, 172_799, 302_400)]
     assert told == ["1 s", "40 s", "12 min", "7.5 h", "48.0 h", "3.5 days"]
 

@@ -65,10 +65,8 @@ def test_ranks_on_one_machine_share_its_memory() -> None:
     assert shared_by(job(8 * GIB, None), 4).memory_budget.total_bytes == 2 * GIB
     assert shared_by(job(8 * GIB, 64 * GIB), 4).memory_budget.total_bytes == 2 * GIB
 
-
-def test_a_limit_of_ones_own_is_that_of_each_rank() -> None:
     planned = job(GIB - DATA_BESIDE_BYTES, GIB)
-    assert shared_by(planned, 4) == planned
+    assert shared_by(planned, 4) == planned  # a limit of one's own is that of each rank
 
 
 def test_nccl_has_a_device_for_each_rank_only_where_machines_are_named_once() -> None:

@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.events import (
-    Begun,
-    Event,
-    EventPipe,
-    Failed,
-    Finished,
-    Recorded,
-    Said,
-    parse_event,
-)
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import (
     LargestUpdate,
     LoraSettings,
@@ -29,15 +18,6 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage.files import read_record, write_record
 from tests.support.settings import SETTINGS
-
-RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
-EVENTS: list[Event] = [
-    Begun(15, 4, "training on 18 rows\nof text"),
-    Recorded(RECORD),
-    Said("the disk is full — ≥ 3 MiB"),
-    Failed("TrainingError", "line one\nline two", 7),
-    Finished(15),
-]
 
 
 def job(**other: Any) -> TrainJob:
@@ -50,7 +30,12 @@ def job(**other: Any) -> TrainJob:
     return dataclasses.replace(whole, **other)
 
 
-GIVEN = [job(), job(rungs=()), job(planned=None, mlx_limit_bytes=2**30), job(gpu_rungs=("step 3: the watchdog",))]
+GIVEN = [
+    job(),
+    job(rungs=()),
+    job(planned=None, mlx_limit_bytes=2**30, memory_limit_bytes=5 * 2**30),
+    job(gpu_rungs=("step 3: the watchdog",)),
+]
 
 
 @pytest.mark.parametrize("given", GIVEN)
@@ -62,12 +47,6 @@ def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
     assert hash(again) == hash(given)
 
 
-def test_a_memory_limit_comes_back_in_bytes(tmp_path: Path) -> None:
-    given = dataclasses.replace(job(), memory_limit_bytes=5 * 2**30)
-    write_record(tmp_path / "job.json", given)
-    assert read_record(tmp_path / "job.json", TrainJob).memory_limit_bytes == 5 * 2**30
-
-
 @pytest.mark.parametrize(
     "change", [{"surprise": 1}, {"rungs": [{"at_step": 1}]}, {"memory_budget": {}}, {"settings": None}]
 )
@@ -77,21 +56,3 @@ def test_a_job_of_another_version_is_an_error_and_not_a_training(tmp_path: Path,
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises((ValueError, KeyError, TypeError)):
         read_record(path, TrainJob)
-
-
-def sent(tmp_path: Path, events: list[Event]) -> list[bytes]:
-    """The lines that a pipe carries."""
-    with (tmp_path / "pipe").open("w+b") as file:
-        pipe = EventPipe(file.fileno())
-        for event in events:
-            pipe.send(event)
-        return (tmp_path / "pipe").read_bytes().splitlines(keepends=True)
-
-
-def test_events_come_back_equal_a_line_each(tmp_path: Path) -> None:
-    assert [parse_event(line) for line in sent(tmp_path, EVENTS)] == EVENTS
-
-
-def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
-    for line in sent(tmp_path, EVENTS):
-        assert all(parse_event(line[:kept]) is None for kept in range(len(line) - 1))

@@ -1,4 +1,4 @@
-"""The journal keeps what happened to a run, whatever happens to its file."""
+"""Events arrive as they were sent; the journal keeps what happened to a run, whatever happens to its file."""
 
 import resource
 from pathlib import Path
@@ -7,6 +7,7 @@ from safetrain.core.events import (
     Begun,
     Died,
     Event,
+    EventPipe,
     Failed,
     Finished,
     Journal,
@@ -14,9 +15,34 @@ from safetrain.core.events import (
     Recorded,
     Said,
     Started,
+    parse_event,
     parse_journal,
 )
 from safetrain.core.records.metrics import StepRecord
+
+RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
+EVENTS: list[Event] = [
+    Begun(15, 4, "training on 18 rows\nof text"),
+    Recorded(RECORD),
+    Said("the disk is full — ≥ 3 MiB"),
+    Failed("TrainingError", "line one\nline two", 7),
+    Finished(15),
+]
+
+
+def sent(tmp_path: Path, events: list[Event]) -> list[bytes]:
+    """The lines that a pipe carries."""
+    with (tmp_path / "pipe").open("w+b") as file:
+        pipe = EventPipe(file.fileno())
+        for event in events:
+            pipe.send(event)
+        return (tmp_path / "pipe").read_bytes().splitlines(keepends=True)
+
+
+def test_events_come_back_equal_a_line_each_and_a_torn_one_is_none(tmp_path: Path) -> None:
+    assert [parse_event(line) for line in sent(tmp_path, EVENTS)] == EVENTS
+    for line in sent(tmp_path, EVENTS):
+        assert all(parse_event(line[:kept]) is None for kept in range(len(line) - 1))
 
 
 def events_in(path: Path) -> list[Event]:

@@ -36,10 +36,7 @@ def test_an_error_that_is_understood_has_none(tmp_path: Path) -> None:
     for error in (translated(understood=True), ModelError("There is no model."), ours):
         assert with_traceback(error, tmp_path) == str(error)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_that_refuses_does_not_hide_the_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch()  # and a disk that refuses hides no error
     assert with_traceback(translated(), tmp_path / "file") == "mlx failed at step 3"
 
 
