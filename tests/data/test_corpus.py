@@ -39,6 +39,9 @@ def corpus(tmp_path: Path) -> Path:
 def test_an_unnamed_corpus_is_split_and_stays_where_it_is(corpus: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in corpus.iterdir()}
     report = validate(corpus, tmp_path / "out")
+    first = [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS]
+    validate(corpus, tmp_path / "out")
+    assert [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS] == first
     rows = {split: rows_of(tmp_path / "out", split) for split in SPLITS}
     assert sorted(row for found in rows.values() for row in found) == sorted(DOCUMENTS)
     assert all(4 <= len(rows[split]) <= 8 for split in ("valid", "test")), "a tenth of 60 each"
@@ -48,13 +51,6 @@ def test_an_unnamed_corpus_is_split_and_stays_where_it_is(corpus: Path, tmp_path
     assert sum(split.rows for _, split in report.splits) == 60
     assert sum(split.tokens for _, split in report.splits) == sum(map(len, DOCUMENTS))
     assert sum(split.label_bytes for _, split in report.splits) == sum(len(text.encode()) for text in TEXTS)
-
-
-def test_the_same_files_give_the_same_stores(corpus: Path, tmp_path: Path) -> None:
-    validate(corpus, tmp_path / "out")
-    first = [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS]
-    validate(corpus, tmp_path / "out")
-    assert [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS] == first
 
 
 @pytest.mark.parametrize("names", [
@@ -69,18 +65,14 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
     assert report.split == "train, valid and test as given"
 
 
-def test_a_linked_folder_is_refused(tmp_path: Path) -> None:
-    write_ds(tmp_path / "corpus/train/a.ds", DOCUMENTS[:40])
+def test_a_linked_folder_and_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
+    for name in ("train.ds", "more.ds"):
+        write_ds(tmp_path / "corpus" / name, DOCUMENTS[:3])
+    with pytest.raises(DataError, match="of no split"):
+        corpus_of(tmp_path / "corpus")
     (tmp_path / "corpus/around").symlink_to(tmp_path / "corpus")
     with pytest.raises(DataError, match="leads to a folder"):
         corpus_of(tmp_path / "corpus")
-
-
-def test_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
-    for name in ("train.ds", "more.ds"):
-        write_ds(tmp_path / name, DOCUMENTS[:3])
-    with pytest.raises(DataError, match="of no split"):
-        corpus_of(tmp_path)
 
 
 def test_documents_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
@@ -127,12 +119,15 @@ def test_an_id_beyond_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_documents_without_an_end_are_told(tmp_path: Path) -> None:
+def test_documents_without_an_end_are_told_and_too_few_cannot_be_split(tmp_path: Path) -> None:
     write_ds(tmp_path / "corpus/a.ds", tokenized(closed=False))
     report = validate(tmp_path / "corpus", tmp_path / "out")
     (finding,) = report.findings
     assert (finding.id, finding.severity, finding.count) == ("DOCUMENTS-OPEN", "warning", 60)
     assert "60 of 60" in finding.message
+    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS[:2])
+    with pytest.raises(DataError, match="Too few documents"):
+        validate(tmp_path / "corpus", tmp_path / "out")
 
 
 def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None:
@@ -157,9 +152,3 @@ def test_splits_are_disjoint_whole_and_none_is_empty(lengths: list[int], share: 
     }
     assert all(size > 0 for size in sizes.values())
     assert all(sizes[name] <= max(MOST_TOKENS, max(lengths)) for name in ("valid", "test"))
-
-
-def test_too_few_documents_cannot_be_split(tmp_path: Path) -> None:
-    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS[:2])
-    with pytest.raises(DataError, match="Too few documents"):
-        validate(tmp_path / "corpus", tmp_path / "out")

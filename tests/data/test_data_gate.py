@@ -67,31 +67,21 @@ def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write, row: object, i
 def test_keys_are_found_in_thinking_calls_and_tools() -> None:
     function = {"name": "look", "arguments": {"key": [f"a\n{TOKEN}"]}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    asked = {"role": "user", "content": "Which metal is it?"}
+    asked, answer = {"role": "user", "content": "Which metal is it?"}, {"role": "assistant", "content": "Iron."}
     tool = {"name": "look", "description": f"asks with {TOKEN}", "parameters": {"type": "object", "properties": {}}}
-    rows = [
-        {"messages": [asked, {"role": "assistant", "content": "Iron.", "reasoning_content": f"With {TOKEN}."}]},
+    for row in (
+        {"messages": [asked, {**answer, "reasoning_content": f"With {TOKEN}."}]},
         {"messages": [asked, call]},
-        {
-            "messages": [asked, {"role": "assistant", "content": "Tin."}],
-            "tools": [{"type": "function", "function": tool}],
-        },
-    ]
-    for row in rows:
-        assert text_findings(parse_row(row), Controls(None, frozenset())) == [
-            ("SECRETS", "a key (ghp_a…, 40 characters)")
-        ]
+        {"messages": [asked, answer], "tools": [{"type": "function", "function": tool}]},
+    ):
+        found = text_findings(parse_row(row), Controls(None, frozenset()))
+        assert found == [("SECRETS", "a key (ghp_a…, 40 characters)")]
 
 
-def test_clean_rows_give_no_warning(write_jsonl: Write) -> None:
-    found = found_in(write_jsonl("a.jsonl", clean(200)))
-    assert set(found) <= CONTEXT
-
-
-def test_fewer_than_one_in_a_thousand_clean_rows_is_warned_of() -> None:
+def test_hardly_any_clean_row_is_warned_of(write_jsonl: Write) -> None:
+    assert set(found_in(write_jsonl("a.jsonl", clean(200)))) <= CONTEXT
     controls = Controls(None, frozenset())
-    faults = [fault for row in clean(4000, 2) for fault in text_findings(parse_row(row), controls)]
-    assert len(faults) < 4
+    assert sum(len(text_findings(parse_row(row), controls)) for row in clean(2000, 2)) < 2
 
 
 def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
@@ -130,8 +120,9 @@ def test_another_system_text_is_said_of_an_overlap(write_jsonl: Write, tmp_path:
 
 
 def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_path: Path) -> None:
-    said = [answer for row in clean(100, 4) if (answer := row["messages"][-1])]  # type: ignore[index]
-    found = gated(write_jsonl("a.jsonl", [behind("You are Ann.", answer) for answer in said]), tmp_path)
+    said = [answer for row in clean(60, 4) if (answer := row["messages"][-1])]  # type: ignore[index]
+    rows = [*(behind("You are Ann.", answer) for answer in said), *({"messages": [answer]} for answer in said[:20])]
+    found = gated(write_jsonl("a.jsonl", rows), tmp_path)
     assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & set(found)
 
 
@@ -164,36 +155,23 @@ def test_rows_that_are_not_compared_are_told(write_jsonl: Write, monkeypatch: py
     assert (found.severity, "; more than 5 rows: only equal questions" in found.message) == ("note", True)
 
 
-def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
-    path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *clean(20)])
-    write_jsonl("d/valid.jsonl", clean(5, 7))
-    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin.")])
-    with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
-        gated(path.parent, tmp_path)
-    found = gated(path.parent, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
-    assert found["QUESTION-IN-TEST"].severity == "warning"
-    assert "SPLITS-OVERLAP" not in found
-
-
-def test_all_144_of_144_are_found(write_jsonl: Write, tmp_path: Path) -> None:
+def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Write, tmp_path: Path) -> None:
     """Apple's wwdc25 data in small: each validation question stands in train, most of them in other case."""
     asked = [f"How many {unit} did player {number} throw for?" for number in range(12) for unit in ("yards", "Balls")]
     train = [chat(question, f"{number} of them.") for number, question in enumerate(asked * 2)]
     valid = [chat(question.lower() if number % 3 else question, "5") for number, question in enumerate(asked[::2])]
-    path = write_jsonl("d/train.jsonl", [*train, *clean(60)])
+    path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *train, chat(f"{LONG} or what?", "Yes.")])
     write_jsonl("d/valid.jsonl", valid)
-    write_jsonl("d/test.jsonl", clean(20, 9))
-    found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
-    assert found.count == len(valid) == 12
-    assert "12 rows of valid with the question of a row of train" in found.message
-
-
-def test_near_copies_across_given_splits_are_told(write_jsonl: Write, tmp_path: Path) -> None:
-    path = write_jsonl("d/train.jsonl", [*clean(20), chat(f"{LONG} or what?", "Yes.")])
-    write_jsonl("d/valid.jsonl", clean(5, 7))
-    write_jsonl("d/test.jsonl", [chat(f"{LONG} or not?", "No."), *clean(5, 8)])
-    found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
-    assert found.where == (f"{path.parent / 'test.jsonl'}:1 matches {path}:21",)
+    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin."), chat(f"{LONG} or not?", "No.")])
+    with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
+        gated(path.parent, tmp_path)
+    report = gate(path.parent, tmp_path, severities=Severities(downgrade=("QUESTION-IN-TEST",)))
+    assert by_id(report.findings)["QUESTION-IN-TEST"].severity == "warning"
+    overlaps = {each.message: each for each in report.findings if each.id == "SPLITS-OVERLAP"}
+    assert overlaps.pop("12 rows of valid with the question of a row of train").count == len(valid) == 12
+    (near,) = overlaps.values()
+    assert near.message == "1 row of test with nearly the question of a row of train"
+    assert near.where == (f"{path.parent / 'test.jsonl'}:7 matches {path}:50",)
 
 
 def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_path: Path) -> None:
@@ -211,13 +189,6 @@ def test_rows_beyond_the_context_are_named(write_jsonl: Write, tmp_path: Path) -
     found = by_id(gate(path, tmp_path, context=32).findings)["BEYOND-CONTEXT"]
     assert (found.count, found.where) == (1, (f"{path}:10",))
     assert found.message == "the model's context would cut 1 row: all beyond 32 tokens is lost"
-
-
-def test_rows_of_nothing_but_answers_share_no_question(write_jsonl: Write, tmp_path: Path) -> None:
-    rows: list[object] = [
-        {"messages": [{"role": "assistant", "content": f"Sentence {n} of a diary."}]} for n in range(40)
-    ]
-    assert not {"QUESTION-IN-TEST", "SPLITS-OVERLAP"} & set(gated(write_jsonl("a.jsonl", rows), tmp_path))
 
 
 def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:

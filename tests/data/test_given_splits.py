@@ -1,7 +1,6 @@
 """A split may have shards, a packed file or a folder: all of them are compared as that split, and none as train."""
 
 import gzip
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,27 +83,3 @@ def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> Non
     assert report.split == "train, valid and test as given"
     assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
     assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)
-
-
-def test_what_lies_there_and_is_not_read_is_told(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    table(data / "train.csv", OTHERS)
-    table(data / "more.csv", OTHERS)
-    found = [finding for finding in gated(data, tmp_path).findings if finding.id == "FILES-UNREAD"]
-    assert [finding.message for finding in found] == ["in the data folder, more.csv is not read"]
-
-
-def test_a_shard_without_rows_is_told_and_passed_over(tmp_path: Path) -> None:
-    table(tmp_path / "set" / "train-0-of-2.csv", [f"Who was number {number}?" for number in range(40)])
-    table(tmp_path / "set" / "train-1-of-2.csv", [])
-    report = gated(tmp_path / "set", tmp_path / "into")
-    assert by_id(report.findings)["FILES-UNREAD"].where == (f"{tmp_path / 'set'}/train-1-of-2.csv",)
-
-
-def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    twice = '{"prompt": "q", "completion": "a", "completion": "b"}'
-    path.write_text(f"{json.dumps({'prompt': 'q', 'completion': 'a'})}\n{twice}\n")
-    (found,) = [one for one in validate([path], EMBEDDED).findings if one.severity == "error"]
-    assert (found.id, found.where) == ("ROW-UNREADABLE", (f"{path}:2",))
-    assert "'completion' stands twice" in found.message

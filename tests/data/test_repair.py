@@ -10,12 +10,11 @@ import pytest
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import repair as repair_module
 from safetrain.data.checks import invisible_character
-from safetrain.data.command import fix, refuse_idle
+from safetrain.data.command import refuse_idle
 from safetrain.data.forms import checked_columns
 from safetrain.data.json_rows import Placed
 from safetrain.data.repair import repair
-from safetrain.data.tokenize import DataSettings
-from tests.conftest import EMBEDDED, chat
+from tests.conftest import chat
 
 Row = dict[str, Any]
 
@@ -79,20 +78,26 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
     assert done.log.read_bytes() == b""
 
 
-def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
+def test_columns_of_one_s_own_are_brought_to_the_usual_form_and_done_with(tmp_path: Path) -> None:
+    source, into = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
-    repair(source, tmp_path / "b.jsonl", checked_columns({"prompt": "frage", "completion": "antwort"}))
-    assert lines(tmp_path / "b.jsonl") == [{"prompt": "q", "completion": "a"}]
+    done = repair(source, into, checked_columns({"prompt": "frage", "completion": "antwort"}))
+    assert lines(into) == [{"prompt": "q", "completion": "a"}]
+    assert "set data.columns=null" in done.summary()
+    assert "data.columns" not in repair(into, tmp_path / "c.jsonl").summary()
 
 
 def test_what_validation_finds_of_characters_is_gone_from_the_copy(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
-    texts = ["soft\u00adhyphen", "zero\u200bwidth", "turned\u202eround", "\ufeffmark", "می\u200cخواهم"]
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pairs = {
+        "soft\u00adhyphen": "softhyphen", "zero\u200bwidth": "zerowidth", "turned\u202eround": "turnedround",
+        "\ufeffmark": "mark", "می\u200cخواهم": "می\u200cخواهم",
+        "page one\fpage\vtwo\x00 FranÃ§oise": "page one\npage\ntwo Françoise",
+    }  # fmt: skip
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in pairs))
     repair(source, tmp_path / "b.jsonl")
     found = [row["text"] for row in lines(tmp_path / "b.jsonl")]
-    assert found == ["softhyphen", "zerowidth", "turnedround", "mark", texts[-1]]
+    assert found == list(pairs.values())
     assert not any(map(invisible_character, found))
 
 
@@ -114,26 +119,6 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str)
     with pytest.raises(DataError, match=says):
         repair(tmp_path / "a", tmp_path / "b.jsonl", drop_bad=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_one_file_is_repaired_at_a_time(tmp_path: Path) -> None:
-    for paths in ([tmp_path], [tmp_path / "a", tmp_path / "b"]):
-        with pytest.raises(ConfigError, match="repairs one file"):
-            fix(paths, tmp_path / "c", EMBEDDED, DataSettings(), "", drop_bad=False)
-
-
-def test_what_parts_lines_is_not_joined(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_text(json.dumps({"text": "page one\fpage\vtwo\x00 FranÃ§oise"}) + "\n")
-    repair(source, tmp_path / "c.jsonl")
-    assert lines(tmp_path / "c.jsonl") == [{"text": "page one\npage\ntwo Françoise"}]
-
-
-def test_the_summary_says_that_columns_are_done_with(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"body": "a"}\n')
-    assert "set data.columns=null" in repair(source, tmp_path / "b.jsonl", {"text": "body"}).summary()
-    assert "data.columns" not in repair(tmp_path / "b.jsonl", tmp_path / "c.jsonl").summary()
 
 
 def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +156,7 @@ def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     refuse_idle({"--drop": "", "--drop-bad": False}, "Without")
 
 
-@pytest.mark.parametrize("depth", [200, 900, 985, 2000])
+@pytest.mark.parametrize("depth", [200, 2000])
 def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int) -> None:
     deep = "[" * depth + "]" * depth
     source = tmp_path / "a.jsonl"

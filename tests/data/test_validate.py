@@ -1,6 +1,5 @@
 """`safetrain validate`: what validation would say of any file, without a pipeline."""
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -77,23 +76,6 @@ def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) ->
     assert "Traceback" not in done.stderr
 
 
-def test_a_packed_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
-    found = validate([path], EMBEDDED)
-    assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN"]
-    assert found.count == 1
-
-
-def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"%PDF-1.7")
-    found = validate([path], EMBEDDED)
-    assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
-    assert "a PDF or an old Office document" in found.findings[0].message
-    assert found.has_errors
-
-
 def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), chat("q", "FranÃ§oise"), "{"])
     write_jsonl("set/more.jsonl", [])
@@ -119,21 +101,14 @@ def by_id(*paths: Path) -> dict[str, Finding]:
 
 def test_what_the_pipeline_says_of_all_rows_is_said_of_a_file_too(write_jsonl: Write) -> None:
     long = chat("q", "Iron and gold. " * 300)
-    rows = [{**chat(f"question {n}", "a"), "id": n, **({"source": "s"} if n < 3 else {})} for n in range(9)]
+    rows = [{**chat(f"question {n}", "a"), "id": n, **{f"k{n}-{key}": 1 for key in range(20)}} for n in range(9)]
     path = write_jsonl("train.jsonl", [*rows, rows[2], long])
     write_jsonl("test.jsonl", [chat("Who?", "a")])
     found = by_id(path.parent)
     assert found["REPEATED-ROWS"].where == (f"{path}:10 matches {path}:3",)
     assert (found["BEYOND-CONTEXT"].count, found["BEYOND-CONTEXT"].where) == (1, (f"{path}:11",))
-    assert found["KEYS-IGNORED"].message == "unused keys in 10 rows: id, source"
-
-
-def test_many_different_keys_are_counted_and_the_first_listed(write_jsonl: Write) -> None:
-    rows = [{**chat("q", "a"), "id": 7, **{f"k{n}-{key}": 1 for key in range(20)}} for n in range(20)]
-    found = by_id(write_jsonl("a.jsonl", rows))["KEYS-IGNORED"]
-    assert found.count == 20
-    assert found.message.startswith("unused keys in 20 rows: id, k0-0, k0-1, ")
-    assert found.message.endswith(", …")
+    assert found["KEYS-IGNORED"].message.startswith("unused keys in 10 rows: id, k0-0, k0-1, ")
+    assert found["KEYS-IGNORED"].message.endswith(", …")
 
 
 @pytest.mark.parametrize("content", ["", " \n\t\n", "prompt,completion\n"])
@@ -164,12 +139,6 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     assert "messages (and system, tools); or prompt" in run(path, "--columns", "frage=prompt").stderr
 
 
-def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
-    path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
-    assert f"tokenizer: {EMBEDDED}; its context is 512 tokens" in run(path, "--model", EMBEDDED).stdout
-    assert "tokenizer: models/encyclopedia-3m; its" in run(path).stdout
-
-
 def test_the_json_has_every_place(write_jsonl: Write) -> None:
     rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
     path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
@@ -182,10 +151,12 @@ def test_the_json_has_every_place(write_jsonl: Write) -> None:
     assert found["REPEATED-ROWS"][0] == {"file": str(path), "line": 31, "beside": {"file": str(path), "line": 1}}
 
 
-def test_notes_are_counted_in_one_line(write_jsonl: Write) -> None:
+def test_notes_are_counted_in_one_line_and_the_model_that_counts_is_named(write_jsonl: Write) -> None:
     path = write_jsonl("a.jsonl", [{"question": f"q {n}", "answer": "a", "id": n} for n in range(3)])
     said = run(path, "--model", EMBEDDED).stdout
     assert said.startswith("2 notes: COLUMNS-TAKEN, KEYS-IGNORED (--json lists all)\n3 rows, ")
+    assert f"tokenizer: {EMBEDDED}; its context is 512 tokens" in said
+    assert "tokenizer: models/encyclopedia-3m; its" in run(path).stdout
 
 
 def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> None:
@@ -204,15 +175,6 @@ def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> Non
     assert "--drop does nothing" in run(path, "--drop", "REFUSALS").stderr
 
 
-def test_a_link_beside_rows_that_leads_to_nothing_is_refused(write_jsonl: Write) -> None:
-    path = write_jsonl("set/train.jsonl", [chat("q", "a")])
-    (path.parent / "README.md").write_text("About the rows.")
-    assert not validate([path.parent], EMBEDDED).findings
-    (path.parent / "test.jsonl").symlink_to("/nowhere")
-    with pytest.raises(DataError, match="leads to nothing"):
-        validate([path.parent], EMBEDDED)
-
-
 def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
     book = tmp_path / "books" / "a.txt"
     book.parent.mkdir()
@@ -228,26 +190,18 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
     assert validate([book.parent], EMBEDDED, DataSettings(documents=True)).count == 9
 
 
-def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
+def test_a_corpus_of_tokens_is_validated_alone_and_its_faults_are_findings(tmp_path: Path) -> None:
     path = write_ds(tmp_path / "corpus/a.ds", tokenized())
+    size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
+    said = f"60 documents, {tokens:,} tokens ({tokens - 60:,} labels)\n{size / (tokens - 60):.2f} bytes"
     for named in (path, path.parent):
         done = run(named, "--model", EMBEDDED)
-        assert done.exit_code == 0, done.output
-        size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
-        assert (
-            f"60 documents, {tokens:,} tokens ({tokens - 60:,} labels)\n{size / (tokens - 60):.2f} bytes" in done.stdout
-        )
+        assert (done.exit_code, said in done.stdout) == (0, True)
     several = run(path, path, "--model", EMBEDDED)
     assert (several.exit_code, "is validated alone" in several.stderr) == (2, True)
-
-
-def test_what_is_wrong_with_a_corpus_is_a_finding(tmp_path: Path) -> None:
-    path = write_ds(tmp_path / "a.ds", [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
+    write_ds(path, [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
     found = validate([path], EMBEDDED)
     assert [(each.id, each.severity) for each in found.findings] == [
         ("TOKENIZER-DIFFERS", "error"), ("DOCUMENTS-OPEN", "warning"),
     ]  # fmt: skip
     assert found.has_errors
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match="do not fit"):
-        validate([path], EMBEDDED)
