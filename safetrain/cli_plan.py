@@ -139,9 +139,8 @@ def estimate(
     from safetrain.plan.candidates import usual_dtype
     from safetrain.plan.estimate import estimate_of
     from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
-    from safetrain.plan.machines import place_of, profile_names
-    from safetrain.plan.pretraining import TOKENS_PER_PARAMETER
-    from safetrain.plan.speed import Link
+    from safetrain.plan.machine import place_of, profile_names
+    from safetrain.plan.speed import TOKENS_PER_PARAMETER, Link
 
     _refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
     names: list[str | None] = [machine]

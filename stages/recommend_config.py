@@ -1,6 +1,7 @@
 """Stage 3: choose the configuration for this data, model and machine, measure it, and write it with its reasons."""
 
 import functools
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -15,11 +16,10 @@ from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.machines import assumed_tflops
-from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretraining_of
+from safetrain.plan.machine import assumed_tflops
 from safetrain.plan.recommend import recommendation_lines
 from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
-from safetrain.plan.speed import flops_per_token
+from safetrain.plan.speed import flops_per_token, pretraining_lines, trained_tokens
 from safetrain.stage import stage
 
 DRY_RUN = "safetrain.engine.dry_run"
@@ -39,22 +39,22 @@ def main(config: Pipeline) -> None:
     for line in recommendation_lines(recommendation, rows, config.train):
         say(line)
     if config.train.method == PRETRAIN:
-        plan = _pretraining(recommendation, model, machine, rows, config)
-        for line in pretraining_lines(plan, datetime.now().astimezone()):
+        for line in _pretraining(recommendation, model, machine, rows):
             say(line)
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
 
 def _pretraining(
-    recommendation: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows, config: Pipeline
-) -> PretrainingPlan:
+    recommendation: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows
+) -> Iterator[str]:
     """What the run takes; by operations where no dry run has measured it."""
     tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
     stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
-    recompute = recommendation.gradient_checkpointing
+    recompute, tflops = recommendation.gradient_checkpointing, assumed_tflops(machine)
     flops = flops_per_token(model, recommendation.max_seq_length, model.parameters, recompute=recompute)
-    tflops = assumed_tflops(machine)
-    return pretraining_of(recommendation, model.parameters, tokens, flops, tflops, stores)
+    seconds = trained_tokens(recommendation, tokens) * flops / (tflops * 1e12) if tflops else None
+    now = datetime.now().astimezone()
+    return pretraining_lines(recommendation, model.parameters, tokens, seconds, stores, now)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from safetrain.cli import app
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.machines import machine_of, read_profile
+from safetrain.plan.machine import machine_of, read_profile
 from safetrain.stage import to_pipeline
 from tests.conftest import EMBEDDED, ROOT
 from tests.pipeline.workspace import Workspace

@@ -48,7 +48,7 @@ from safetrain.core.records.settings import (
     updates_per_epoch,
 )
 from safetrain.plan.estimate import Estimate, what_would_fit
-from safetrain.plan.pretraining import tokens_to_train
+from safetrain.plan.speed import tokens_to_train
 
 # For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two

@@ -21,10 +21,19 @@ from safetrain.plan.creation.create import InitialWeights, config_of
 from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
 from safetrain.plan.estimate import BATCHES, Estimate, estimate_of, remedies, what_would_fit
-from safetrain.plan.machines import ANY_CPU, ANY_GPU, TrainingPlace
-from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, finish_text, wanted_tokens
+from safetrain.plan.machine import ANY_CPU, ANY_GPU, TrainingPlace
 from safetrain.plan.recommend import disk_bytes_of
-from safetrain.plan.speed import exchange_seconds, flops_per_token, shared_update, update_seconds, wire_bytes
+from safetrain.plan.speed import (
+    TOKENS_PER_PARAMETER,
+    count_text,
+    exchange_seconds,
+    finish_text,
+    flops_per_token,
+    shared_update,
+    update_seconds,
+    wanted_tokens,
+    wire_bytes,
+)
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 RECOMPUTED = "train.gradient_checkpointing=true"
@@ -207,13 +216,13 @@ class PretrainingEstimate:
     @property
     def kwh(self) -> float | None:
         """Energy of all ranks."""
-        watts = self.place.ranks * (self.place.watts or 0)
+        watts = self.place.of_all("watts")
         return watts * self.seconds / JOULES_PER_KWH if watts and self.seconds else None
 
     @property
     def usd(self) -> float | None:
         """Cost of all ranks."""
-        price = self.place.ranks * (self.place.usd_per_hour or 0)
+        price = self.place.of_all("usd_per_hour")
         return price * self.seconds / HOUR_SECONDS if price and self.seconds else None
 
 
@@ -280,8 +289,8 @@ def _print_pretraining(
     console.print(title, style="italic", highlight=False)
     source = " (Hoffmann et al. 2022)" if tokens_per_parameter == TOKENS_PER_PARAMETER else ""
     checkpoints = f"{size(estimate.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
-    power = f"at {(place.watts or 0) * place.ranks:g} W"
-    price = f"at {(place.usd_per_hour or 0) * place.ranks:g} USD an hour"
+    power = f"at {place.of_all('watts'):g} W"
+    price = f"at {place.of_all('usd_per_hour'):g} USD an hour"
     speed, duration = estimate.speed_source, "not known"
     if estimate.seconds is not None:
         end = finish_text(now, estimate.seconds)

@@ -25,7 +25,7 @@ from safetrain.plan.candidates import (
     recommended_lora,
     usual_epochs,
 )
-from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text, passes_for, wanted_tokens
+from safetrain.plan.speed import TOKENS_PER_PARAMETER, count_text, passes_for, wanted_tokens
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 FULL_RATE_FACTOR = 10

@@ -1,14 +1,23 @@
-"""How long an update takes: operations counted from a model's headers, and what several ranks bring. Arithmetic alone.
+"""What a training takes in time, by arithmetic: operations of a step, the gain of ranks, tokens of a pretraining.
 
 Every rank has all weights and computes its share of an update's rows; the gradient is summed over a ring (Patarasuk
 and Yuan 2009): in 2 (N - 1) steps each rank sends, and receives, 2 (N - 1) / N of it.
+
+A model is trained best for a given compute with 20 tokens for each parameter (Hoffmann et al. 2022, arXiv:2203.15556,
+table 3). Up to four passes over the same text are worth nearly as much as new text; more are worth much less
+(Muennighoff et al. 2023, arXiv:2305.16264).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
+from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import Recommendation
 
 FORWARD, BACKWARD, WEIGHT_GRADIENT = 2, 2, 2  # operations for each weight that a token is multiplied with
 ATTENTION_PASSES = 3  # scores and their result, forward once and backward twice
@@ -20,6 +29,11 @@ BITS = 8
 # moments in float32, writes three of them; clipping and averaging read and write the gradient once more.
 OPTIMIZER_BYTES = 9 * FLOAT32
 MEMORY_BYTES_PER_SECOND = {"cpu": 15e9, "metal": 100e9, "cuda": 300e9}  # assumed
+TOKENS_PER_PARAMETER = 20
+MOST_PASSES = 4
+FAR_BELOW = 0.5  # of the tokens that are wanted
+DAY_SECONDS = 86_400
+FURTHEST = timedelta(days=365_000)
 
 
 @dataclass(frozen=True)
@@ -102,3 +116,84 @@ def update_seconds(update: SharedUpdate, ranks: int, link: Link) -> float:
     share = -(-update.rows // ranks) / update.rows
     exchange = exchange_seconds(update.gradient_bytes, ranks, link)
     return update.compute_seconds * share + update.fixed_seconds + exchange
+
+
+def wanted_tokens(parameters: int, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> int:
+    """Training tokens for a model of ``parameters`` parameters."""
+    return math.ceil(parameters * tokens_per_parameter)
+
+
+def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
+    """Tokens that a run goes through: of its pinned passes, or what the model wants, in four passes at the most."""
+    if train.num_epochs is not None:
+        return train.num_epochs * tokens_there
+    return min(wanted_tokens(parameters), MOST_PASSES * tokens_there)
+
+
+def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
+    """Whole passes in which the model sees what it wants, four at the most; and why."""
+    target = wanted_tokens(parameters)
+    needed = math.ceil(target / max(1, tokens_there))
+    count = max(1, min(MOST_PASSES, needed))
+    per = f"{TOKENS_PER_PARAMETER} tokens a parameter (Hoffmann et al. 2022)"
+    text = f"{per} are {count_text(target)}; there are {count_text(tokens_there)}"
+    if needed > count:
+        text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
+    return count, text
+
+
+def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
+    """Tokens that a recommended pretraining reads, with ``tokens_there`` in its training documents."""
+    passes = plan.num_epochs * tokens_there
+    return passes if plan.max_steps is None else min(passes, plan.max_steps * _step_tokens(plan))
+
+
+def _step_tokens(plan: Recommendation) -> int:
+    return plan.batch_size * plan.gradient_accumulation * plan.max_seq_length  # windows are full
+
+
+def pretraining_lines(
+    plan: Recommendation, parameters: int, tokens_there: int, estimated_seconds: float | None, store_bytes: int,
+    now: datetime,
+) -> Iterator[str]:  # fmt: skip
+    """A recommended pretraining in words; ``now`` is when it would begin.
+
+    ``estimated_seconds`` is its time by operations, which counts where no dry run has measured it; None: not known.
+    """
+    target, trained = wanted_tokens(parameters), trained_tokens(plan, tokens_there)
+    share, passes = trained / target, trained / max(1, tokens_there)
+    yield (
+        f"{count_text(parameters)} parameters want {count_text(target)} tokens "
+        f"({TOKENS_PER_PARAMETER} each); there are {count_text(tokens_there)}: {passes:.2g} "
+        f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
+    )
+    if passes > MOST_PASSES:
+        yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
+    elif share < FAR_BELOW:
+        yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
+    disk = f"{size_text(plan.disk_bytes + store_bytes)} on disk"
+    seconds, by = plan.total_seconds, "measured here"
+    if seconds is None:
+        seconds, by = estimated_seconds, "by its operations, as no dry run was made"
+    if seconds is None:
+        yield f"how long it takes is not known: no dry run was made; {disk}"
+        return
+    per_second = _step_tokens(plan) / plan.step_seconds if plan.step_seconds else trained / max(seconds, 1e-9)
+    finish = f"finished on {finish_text(now, seconds)} if it begins now"
+    yield f"{per_second:,.0f} tokens a second, {by}: {duration_text(seconds)}, {finish}; {disk}"
+
+
+def finish_text(now: datetime, seconds: float) -> str:
+    """The day, and the hour where it is within two days; years where no calendar helps."""
+    ahead = timedelta(seconds=seconds) if seconds < FURTHEST.total_seconds() else FURTHEST
+    if now.year + ahead.days / 365 > 9000 or ahead == FURTHEST:
+        return f"no date: {seconds / DAY_SECONDS / 365:,.0f} years"
+    end = now + ahead
+    return f"{end:%Y-%m-%d %H:%M}" if ahead < timedelta(days=2) else f"{end:%Y-%m-%d}"
+
+
+def count_text(number: float) -> str:
+    """``1.7 billion``, ``85.0 million``, ``9,870``."""
+    if number >= 1e9:
+        return f"{number / 1e9:,.3g} billion" if number < 1e12 else f"{number / 1e12:,.3g} trillion"
+    return f"{number / 1e6:.3g} million" if number >= 1e6 else f"{number:,.0f}"

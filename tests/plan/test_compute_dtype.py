@@ -17,8 +17,7 @@ from safetrain.core.records.settings import Recommendation, planned_memory, reso
 from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import compute_dtype_of, usual_dtype
 from safetrain.plan.estimate import estimate_of, remedies
-from safetrain.plan.machine import Probe, read_machine_now, settle
-from safetrain.plan.machines import machine_of, read_profile
+from safetrain.plan.machine import Probe, machine_of, read_machine_now, read_profile, settle
 from tests.conftest import EMBEDDED
 from tests.core.readings import GPUS
 from tests.core.test_model_shapes import BIG

@@ -25,7 +25,7 @@ from safetrain.plan.estimate_command import (
     print_ranks,
     print_remedies,
 )
-from safetrain.plan.machines import (
+from safetrain.plan.machine import (
     ANY_CPU,
     TrainingPlace,
     machine_of,

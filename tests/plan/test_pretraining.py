@@ -9,13 +9,12 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import Recommendation, usual_warmup
 from safetrain.plan.candidates import FIXED_TOKENS, RowStatistics, ask, candidates_at
-from safetrain.plan.pretraining import (
-    PretrainingPlan,
+from safetrain.plan.speed import (
     finish_text,
     passes_for,
     pretraining_lines,
-    pretraining_of,
     tokens_to_train,
+    trained_tokens,
     wanted_tokens,
 )
 from tests.conftest import EMBEDDED
@@ -37,43 +36,32 @@ def test_passes_come_to_twenty_tokens_a_parameter_but_are_never_more_than_four(t
     assert ("worth much less" in reason) == (there < 425_000_000)
 
 
-def plan_of(
-    there: int, epochs: int, seconds: float | None, max_steps: int | None = None, tflops: float | None = None
-) -> PretrainingPlan:
+def said(there: int, epochs: int, seconds: float | None, estimated: float | None = None) -> str:
     chosen = dataclasses.replace(
         recommended(), num_epochs=epochs, batch_size=4, gradient_accumulation=8, max_seq_length=1024,
-        total_seconds=seconds, max_steps=max_steps, disk_bytes=10**9,
+        total_seconds=seconds, step_seconds=None if seconds is None else 3.3, disk_bytes=10**9,
     )  # fmt: skip
-    return pretraining_of(chosen, 85_000_000, there, 6 * 85e6, tflops, store_bytes=1000)
+    return "\n".join(pretraining_lines(chosen, 85_000_000, there, estimated, 1000, NOW))
 
 
 def test_the_plan_says_how_much_of_the_text_that_is_wanted_is_there() -> None:
-    text = "\n".join(pretraining_lines(plan_of(850_000_000, 2, 2 * DAY), NOW))
+    text = said(850_000_000, 2, 2 * DAY)
     assert "1.7 billion tokens" in text
     assert "2 passes, 100 %" in text
-    assert "9,838 tokens a second, measured here" in text
+    assert "9,930 tokens a second, measured here" in text
     assert "2026-11-25" in text
     assert "find more" not in text
 
 
-def test_a_run_that_max_steps_ends_sees_the_tokens_of_its_updates() -> None:
-    assert plan_of(10**9, 1, DAY, max_steps=100).tokens_trained == pytest.approx(100 * 32 * 1024)
-
-
-@pytest.mark.parametrize(("epochs", "said"), [(8, "worth much less"), (1, "far below")])
-def test_too_little_text_is_said(epochs: int, said: str) -> None:
-    assert said in "\n".join(pretraining_lines(plan_of(10**8, epochs, DAY), NOW))
-
-
-def test_disk_is_of_checkpoints_and_of_what_the_stores_take_whatever_the_tokens() -> None:
-    assert plan_of(10**11, 1, DAY).disk_bytes == 10**9 + 1000
+def test_too_little_text_is_said() -> None:
+    assert "worth much less" in said(10**8, 8, DAY)
+    assert "far below" in said(10**8, 1, DAY)
 
 
 def test_what_was_not_measured_takes_the_time_of_its_operations_where_the_speed_is_known() -> None:
-    plan = plan_of(850_000_000, 2, None, tflops=0.1)
-    assert plan.seconds == pytest.approx(1.7e9 * 6 * 85e6 / 1e11)
-    assert "as no dry run was made" in "\n".join(pretraining_lines(plan, NOW))
-    assert plan_of(850_000_000, 2, DAY, tflops=0.1) == plan_of(850_000_000, 2, DAY)
+    assert "as no dry run was made: " in said(850_000_000, 2, None, DAY)
+    assert said(850_000_000, 2, DAY, 3 * DAY) == said(850_000_000, 2, DAY)
+    assert "not known" in said(10**9, 2, None)
 
 
 def pretraining(there: int, **pins: object) -> Recommendation:
@@ -88,8 +76,7 @@ def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
     wanted = wanted_tokens(FLOATS.parameters, 20)
     chosen = pretraining(int(times * wanted))
     update = chosen.batch_size * chosen.gradient_accumulation * 512
-    plan = pretraining_of(chosen, FLOATS.parameters, int(times * wanted), 1.0, None)
-    assert plan.tokens_trained == pytest.approx(wanted, abs=update)
+    assert trained_tokens(chosen, int(times * wanted)) == pytest.approx(wanted, abs=update)
     assert chosen.max_steps == -(-wanted // update)
     assert chosen.warmup_steps == usual_warmup(chosen.max_steps)
     reason = chosen.reasons["max_steps"]
@@ -142,11 +129,6 @@ def test_the_reasons_are_those_of_a_training_from_scratch() -> None:
     assert "context" in texts["max_seq_length"]
     assert "none is cut" not in texts["max_seq_length"]
     assert "adapter" not in "".join(texts.values())
-
-
-def test_what_was_not_measured_nor_known_is_said_to_be_unknown() -> None:
-    plan = plan_of(10**9, 2, None)
-    assert "not known" in "\n".join(pretraining_lines(plan, NOW))
 
 
 def test_no_date_is_beyond_the_calendar() -> None:

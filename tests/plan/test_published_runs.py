@@ -16,7 +16,7 @@ from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.estimate import Estimate, remedies
-from safetrain.plan.machines import machine_of, read_profile
+from safetrain.plan.machine import machine_of, read_profile
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
 

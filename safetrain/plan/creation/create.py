@@ -38,7 +38,7 @@ from safetrain.plan.creation.tokenizers import (
     train_tokenizer,
     write_trained,
 )
-from safetrain.plan.pretraining import count_text
+from safetrain.plan.speed import count_text
 
 FREE = "free some space, choose a smaller model, or --dtype bfloat16"
 DTYPES = ("float32", "bfloat16")
