@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from safetrain.plan import hosts, mac_checks, preflight
+from safetrain.plan import checks, hosts, preflight
 
 MAKERS = ("Check", "verdict", "graded", "skipped")
 REMEDY = 7  # its place among the arguments of the first three
@@ -24,7 +24,7 @@ class NamedCheck:
 def named_checks() -> list[NamedCheck]:
     """Every check, in the order in which preflight knows them."""
     names, remedies = dict[str, str](), dict[str, str]()
-    for call in _calls((preflight, mac_checks, hosts)):
+    for call in _calls((checks, preflight, hosts)):
         identifier, name, *_ = texts = [_text(argument) for argument in call.args]
         remedy = texts[REMEDY] if len(texts) > REMEDY else ""
         names[identifier] = names.get(identifier) or name

@@ -1,8 +1,12 @@
-"""Preflight checks as values: a verdict, what was found, what is needed and by which source, and one remedy."""
+"""Preflight checks as values, the report of them, and those of software, machine and shell; none changes anything."""
 
 import dataclasses
 import difflib
+import platform
+import resource
 import shutil
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +15,29 @@ import psutil
 
 from safetrain.core.errors import ConfigError, PreflightError, SafetrainError
 from safetrain.core.formatting import counted
+from safetrain.core.formatting import size_text as size
+from safetrain.core.memory.budget import GIB, PROCESS_BYTES
+from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
+from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, REPORTS, reports_since, sysctl_number
+from safetrain.core.records.reports import Machine
 from safetrain.core.storage import paths
+from safetrain.plan.child import NOT_INSTALLED, version_of
+from safetrain.plan.machine import Probe
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
 SCHEMA = 1
+DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
+MIN_MLX = (0, 32, 0)
+MIN_PYTHON = (3, 11)
+LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
+SLOW_GFLOPS = 10.0  # of float32 products; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
+SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # used swap that says that the machine is short of memory already
+# An idle 8 GB M1 has 54 and more; with 44, 11 of 24 GB did not fit (john-rocky/apple-silicon-llm-bench #7).
+LITTLE_FREE_PERCENT = 45
+LEVELS = {1: "normal", 2: "warning", CRITICAL: "critical"}
+PANIC_HOURS = 72
+WATCHDOG_SINCE = 26  # macOS: GPU work that keeps the screen waiting is ended (mlx#3267)
 
 
 @dataclass(frozen=True)
@@ -157,3 +179,132 @@ def render(report: PreflightReport) -> str:
         f"{counted(report.warnings, 'warning')}, {report.skipped} skipped; level {report.level}, {report.seconds:.1f} s"
     )
     return "\n".join(lines)
+
+
+def software_checks() -> list[Check]:
+    """Python, and every dependency with its version."""
+    ok = sys.version_info >= MIN_PYTHON
+    needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
+    return [
+        verdict("PY-VERSION", "Python", ok, True, platform.python_version(), needed, sys.executable, remedy),
+        *map(_dependency, DEPENDENCIES),
+    ]
+
+
+def _dependency(name: str) -> Check:
+    identifier, source = f"DEP-{name.upper()}", "installed packages"
+    version = version_of(name)
+    if version == NOT_INSTALLED:
+        return Check(identifier, name, FAIL, True, NOT_INSTALLED, "installed", source, "run 'make clean && make'")
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if name == "mlx" and numbers < MIN_MLX:
+        why = "0.32 or newer; before it a GPU out of memory aborts the process"
+        return Check(identifier, name, FAIL, True, version, why, source, "run 'make clean && make'")
+    return Check(identifier, name, PASS, True, version, source=source)
+
+
+def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
+    """Chip, memory, backend, BLAS."""
+    memory = psutil.virtual_memory()
+    gpu = machine.backend != "cpu"
+    cores = f"{machine.chip}, {machine.physical_cores} cores, {machine.architecture}"
+    room = f"budget {size(machine.memory_budget_bytes)}; {size(memory.available)} available of {size(memory.total)}"
+    device = f": {machine.device}" if machine.device else ""
+    backend = f"{machine.backend}{device}" if gpu else "cpu (no GPU: fine for tests and small models)"
+    needed = f"at least {size(LEAST_BUDGET_BYTES)}, better {size(GOOD_BUDGET_BYTES)}"
+    checks = [
+        Check("HW-CHIP", "chip", PASS, False, cores),
+        graded("HW-RAM", "memory", machine.memory_budget_bytes, (LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES), room, needed,
+               "the system, less what others need", "close other programs, or raise the limits that ENV-* name"),
+        verdict("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, "Metal on a Mac", "mlx",
+                "install mlx's Metal wheels: 'make clean && make'"),
+    ]  # fmt: skip
+    if machine.backend == "cpu":
+        fast = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
+        text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
+        text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
+        checks.append(verdict("CPU-BLAS", "BLAS", fast, False, text, f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s",
+                              "a product of two matrices of 1024", "run 'make clean && make'"))  # fmt: skip
+    return checks
+
+
+def environment_checks(static_bytes: int) -> list[Check]:
+    """What the container, the shell and the rest of the machine take away."""
+    memory = mac_checks() if sys.platform == "darwin" else [_swap_check()]
+    return [_cgroup_check(static_bytes), _ulimit_check(static_bytes), *memory]
+
+
+def _cgroup_check(static_bytes: int) -> Check:
+    groups = memory_groups()
+    limit, room = memory_limit_bytes(groups), memory_room_bytes(groups)
+    if limit is None or room is None:
+        return Check("ENV-CGROUP", "container", PASS, True, "no limit", source="cgroup")
+    least = static_bytes + PROCESS_BYTES
+    return verdict("ENV-CGROUP", "container", room >= least, True, f"{size(room)} left of a limit of {size(limit)}",
+                   f"{size(least)} for weights and process", f"cgroup {groups[0]}",
+                   "raise the container's limit (docker run --memory=…, systemd MemoryMax=…)")  # fmt: skip
+
+
+def _ulimit_check(static_bytes: int) -> Check:
+    names = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
+    limits = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
+    limited = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
+    if not limited:
+        return Check("ENV-ULIMIT", "ulimit", PASS, True, "no limit", source="getrlimit")
+    flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
+    least += psutil.Process().memory_info().vms if flag == "-v" else 0  # it counts what libraries map, and never touch
+    status = FAIL if limited[flag] < least else WARN
+    return Check("ENV-ULIMIT", "ulimit", status, True, f"ulimit {flag} is {size(limited[flag])}",
+                 f"no limit, at least {size(least)}; a failed allocation is a crash in mlx on CPU", "getrlimit",
+                 f"ulimit {flag} unlimited")  # fmt: skip
+
+
+def _swap_check() -> Check:
+    swap = psutil.swap_memory()
+    short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
+    text = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
+    return verdict("ENV-SWAP", "swap", not short, False, text, f"less than {size(SWAP_BYTES)} or a quarter in use",
+                   "psutil", "close other programs: a training that swaps is ten times slower")  # fmt: skip
+
+
+def mac_checks() -> list[Check]:
+    """All checks, by today's readings."""
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    checks = [
+        pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT)),
+        watchdog_check(platform.mac_ver()[0], reports_since("*.panic", time.time() - 3600 * PANIC_HOURS)),
+    ]
+    return checks if battery is None else [*checks, power_check(bool(battery.power_plugged), battery.percent)]
+
+
+def pressure_check(level: int, free_percent: int) -> Check:
+    """Whether the machine is short of memory already, by macOS itself.
+
+    Swap in use says nothing: macOS swaps what is idle while half of its memory is free, and enlarges swap as it goes.
+    Level 2 says little: it stays on 8 GB machines that have 46 % free.
+    """
+    short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
+    reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "not known"
+    return verdict("ENV-SWAP", "memory pressure", not short, False, reading,
+                   f"not critical, at least {LITTLE_FREE_PERCENT} % free", f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
+                   "close other programs: a training that swaps is ten times slower")  # fmt: skip
+
+
+def power_check(plugged: bool, percent: float) -> Check:
+    """A laptop on battery."""
+    text = "mains" if plugged else f"battery, {percent:.0f} %"
+    return verdict("MAC-POWER", "power", plugged, False, text, "mains", "psutil", "plug it in, and leave the lid open")
+
+
+def watchdog_check(version: str, panics: Sequence[Path]) -> Check:
+    """Kernel panics of the last days, of which GPU work is a known cause (mlx#3186), and what macOS 26 does to it."""
+    watched = int(version.partition(".")[0] or 0) >= WATCHDOG_SINCE
+    text = f"macOS {version}"
+    if watched:
+        text += " may end GPU work while the screen is in use (the training then goes on in shorter pieces)"
+    if panics:
+        names = ", ".join(path.name for path in panics[-3:])
+        text += f"; {counted(len(panics), 'kernel panic')} in {PANIC_HOURS} hours: {names}"
+    return verdict("MAC-WATCHDOG", "GPU watchdog", not panics, False, text, "no kernel panic of late",
+                   str(REPORTS), "let the display sleep while it trains; a training that is cut "
+                   "off continues with the same command")  # fmt: skip

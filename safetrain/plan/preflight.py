@@ -1,22 +1,16 @@
 """The checks before a training: each is a function from facts to a verdict, and none changes anything."""
 
 import dataclasses
-import platform
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import psutil
 
 from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.budget import PROCESS_BYTES, own_limit_bytes
-from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
+from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
@@ -27,27 +21,32 @@ from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
-from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, graded, skipped, verdict
-from safetrain.plan.child import NOT_INSTALLED, version_of
+from safetrain.plan.checks import (
+    DEPENDENCIES,
+    FAIL,
+    PASS,
+    WARN,
+    Check,
+    engine_checks,
+    environment_checks,
+    from_error,
+    graded,
+    skipped,
+    software_checks,
+    verdict,
+)
 from safetrain.plan.hosts import host_checks, is_shared, room_checks
-from safetrain.plan.mac_checks import mac_checks, on_mac
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes
 from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
 
 GIB = 2**30
-DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
 IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
     "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
     "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "RANKS-CORES", "RANKS-ROOM",
 )  # fmt: skip
-MIN_MLX = (0, 32, 0)
-MIN_PYTHON = (3, 11)
-LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
-SLOW_GFLOPS = 10.0  # of float32 products; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
-SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # used swap that says that the machine is short of memory already
 SPARE_DISK_BYTES = GIB
 
 
@@ -89,91 +88,6 @@ def examine(
         return [*checks, skipped("MEM-FIT", "training fits", why, critical=checks[-2].status != FAIL)], machine
     runner = DryRunner(dry_run_module if level == "certify" else "", machine_text(machine), say)
     return [*checks, *_fit_checks(train, lora, PlanInputs(data, machine, model, rows), runner, hosts)], machine
-
-
-def software_checks() -> list[Check]:
-    """Python, and every dependency with its version."""
-    ok = sys.version_info >= MIN_PYTHON
-    needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
-    return [
-        verdict("PY-VERSION", "Python", ok, True, platform.python_version(), needed, sys.executable, remedy),
-        *map(_dependency, DEPENDENCIES),
-    ]
-
-
-def _dependency(name: str) -> Check:
-    identifier, source = f"DEP-{name.upper()}", "installed packages"
-    version = version_of(name)
-    if version == NOT_INSTALLED:
-        return Check(identifier, name, FAIL, True, NOT_INSTALLED, "installed", source, "run 'make clean && make'")
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if name == "mlx" and numbers < MIN_MLX:
-        why = "0.32 or newer; before it a GPU out of memory aborts the process"
-        return Check(identifier, name, FAIL, True, version, why, source, "run 'make clean && make'")
-    return Check(identifier, name, PASS, True, version, source=source)
-
-
-def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
-    """Chip, memory, backend, BLAS."""
-    memory = psutil.virtual_memory()
-    gpu = machine.backend != "cpu"
-    cores = f"{machine.chip}, {machine.physical_cores} cores, {machine.architecture}"
-    room = f"budget {size(machine.memory_budget_bytes)}; {size(memory.available)} available of {size(memory.total)}"
-    device = f": {machine.device}" if machine.device else ""
-    backend = f"{machine.backend}{device}" if gpu else "cpu (no GPU: fine for tests and small models)"
-    needed = f"at least {size(LEAST_BUDGET_BYTES)}, better {size(GOOD_BUDGET_BYTES)}"
-    checks = [
-        Check("HW-CHIP", "chip", PASS, False, cores),
-        graded("HW-RAM", "memory", machine.memory_budget_bytes, (LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES), room, needed,
-               "the system, less what others need", "close other programs, or raise the limits that ENV-* name"),
-        verdict("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, "Metal on a Mac", "mlx",
-                "install mlx's Metal wheels: 'make clean && make'"),
-    ]  # fmt: skip
-    if machine.backend == "cpu":
-        fast = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
-        text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
-        text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
-        checks.append(verdict("CPU-BLAS", "BLAS", fast, False, text, f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s",
-                              "a product of two matrices of 1024", "run 'make clean && make'"))  # fmt: skip
-    return checks
-
-
-def environment_checks(static_bytes: int) -> list[Check]:
-    """What the container, the shell and the rest of the machine take away."""
-    return [_cgroup_check(static_bytes), _ulimit_check(static_bytes), *(mac_checks() if on_mac() else [_swap_check()])]
-
-
-def _cgroup_check(static_bytes: int) -> Check:
-    groups = memory_groups()
-    limit, room = memory_limit_bytes(groups), memory_room_bytes(groups)
-    if limit is None or room is None:
-        return Check("ENV-CGROUP", "container", PASS, True, "no limit", source="cgroup")
-    least = static_bytes + PROCESS_BYTES
-    return verdict("ENV-CGROUP", "container", room >= least, True, f"{size(room)} left of a limit of {size(limit)}",
-                   f"{size(least)} for weights and process", f"cgroup {groups[0]}",
-                   "raise the container's limit (docker run --memory=…, systemd MemoryMax=…)")  # fmt: skip
-
-
-def _ulimit_check(static_bytes: int) -> Check:
-    names = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
-    limits = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
-    limited = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
-    if not limited:
-        return Check("ENV-ULIMIT", "ulimit", PASS, True, "no limit", source="getrlimit")
-    flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
-    least += psutil.Process().memory_info().vms if flag == "-v" else 0  # it counts what libraries map, and never touch
-    status = FAIL if limited[flag] < least else WARN
-    return Check("ENV-ULIMIT", "ulimit", status, True, f"ulimit {flag} is {size(limited[flag])}",
-                 f"no limit, at least {size(least)}; a failed allocation is a crash in mlx on CPU", "getrlimit",
-                 f"ulimit {flag} unlimited")  # fmt: skip
-
-
-def _swap_check() -> Check:
-    swap = psutil.swap_memory()
-    short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
-    text = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
-    return verdict("ENV-SWAP", "swap", not short, False, text, f"less than {size(SWAP_BYTES)} or a quarter in use",
-                   "psutil", "close other programs: a training that swaps is ten times slower")  # fmt: skip
 
 
 def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.plan import machine, preflight
-from safetrain.plan.mac_checks import power_check, pressure_check, watchdog_check
+from safetrain.plan.checks import power_check, pressure_check, watchdog_check
 
 PANICS = [Path(f"panic-full-2026-09-{day:02}-101112.0002.panic") for day in (1, 2, 3, 4)]
 

@@ -16,7 +16,17 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.plan import preflight
-from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
+from safetrain.plan.checks import (
+    Check,
+    downgrade,
+    engine_checks,
+    environment_checks,
+    render,
+    require_known,
+    skipped,
+    software_checks,
+    summarise,
+)
 from safetrain.plan.machine import read_machine_now
 from tests.conftest import EMBEDDED
 from tests.plan.test_machine import CPU
@@ -37,7 +47,7 @@ def summary(*checks: Check) -> tuple[str, int]:
 
 def test_this_installation_passes() -> None:
     checks = [
-        *preflight.software_checks(), *preflight.engine_checks(MACHINE, CPU), *preflight.environment_checks(10**6),
+        *software_checks(), *engine_checks(MACHINE, CPU), *environment_checks(10**6),
         *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL, "probe"),
         preflight.static_check(MODEL, MACHINE), fit(plan()),
         preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
@@ -74,7 +84,7 @@ def test_what_was_not_tried_is_not_called_passed() -> None:
 def test_memory_that_is_not_there_fails() -> None:
     small = dataclasses.replace(MACHINE, memory_budget_bytes=10**6)
     assert preflight.static_check(MODEL, small).status == "fail"
-    assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
+    assert next(c for c in engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
     assert fit(tight).status == "warn"
     uncertain = fit(plan(), by_dry_run=True)
@@ -119,9 +129,9 @@ def test_a_limit_on_the_shell_is_told() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (2**40, hard))
-        [check] = [c for c in preflight.environment_checks(0) if c.id == "ENV-ULIMIT"]
+        [check] = [c for c in environment_checks(0) if c.id == "ENV-ULIMIT"]
         assert (check.status, check.remedy) == ("warn", "ulimit -d unlimited")
-        [check] = [c for c in preflight.environment_checks(2**41) if c.id == "ENV-ULIMIT"]
+        [check] = [c for c in environment_checks(2**41) if c.id == "ENV-ULIMIT"]
         assert check.status == "fail"
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -173,7 +183,7 @@ def test_an_unfinished_run_of_other_rows_fails_before_train_would_refuse_it(tmp_
 
 def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
-    slow = preflight.engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]
+    slow = engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]
     report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5)
     assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
     text = render(report)
