@@ -80,13 +80,13 @@ def update_ms(trick: str) -> float:
     from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
     from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.dtypes import time_operation
-    from safetrain.engine.model import open_skeleton
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of
     from safetrain.engine.update import apply_gradient, equip, measure
+    from tests.support.random_models import open_skeleton
 
     settings = settings_of(LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,)), ROWS, TOKENS)
-    model = open_skeleton(CONFIG, float32=True)
+    model = open_skeleton(CONFIG)
     gradients, optimizer = equip(model, settings), optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.parameters(), optimizer.state)

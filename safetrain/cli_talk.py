@@ -86,8 +86,8 @@ def ask(
     if remark:
         print(remark, file=sys.stderr)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.conversation import open_tuned
     from safetrain.engine.evaluation import answer
+    from safetrain.engine.upstream.conversation import open_tuned
     from safetrain.engine.weight_files import apply_adapter
 
     model_opened, stops = open_tuned(asked.folder, None), asked.prompts.stop_ids
@@ -124,7 +124,7 @@ def chat(
         raise ConfigError("--base and --compare together.", do="--compare shows the base beside the tuned model")
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.conversation import Conversation, Sampling, open_both, open_tuned
+    from safetrain.engine.upstream.conversation import Conversation, Sampling, open_both, open_tuned
     from safetrain.watch.chat import Chat, Side, describe, say
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)

@@ -13,7 +13,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.layers import Randomness, RowLengths
 from safetrain.engine.upstream.adaptation import Adaptation, adapt
 from safetrain.engine.upstream.generation import padding_refusal
-from safetrain.engine.upstream.loading import build, errors_told, load, ready_to_compute
+from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,6 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
         eos_ids = _eos_ids(folder, config)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
         return BaseModel(module, eos_ids, adapt(module))
-
-
-def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
-    """A model of this config.json with weights that mean nothing, made in memory: for measuring.
-
-    ``float32``: its own type, else bfloat16. Raises ModelError when mlx-lm does not know the architecture.
-    """
-    with errors_told("build this architecture"):
-        module = ready_to_compute(build(config, bfloat16=not float32))
-        return BaseModel(module, frozenset(), adapt(module))
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:

@@ -11,13 +11,13 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.conversation import Conversation, Sampling, open_both, open_tuned
 from safetrain.engine.evaluation import answer
-from safetrain.engine.model import BaseModel, open_base, open_skeleton
+from safetrain.engine.model import BaseModel, open_base
+from safetrain.engine.upstream.conversation import Conversation, Sampling, open_both, open_tuned
 from safetrain.engine.weight_files import ADAPTER_FILE, adapter_arrays, save_arrays
 from tests.engine.test_fuse import adapter_of
 from tests.support.families import config_of
-from tests.support.random_models import TINY
+from tests.support.random_models import TINY, open_skeleton
 
 FIRST, SECOND = [5, 9, 13, 21, 34], [2, 55, 8, 40]
 LONG = list(range(3, 1203))  # read in several parts
@@ -29,7 +29,7 @@ LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
 def model() -> BaseModel:
     """Of random weights, without a token that ends an answer."""
     mx.random.seed(7)
-    return open_skeleton({"model_type": "llama", **TINY, "vocab_size": 2048, "rms_norm_eps": 1e-5}, float32=True)
+    return open_skeleton({"model_type": "llama", **TINY, "vocab_size": 2048, "rms_norm_eps": 1e-5})
 
 
 def talk(
@@ -60,7 +60,7 @@ def test_a_second_turn_is_read_from_where_it_is_new(model: BaseModel) -> None:
 def test_a_model_that_cannot_go_back_reads_anew() -> None:
     """A recurrent one: what it has read is one state."""
     mx.random.seed(4)
-    recurrent = open_skeleton(config_of("mamba2"), float32=True)
+    recurrent = open_skeleton(config_of("mamba2"))
     chat = talk(recurrent)
     said = list(chat.answer(FIRST))
     other = [*FIRST[:3], *SECOND]

@@ -22,17 +22,17 @@ from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.cpu.kernels import swiglu
 from safetrain.engine.layers import Randomness
-from safetrain.engine.model import BaseModel, open_skeleton
+from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import functions
 from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
 from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.layers import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts
-from safetrain.engine.upstream.loading import build
+from safetrain.engine.upstream.loading import build, errors_told
 from safetrain.engine.upstream.probing import few_blocks, head_size, trunk_of
 from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
-from tests.support.random_models import TINY
+from tests.support.random_models import TINY, open_skeleton
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64, "rms_norm_eps": 1e-5}
 MOVED = "mlx-lm has moved: see safetrain/engine/upstream/"
@@ -81,11 +81,11 @@ def test_the_fast_swiglu_is_theirs() -> None:
 
 
 def test_files_use_our_functions_by_the_names_that_they_import() -> None:
-    assert functions.replace(build(LLAMA, bfloat16=False)), f"{MOVED}functions.py"
+    assert functions.replace(build(LLAMA)), f"{MOVED}functions.py"
     assert llama.scaled_dot_product_attention is functions.packed_attention
     assert llama.swiglu is functions.fast_swiglu
     assert base.scaled_dot_product_attention is functions.scaled_dot_product_attention, "mlx-lm's own file is as it was"
-    assert functions.replace(build(LLAMA, bfloat16=False)), "once more"
+    assert functions.replace(build(LLAMA)), "once more"
 
 
 def model_files() -> Iterator[types.ModuleType]:
@@ -117,15 +117,15 @@ def test_every_linear_layer_whose_weight_a_model_reads_is_known() -> None:
 
 
 def test_a_model_has_the_parts_that_are_asked_for() -> None:
-    module = build(LLAMA, bfloat16=False)
+    module = build(LLAMA)
     assert trunk_of(module) is module.model
     assert module.layers == module.model.layers, f"{MOVED}probing.py"
     assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
-    assert head_size(build(config_of("deepseek_v2"), bfloat16=False)) == 0  # values have another than queries
+    assert head_size(build(config_of("deepseek_v2"))) == 0  # values have another than queries
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
         assert len(module.layers) == 1
-    with few_blocks(build(config_of("muse_spark"), bfloat16=False)) as fewer:  # whose trunk has them as a property
+    with few_blocks(build(config_of("muse_spark"))) as fewer:  # whose trunk has them as a property
         assert not fewer
 
 
@@ -138,7 +138,7 @@ def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch)
             seen.append(name)
             return getattr(ours, name)
 
-    module = build(LLAMA, bfloat16=False)
+    module = build(LLAMA)
     monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
     module(mx.array([[1], [2], [3]]), cache=[Watched()] * len(module.layers))
     asked_for = {name for name in seen if not name.startswith("__")}
@@ -150,7 +150,7 @@ def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kind", [cache.KVCache, cache.BatchKVCache])
 def test_prompt_caches_grow_by_steps_and_show_their_state(kind: Any) -> None:
     padded = kind is cache.BatchKVCache
-    read = Continuations(build(LLAMA, bfloat16=False), [[1, 2, 3, 4]] * 2, padded=padded)
+    read = Continuations(build(LLAMA), [[1, 2, 3, 4]] * 2, padded=padded)
     first = read._caches[0]
     assert type(first) is kind, f"{MOVED}generation.py"
     assert first.size() == 3
@@ -184,14 +184,14 @@ def test_experts_have_what_is_read_of_them() -> None:
     ],
 )
 def test_it_is_said_what_a_model_refuses(family: str, said: str) -> None:
-    model: BaseModel = open_skeleton(config_of(family), float32=True)
+    model: BaseModel = open_skeleton(config_of(family))
     assert model.adaptation.describe() == said
     assert model.packs_rows == (family == "llama")
 
 
 def test_what_mlx_lm_raises_on_opening_is_told() -> None:
-    with pytest.raises(ModelError, match="mlx-lm cannot build this architecture: Model type unheard"):
-        open_skeleton({"model_type": "unheard"}, float32=True)
+    with pytest.raises(ModelError, match="mlx-lm cannot open it: Model type unheard"), errors_told("open it"):
+        build({"model_type": "unheard"})
 
 
 def test_the_server_asks_for_nothing_that_it_is_not_given() -> None:

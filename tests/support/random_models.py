@@ -4,7 +4,10 @@ import importlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from safetrain.engine.model import BaseModel
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "encyclopedia-3m"
 SHARD_BYTES = 2**29
@@ -96,3 +99,13 @@ def _drawn(name: str, like: Any) -> Any:
     if name.endswith(".biases"):
         return mx.full(like.shape, -0.03, mx.bfloat16)
     return mx.ones(like.shape, mx.bfloat16)
+
+
+def open_skeleton(config: dict[str, Any]) -> "BaseModel":
+    """A model of this config.json with weights that mean nothing, made in memory."""
+    from safetrain.engine.model import BaseModel
+    from safetrain.engine.upstream.adaptation import adapt
+    from safetrain.engine.upstream.loading import build, ready_to_compute
+
+    module = ready_to_compute(build(config))
+    return BaseModel(module, frozenset(), adapt(module))

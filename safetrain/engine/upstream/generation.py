@@ -6,14 +6,13 @@ Whether a model gives the numbers that each prompt gives alone is found by compa
 name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-from mlx_lm.sample_utils import make_sampler
+from mlx_lm.models.cache import make_prompt_cache
 
 from safetrain.engine.upstream.probing import (
     TOLERANCE_16_BIT,
@@ -97,50 +96,6 @@ class Continuations:
 def _like_length(prompt: Sequence[int]) -> int:
     """The same for prompts that are read together: few tokens of padding are computed."""
     return -(-len(prompt) // CACHE_STEP)
-
-
-class PromptCache:
-    """One chat, of which a model keeps what it has read: the next prompt is read from where it differs."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._forget()
-
-    def _forget(self) -> None:
-        self.ids: list[int] = []  # that the caches hold
-        self._caches: list[Any] = make_prompt_cache(self._module)
-
-    def read(self, prompt: Sequence[int], stopped: Callable[[], bool]) -> int:
-        """Read all but the last token of ``prompt``, until ``stopped``; how many of them were kept from before."""
-        most = min(len(self.ids), len(prompt) - 1)
-        same = next((place for place in range(most) if self.ids[place] != prompt[place]), most)
-        surplus = len(self.ids) - same
-        if surplus and not (can_trim_prompt_cache(self._caches) and trim_prompt_cache(self._caches, surplus)):
-            self._forget()
-            same = 0
-        del self.ids[same:]
-        for start in range(same, len(prompt) - 1, PREFILL_TOKENS):
-            if stopped():
-                break
-            part = prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)]
-            self._module(mx.array([part]), cache=self._caches)
-            mx.eval([cache.state for cache in self._caches])
-            self.ids += part
-        return same
-
-    def next_logits(self, token: mx.array) -> mx.array:
-        """(1, vocabulary) after one more token, (1,), which the caller adds to ``ids``."""
-        return self._module(token[:, None], cache=self._caches)[:, -1, :]
-
-
-def chooser(temperature: float, top_p: float, seed: int | None) -> Callable[[mx.array], mx.array]:
-    """What takes the next token, (1,), of logits, (1, vocabulary): the likeliest at temperature 0, else by chance."""
-    if temperature == 0:
-        return lambda logits: mx.argmax(logits, axis=-1)
-    if seed is not None:
-        mx.random.seed(seed)
-    choose = make_sampler(temperature, top_p=top_p)
-    return lambda logits: choose(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
 def padding_refusal(module: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_map_with_path
 from mlx_lm.convert import convert
 from mlx_lm.utils import (
     DEFAULT_ALLOW_PATTERNS,
@@ -67,15 +67,10 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     return module, config
 
 
-def build(config: dict[str, Any], *, bfloat16: bool) -> Any:
-    """A model of this config.json with weights that mean nothing, in float32 or bfloat16, quantized if it says so."""
+def build(config: dict[str, Any]) -> Any:
+    """A model of this config.json with weights that mean nothing."""
     architecture, arguments = _get_classes(config)
-    module: Any = architecture(arguments.from_dict(config))
-    if bfloat16:
-        module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
-    if quantization := config.get("quantization"):
-        nn.quantize(module, group_size=quantization["group_size"], bits=quantization["bits"])
-    return module
+    return architecture(arguments.from_dict(config))
 
 
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
@@ -84,7 +79,7 @@ def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
     A layer's scales say how many bits it has, in groups of ``REBUILT_GROUP`` weights.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    module = build(plain, bfloat16=False)
+    module = build(plain)
     arrays = module.sanitize(arrays) if hasattr(module, "sanitize") else arrays
 
     def bits_of(path: str, _layer: Any) -> bool | dict[str, int]:

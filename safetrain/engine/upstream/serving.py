@@ -33,9 +33,9 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
 from safetrain.core.signals import handling
 from safetrain.engine.backend import room_bytes, set_limits
-from safetrain.engine.conversation import open_tuned
 from safetrain.engine.layers import give
 from safetrain.engine.model import dequantize_to_answer
+from safetrain.engine.upstream.conversation import open_tuned
 from safetrain.engine.upstream.generation import padding_refusal
 
 # What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.

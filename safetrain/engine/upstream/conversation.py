@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import require_base
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
-from safetrain.engine.upstream.generation import PromptCache, chooser
 from safetrain.engine.upstream.loading import errors_told
 from safetrain.engine.weight_files import apply_adapter, require_effect
 
 STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
+PREFILL_TOKENS = 512  # of a prompt that are read at a time
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,25 @@ class Sampling:
     seed: int | None = None  # of the first answer; the next go on from there
 
 
+class _StoppedReading(Exception):
+    """In the middle of a prompt."""
+
+
 class Conversation:
-    """One chat with one model. ``ended`` says how the last answer did: stop, length, context or stopped."""
+    """One chat with one model, which keeps what it has read: the next prompt is read from where it differs.
+
+    ``ended`` says how the last answer did: stop, length, context or stopped.
+    """
 
     def __init__(self, model: BaseModel, stop_ids: frozenset[int], context: int | None, sampling: Sampling) -> None:
         """``context``: tokens that the model takes, None where it does not say."""
         model.module.eval()
-        self._ends, self._context = stop_ids | model.eos_ids, context
-        self._kept, self._most = PromptCache(model.module), sampling.max_new_tokens
-        self._choose = chooser(sampling.temperature, sampling.top_p, sampling.seed)
+        self._module, self._ends, self._context = model.module, stop_ids | model.eos_ids, context
+        self._most, self._choose = sampling.max_new_tokens, make_sampler(sampling.temperature, top_p=sampling.top_p)
+        if sampling.seed is not None:
+            mx.random.seed(sampling.seed)
         self.ended, self.kept_tokens = STOP, 0  # tokens of the last prompt that had been read before
+        self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Tokens of the answer to ``prompt``, without the one that ends it; ``stopped`` is called before each."""
@@ -47,33 +58,41 @@ class Conversation:
         self.ended = LENGTH if most == self._most else CONTEXT
         if most <= 0:
             return
-        with errors_told("answer"):
-            self.kept_tokens = self._kept.read(prompt, stopped)
-            if stopped():
-                self.ended = STOPPED
-                return
-            token = self._next(mx.array([prompt[-1]]))
-        self._kept.ids.append(prompt[-1])
-        for remaining in reversed(range(most)):
-            following = self._next(token) if remaining else None  # computed while this one is shown
-            number = int(np.array(token)[0])
-            if following is not None:
-                self._kept.ids.append(number)
-            if number in self._ends:
-                self.ended = STOP
-                return
-            yield number
-            if following is None:
-                return
-            if stopped():
-                self.ended = STOPPED
-                return
-            token = following
+        self.kept_tokens = same = self._keep(prompt)
 
-    def _next(self, token: mx.array) -> mx.array:
-        following = self._choose(self._kept.next_logits(token))
-        mx.async_eval(following)
-        return following
+        def read(done: int, of: int) -> None:
+            self._ids[same:] = prompt[same : same + done]
+            if done < of and stopped():
+                raise _StoppedReading
+
+        try:
+            with errors_told("answer"):
+                for token, _ in generate_step(
+                    mx.array(list(prompt[same:])), self._module, max_tokens=most, sampler=self._choose,
+                    prompt_cache=self._caches, prefill_step_size=PREFILL_TOKENS, prompt_progress_callback=read,
+                ):  # fmt: skip
+                    self._ids.append(token)
+                    if token in self._ends:
+                        self.ended = STOP
+                        return
+                    yield token
+                    if stopped():
+                        self.ended = STOPPED
+                        return
+        except _StoppedReading:
+            self.ended = STOPPED
+
+    def _keep(self, prompt: Sequence[int]) -> int:
+        """Go back to what ``prompt`` begins with, without its last token; how many tokens that are."""
+        most = min(len(self._ids), len(prompt) - 1)
+        same = next((place for place in range(most) if self._ids[place] != prompt[place]), most)
+        surplus = len(self._ids) - same
+        if not self._caches or (
+            surplus and not (can_trim_prompt_cache(self._caches) and trim_prompt_cache(self._caches, surplus))
+        ):
+            self._caches, same = make_prompt_cache(self._module), 0
+        del self._ids[same:]
+        return same
 
 
 def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
