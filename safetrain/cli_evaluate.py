@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from safetrain.cli_project import params
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.signals import ending_at_once
@@ -102,8 +103,8 @@ def _measured(
     run = _run_shape(subjects, length)
     found = Examination(rows, general, run, max_new_tokens, max_questions, SECONDS, progress).measure(*subjects)
     if len(found) == 1:
-        alone = _alone(rows, general.rows, found[0], tokenizer.decode)
-        return {"alone": alone}, _describe_alone(alone)
+        figures, lines = _alone(rows, general.rows, found[0], tokenizer.decode)
+        return {"alone": figures}, lines
     adapter = fingerprint(subjects[1].adapter) if subjects[1].adapter else ""
     evaluation = evaluation_of(rows, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
     return {"beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
@@ -111,45 +112,36 @@ def _measured(
 
 def _alone(
     rows: "HeldOut", general: "TokenRows", model: "ModelMeasures", decode: Callable[[Sequence[int]], str]
-) -> dict[str, Any]:
-    """Figures of one model, and its first answers."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures of one model with its first answers, and sentences about them."""
+    from safetrain.core.records.evaluation import describe_answered, shortened
     from safetrain.core.records.scoring import SAMPLES, mean_loss, score
 
-    samples = list[dict[str, str]]()
-    for number, ids in sorted(model.answers.items()):
-        question = rows.questions[number]
-        expected, answer = decode(question.answer).strip(), decode(ids).strip()
-        samples.append({
-            "question": question.text, "expected": expected, "answer": answer, "where": rows.where(question.row),
-        })  # fmt: skip
-    answers, expected_answers = ([each[key] for each in samples] for key in ("answer", "expected"))
-    return {
-        "score": dataclasses.asdict(score(mean_loss(model.losses, rows.rows.label_counts), answers, expected_answers)),
-        "general_loss": mean_loss(model.general, general.label_counts) if len(general) else None,
-        "rows": len(rows.rows),
-        "cut_rows": rows.rows.cut_rows,
-        "questions": rows.questions_available,
-        "answered": len(samples),
-        "samples": samples[:SAMPLES],
-    }
-
-
-def _describe_alone(alone: dict[str, Any]) -> list[str]:
-    from safetrain.core.records.evaluation import describe_answered, shortened
-
-    scores = alone["score"]
+    asked = [(rows.questions[number], decode(ids).strip()) for number, ids in sorted(model.answers.items())]
+    samples = [
+        {"question": question.text, "expected": decode(question.answer).strip(), "answer": answer,
+         "where": rows.where(question.row)}
+        for question, answer in asked
+    ]  # fmt: skip
+    answers, expected = ([each[key] for each in samples] for key in ("answer", "expected"))
+    scores = dataclasses.asdict(score(mean_loss(model.losses, rows.rows.label_counts), answers, expected))
+    general_loss = mean_loss(model.general, general.label_counts) if len(general) else None
     lines = [f"Test loss {scores['loss']:.3f} nats per token, perplexity {scores['perplexity']:.2f}."]
-    if alone["answered"]:
+    if samples:
         exact, low, high = (100 * scores[f"exact_match{end}"] for end in ("", "_low", "_high"))
         lines.append(f"Exact match {exact:.1f} % (95 %: {low:.1f} to {high:.1f}).")
         lines.append(f"Token F1 {scores['token_f1']:.3f}, chrF {scores['chrf']:.3f}.")
-    if alone["general_loss"] is not None:
-        lines.append(f"Loss on general text {alone['general_loss']:.3f} nats per token.")
-    if remark := describe_answered(alone["answered"], alone["questions"], MORE):
+    if general_loss is not None:
+        lines.append(f"Loss on general text {general_loss:.3f} nats per token.")
+    if remark := describe_answered(len(samples), rows.questions_available, MORE):
         lines.append(f"{remark}.")
-    for sample in alone["samples"][:3]:
+    for sample in samples[:3]:
         lines.append(f"  {shortened(sample['question'])}\n    answer: {shortened(sample['answer'])}")
-    return lines
+    figures = {
+        "score": scores, "general_loss": general_loss, "rows": len(rows.rows), "cut_rows": rows.rows.cut_rows,
+        "questions": rows.questions_available, "answered": len(samples), "samples": samples[:SAMPLES],
+    }  # fmt: skip
+    return figures, lines
 
 
 def _model_of(model: Path | None, adapter: Path | None, base: Path | None) -> Path:
@@ -185,12 +177,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     provenance = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
     if provenance is not None and provenance.tokenizer == tokenizer_hash(model):
         return held_out_in(open_split("test", model), max_examples, length)
-    section: Any = None
-    if Path("params.yaml").is_file():
-        from omegaconf import OmegaConf
-
-        section = OmegaConf.load("params.yaml").data
-    settings = settings_of(section)
+    settings = settings_of(params().data if Path("params.yaml").is_file() else None)
     if data is None:  # these have the usual keys
         settings = dataclasses.replace(settings, columns=None)
     return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)

@@ -159,8 +159,13 @@ def diagnose(
     from safetrain.core.records.run_state import is_finished
 
     require_project()
-    if bundle is not None:
-        _bundle(bundle)
+    if bundle is not None:  # also while a training runs: nothing is locked
+        from safetrain.core.run_folder import read_run
+        from safetrain.watch.bundle import write_bundle
+
+        print("\n".join(write_bundle(bundle, read_run())))
+        size = f"{bundle.stat().st_size / 1024:.0f} KiB"
+        print(f"Wrote {bundle}, {size}. Look at it before you send it: unzip -p {bundle} | less")
         return
     from safetrain.guard.postmortem import explain_unclosed
 
@@ -179,15 +184,6 @@ def diagnose(
     print(printable(describe(death)))
     if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:
         print("A training has finished since then: safetrain result")
-
-
-def _bundle(out: Path) -> None:
-    """Write the bundle and list what is in it. A training may run: nothing is locked."""
-    from safetrain.core.run_folder import read_run
-    from safetrain.watch.bundle import write_bundle
-
-    print("\n".join(write_bundle(out, read_run())))
-    print(f"Wrote {out}, {out.stat().st_size / 1024:.0f} KiB. Look at it before you send it: unzip -p {out} | less")
 
 
 def discard() -> None:

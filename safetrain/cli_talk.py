@@ -35,11 +35,6 @@ class TalkOptions:
     system: str
     context: int | None
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.folder} with {self.adapter}" if self.adapter else str(self.folder)
-
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
     """Read everything but the weights, so that a mistake is found at once; raises SafetrainError."""
@@ -135,7 +130,8 @@ def chat(
     ]
     by_training = asked.system if system is None else ""
     if sys.stdin.isatty():
-        print(printable(describe(asked.name, by_training, asked.context)), file=sys.stderr)
+        name = f"{asked.folder} with {asked.adapter}" if asked.adapter else str(asked.folder)
+        print(printable(describe(name, by_training, asked.context)), file=sys.stderr)
     elif by_training:
         say(f"system prompt of all training rows: {by_training}")
     if asked.prompts.continues:

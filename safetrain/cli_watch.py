@@ -93,7 +93,7 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
     screen = Console(highlight=False, markup=False, emoji=False)
     view = look()
     if once or not view.state.is_running:
-        screen.print(MonitorScreen(view), height=min(max(screen.height - 2, 24), 40))
+        screen.print(MonitorScreen(view), height=min(max(screen.height - 1, 16), 40))
         return
     try:
         with Live(MonitorScreen(view), console=screen, screen=True, refresh_per_second=1) as live:

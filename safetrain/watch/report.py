@@ -199,11 +199,7 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
     sizes = [
         ("predicted peak of mlx", predicted, f"basis: {plan.basis}, {'' if plan.verified else 'not '}verified"),
         ("measured peak of mlx", peak, f"{100 * peak / predicted:.0f} % of the prediction" if predicted else ""),
-        (
-            "peak of the process",
-            max(footprints, default=0),
-            f"{size_text(plan.process_memory_bytes)} expected for Python",
-        ),
+        ("peak of the process", max(footprints, default=0), f"Python: {size_text(plan.process_memory_bytes)} expected"),
         ("limit", plan.memory_budget_bytes, "for the training process"),
     ]
     return [each for each in sizes if each[1]]
