@@ -27,6 +27,23 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by python -m tools.reference: change the code, then run it again -->\n\n"
 SHARED = 3  # commands that have an option, so that it is described once
+SAID = set(
+    """
+--example --clear --into --vocabulary --num-layers --num-heads --seed --dtype --bits --json --refresh --plain --once
+--output --batch-size --tokens --rank --method --optimizer --ranks --rows --data --out --max-examples --max-questions
+--max-new-tokens --temperature --top-p --host --adapter --model --name --replace --project --uri --into --recompute
+--pretrain --machine --memory-gb
+FOLDER HUB_ID DIR SOURCE TARGET OUT MODEL FILES… OVERRIDES… WORDS… QUESTION NAME
+""".split()
+)  # options and arguments whose name and default say it; `--help` describes them too
+SAID_FIELDS = set(
+    """
+step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes tokens_per_second
+footprint_bytes peak_footprint_bytes measured_footprint_bytes elapsed_seconds base_valid_loss valid_loss exact_match
+needed source remedy status total_seconds step_seconds padding_share plus_minus loss disk_bytes predicted_peak_bytes
+template_date stop_tokens memory_rungs gpu_rungs verified token_f1 chrf exact_match_low warnings adapter worst
+""".split()
+)  # fields of records whose name says it
 RECORDS = {
     "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
     "preflight_report.json": (checks.PreflightReport, checks.Check),
@@ -88,9 +105,8 @@ def commands() -> str:
     shared = [line for line, count in counted.items() if count >= SHARED and not line.startswith("- `--help")]
     parts = [
         "# Commands",
-        "`safetrain COMMAND --help` prints the same, `safetrain --version` the version. An option is shown "
-        "with its default, if it has one. [Exit codes](exit_codes.md).",
-        "Options that several commands share:",
+        "`safetrain COMMAND --help` describes every option; this page only those whose name does not say what they do. "
+        "Nothing is overwritten: a folder or file to write must not exist. [Exit codes](exit_codes.md).",
         "\n".join(shared),
     ]
     return "\n\n".join(parts + [_command(name, command, shared) for name, command in found])
@@ -110,21 +126,31 @@ def _command(name: str, command: Any, shared: Sequence[str]) -> str:
     """A command: how to call it, what it does, its options."""
     parameters = [each for each in command.params if each.name != "help"]
     usage = [name, *(_name(each) for each in parameters if _is_argument(each))]
-    known = [f"`{each.opts[0]}`" for each in parameters if _parameter(each) in shared]
-    lines = [_parameter(each) for each in parameters if _parameter(each) not in shared]
-    help_text = "\n\n".join(cell(part) for part in (command.help or "").split("\n\n"))
-    listed = "\n".join([*lines, *([f"- {', '.join(known)}"] if known else [])])
-    return "\n\n".join(filter(None, [f"## {' '.join(usage)}", help_text, listed]))
+    told = [each for each in parameters if _said(each) not in SAID and _parameter(each) not in shared]
+    plain = [_spelled(each) for each in parameters if each not in told and not _is_argument(each)]
+    summary = cell((command.help or "").split("\n\n")[0])
+    listed = "\n".join([*map(_parameter, told), *([f"- {', '.join(plain)}"] if plain else [])])
+    return "\n\n".join(filter(None, [f"## {' '.join(usage)}", summary, listed]))
+
+
+def _said(parameter: Any) -> str:
+    """The name of an option or argument as a user types it."""
+    return _name(parameter).strip("[]") if _is_argument(parameter) else str(parameter.opts[0])
 
 
 def _parameter(parameter: Any) -> str:
     """An argument or option with its meaning, as an item of a list."""
+    return f"- {_spelled(parameter)}" + (f": {cell(parameter.help)}" if parameter.help else "")
+
+
+def _spelled(parameter: Any) -> str:
+    """An argument, or every form of an option with its default."""
     if _is_argument(parameter):
-        spelled = [_name(parameter).strip("[]")]
-    else:
-        value = "" if parameter.is_flag else f"={_value(parameter)}"
-        spelled = [*(f"{each}{value}" for each in parameter.opts), *parameter.secondary_opts]
-    return f"- {', '.join(f'`{each}`' for each in spelled)}" + (f": {cell(parameter.help)}" if parameter.help else "")
+        return f"`{_said(parameter)}`"
+    value = "" if parameter.is_flag else f"={_value(parameter)}"
+    return ", ".join(
+        f"`{each}`" for each in [*(f"{each}{value}" for each in parameter.opts), *parameter.secondary_opts]
+    )
 
 
 def _is_argument(parameter: Any) -> bool:
@@ -152,22 +178,22 @@ def keys() -> str:
     comments = _comments()
     parts = [
         "# Keys of params.yaml",
-        "The shipped value stands in brackets. `null` means: take the recommendation, which "
-        "`checkpoints_qlora/recommended_config.json` gives with its reason, or no limit. Ranges: `8..` is 8 or more, "
-        "`(0, 1]` is above 0, up to 1.",
-        "You can also set a key on the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or "
-        "`safetrain preflight`, or after `-S` of `dvc exp run`. A changed value reruns the named stages and "
-        "those that depend on them.",
+        "In brackets: the shipped value. `null` takes the recommendation, which `recommended_config.json` gives with "
+        "its reason, or means no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
+        "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
+        "after `-S` of `dvc exp run`. A changed value reruns the named stages and those that depend on them.",
     ]
     for section, values in shipped.items():
         readers = {key: ", ".join(_stages_of(section, key)) or "nothing" for key in values}
         usual = Counter(readers.values()).most_common(1)[0][0]
-        lines = []
+        lines, others = [], dict[str, list[str]]()
         for key, value in values.items():
             ships = yaml.safe_dump(value).splitlines()[0]
-            others = "" if readers[key] == usual else f" (reruns {readers[key]})"
-            lines.append(f"- **{key}** (`{ships}`): {cell(comments[section, key])}{others}")
-        parts += [f"## {section}", f"Reruns {usual}, unless noted.", "\n".join(lines)]
+            lines.append(f"- **{key}** (`{ships}`): {cell(comments[section, key])}")
+            if readers[key] != usual:
+                others.setdefault(readers[key], []).append(f"`{key}`")
+        told = "; ".join([f"Reruns {usual}", *(f"{which}: {', '.join(named)}" for which, named in others.items())])
+        parts += [f"## {section}", f"{told}.", "\n".join(lines)]
     return "\n\n".join(parts)
 
 
@@ -231,14 +257,14 @@ def records() -> str:
     parts = [
         "# Fields of the records",
         "For programs that read the files in `checkpoints_qlora/` ([what each file is for](files.md)). A value that "
-        "was not measured is null, or empty in the CSV file. Losses are in nats per label. Settings have the names and "
-        "meanings of [params.yaml](keys.md).",
+        "was not measured is null, or empty in the CSV file. Losses are in nats per label, intervals 95 %. Settings "
+        "have the names of [params.yaml](keys.md). Fields whose name says it share a line.",
     ]
     for name, classes in RECORDS.items():
         parts.append(f"## {name}")
         for kind in classes:
-            told = cell(kind.__doc__ or "").removeprefix(f"{name}: ").replace("``", "`")
-            parts += [f"**{kind.__name__}**: {told}", _fields(kind)]
+            told = "" if kind is classes[0] else ": " + cell(kind.__doc__ or "").partition(". ")[0].rstrip(".") + "."
+            parts += [f"**{kind.__name__}**{told}", _fields(kind)]
     return "\n\n".join(parts)
 
 
@@ -252,7 +278,7 @@ def _fields(kind: Any) -> str:
     for each in [each for each in fields(kind) if each.name not in shipped]:
         typed = each.type if isinstance(each.type, str) else inspect.formatannotation(each.type)
         inner = "".join(f" ({name})" for name in re.findall(r"\w+", typed) if name in shown)
-        if each.name in comments:
+        if each.name in comments and each.name not in SAID_FIELDS:
             lines.append(f"- `{each.name}`{inner}: {cell(comments[each.name])}")
         else:
             plain.append(f"`{each.name}`{inner}")
