@@ -108,7 +108,8 @@ def _open(job: Job, scratch: Path) -> "TrainingRun":
     settings = dataclasses.replace(job.settings, max_loss_jump=None)
     trial = dataclasses.replace(
         job,
-        asked=dataclasses.replace(job.asked, settings=settings, trace=False),
+        settings=settings,
+        trace=False,
         rows=dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size])),
         output=output,
         adapters=scratch / "adapters",

@@ -28,11 +28,13 @@ from safetrain.core.storage import paths
 LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**12, 16  # where max_steps ends the run: a validation takes 2 % of its time
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training: the model, the rows, the settings and the output folders."""
+@dataclass(frozen=True, kw_only=True)
+class Job(TrainJob):
+    """The supervisor's job with what its training reads before mlx is loaded, and the output folders.
 
-    asked: TrainJob  # by the supervisor; a recommended warm-up is no longer than this run wants
+    A recommended warm-up is no longer than this run wants.
+    """
+
     rows: TrainingRows  # cut to length
     identity: RunIdentity
     files: ModelFiles
@@ -40,14 +42,9 @@ class Job:
     adapters: Path = paths.ADAPTERS  # the best adapter so far
 
     @property
-    def base(self) -> Path:
+    def base_folder(self) -> Path:
         """The base model's folder."""
-        return Path(self.asked.base)
-
-    @property
-    def settings(self) -> TrainSettings:
-        """The settings that decide the numbers."""
-        return self.asked.settings
+        return Path(self.base)
 
     @property
     def train(self) -> TrainRows:
@@ -84,7 +81,7 @@ def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
     digests = files.fingerprint, rows.train_digest, rows.valid_digest
     identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
-    job = Job(dataclasses.replace(asked, settings=settings), rows, identity, files)
+    job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files)
     if settings.max_steps is None:
         return job
     sample = rows.valid.sample(max(LEAST_VALID_TOKENS, job.tokens // TRAINED_TO_VALID))
@@ -107,16 +104,16 @@ def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
 
 def memory_of(job: Job, backend_name: str) -> RunMemory:
     """What the run will take; raises MachineError when it exceeds the budget."""
-    asked, largest = job.asked, own_largest_update(job, backend_name)
-    memory = memory_of_run(job.files, job.settings, largest, backend_name, asked.memory_budget, asked.planned)
-    if not asked.rungs:  # the ladder has its own end
-        require_fit(memory, job.settings, largest, asked.memory_budget)
+    largest = own_largest_update(job, backend_name)
+    memory = memory_of_run(job.files, job.settings, largest, backend_name, job.memory_budget, job.planned)
+    if not job.rungs:  # the ladder has its own end
+        require_fit(memory, job.settings, largest, job.memory_budget)
     return memory
 
 
 def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:
     """The first words of a training; ``adaptation``: how the model computes it."""
-    settings, rows, ranks = job.settings, job.train, job.asked.ranks
+    settings, rows, ranks = job.settings, job.train, job.ranks
     lost = (
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
         f"{counted(rows.lost_labels, 'label')} lost\n"

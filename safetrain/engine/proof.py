@@ -39,7 +39,7 @@ def remember_best(run: TrainingRun) -> TunedModel:
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None and state.best_step != state.step:
         set_adapter_weights(run.model, load_arrays(best))
-    rows = sample_of(job.valid, read_model_files(job.base), run.model, proved_tokens(job))
+    rows = sample_of(job.valid, read_model_files(job.base_folder), run.model, proved_tokens(job))
     with run.watcher.recorder.phase(Phase.VERIFY, Work(state.step)):
         beat = _beats("as it was trained", run.watcher, state.step)
         keep_head = job.settings.method == PRETRAIN
@@ -55,7 +55,7 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
     gc.collect()
     settings, recorder, work = job.settings, watcher.recorder, Work(step)
     with recorder.phase(Phase.LOAD_MODEL, work):
-        model = open_base(job.base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
+        model = open_base(job.base_folder, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
         by_mlx_lm = holds_adapters(model.module, settings.method)
 
     def compared(subject: str) -> ComparedWith:
@@ -72,7 +72,7 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
     opened, opened_by = compared("the adapter's folder, opened again"), "mlx-lm" if by_mlx_lm else "safetrain"
     proof = Proof(len(tuned.rows), len(tuned.keys), float(tuned.losses.mean()), base, opened, opened_by)
     backend = backend_of(
-        read_model_files(job.base), device().name, settings.dequantize_base, settings.method,
+        read_model_files(job.base_folder), device().name, settings.dequantize_base, settings.method,
         compute_dtype=settings.compute_dtype,
     )  # fmt: skip
     require_proof(proof, str(job.adapters), in_16_bit=backend.compute_bytes < FLOAT32)

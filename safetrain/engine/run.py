@@ -149,11 +149,11 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
     recorder.device(device().label)
-    if job.asked.mlx_limit_bytes:
-        set_limits(job.asked.mlx_limit_bytes)
+    if job.mlx_limit_bytes:
+        set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
-        tracer = Tracer(recorder, watcher.say) if job.asked.trace else None
-        model, gradients = prepare(job.base, settings, recorder, tracer)
+        tracer = Tracer(recorder, watcher.say) if job.trace else None
+        model, gradients = prepare(job.base_folder, settings, recorder, tracer)
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
@@ -177,7 +177,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: Disk) ->
         discard_run(job.output)
         (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
-    more = job.asked.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
+    more = job.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
     disk.require(max(1, more) * size, "the checkpoints of this training")
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
@@ -210,4 +210,4 @@ def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """The best adapter so far into its folder: the model's own weights, or a copy of the file ``weights``."""
     settings, form = job.settings, job.rows.prompt_format
     base = job.identity.base_model
-    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, form, weights, base)
+    save_adapter(model, settings.method, settings.lora, job.base_folder, job.adapters, form, weights, base)

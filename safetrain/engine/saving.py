@@ -120,7 +120,7 @@ def save(run: TrainingRun) -> None:
         return
 
     def write() -> None:
-        best, keep = best_file(state, job.adapters / ADAPTER_FILE, job.output), job.asked.keep_checkpoints
+        best, keep = best_file(state, job.adapters / ADAPTER_FILE, job.output), job.keep_checkpoints
         save_checkpoint(job.output, state, job.identity, run.model, run.optimizer, best, keep)
 
     with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
@@ -132,7 +132,7 @@ def _take_samples(run: TrainingRun) -> None:
 
     One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
     """
-    job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base / "tokenizer.json"
+    job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base_folder / "tokenizer.json"
     ends = job.rows.prompt_format.stop_ids if job.rows.prompt_format else ()
     if job.settings.method != PRETRAIN or not run.ranks.writes or not ends or not file.is_file():
         return

@@ -124,8 +124,7 @@ def _train(
         ranks.require_same(facts_of(job.identity))
     memory = memory_of(job, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
-    limit = asked.mlx_limit_bytes or memory.mlx_limit_bytes
-    job = dataclasses.replace(job, asked=dataclasses.replace(job.asked, mlx_limit_bytes=limit))
+    job = dataclasses.replace(job, mlx_limit_bytes=asked.mlx_limit_bytes or memory.mlx_limit_bytes)
     bits = job.rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
 
     def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
@@ -156,9 +155,9 @@ def _train(
 
 
 def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
-    asked, rows, state = job.asked, job.rows, result.state
+    rows, state = job.rows, result.state
     return TrainingOutcome(
-        base_model=asked.base,
+        base_model=job.base,
         train_rows=len(rows.train),
         valid_rows=len(rows.valid),
         valid_rows_available=rows.valid_rows_available,
@@ -174,8 +173,8 @@ def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingO
         padding_share=round(1 - state.input_tokens / state.computed_tokens, 4),
         stopped_early=state.step < job.updates,
         base_valid_loss=state.records[0].valid_loss or 0.0,
-        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in asked.rungs),
-        gpu_rungs=asked.gpu_rungs,
+        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
+        gpu_rungs=job.gpu_rungs,
     )
 
 

@@ -14,7 +14,6 @@ from safetrain.engine.batches import GRADIENT_KERNEL, KERNEL, _gather, attention
 from safetrain.engine.cpu.kernels import powers_of
 from safetrain.engine.row_attention import Block, PackedRows, Way
 from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
-from tests.support.kept_attention import kept_probabilities
 
 SIZE = 8
 Given = list[mx.array]
@@ -106,19 +105,6 @@ def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
     assert powers[powers > 0].min() * 1e-9 > np.finfo(np.float32).tiny
 
 
-def test_probabilities_made_again_are_as_exact_as_kept_ones() -> None:
-    """Also where scores reach into the hundreds, which float32 itself can tell only roughly."""
-    for spread, most in ((1.0, 1e-6), (3.0, 1e-5), (10.0, 1e-4)):
-        parts = given(200, 4, 2, spread)
-        expected = plain((200,), None, parts)
-        kept = kept_probabilities(1, 200, SIZE**-0.5)
-        outputs, gradients = mx.vjp(kept, parts[:3], [parts[3]])
-        today = farthest([np.array(each) for each in (*outputs, *gradients)], expected)
-        found = farthest(both_passes(blocks_of((200,), Way.POWERS), None, parts), expected)
-        assert found <= max(1e-6, 2.5 * today)
-        assert found <= most
-
-
 def test_a_long_row_takes_far_less_than_its_probabilities() -> None:
     """Where mlx keeps to a limit, as in a training; else it makes some tiles ahead."""
     tokens, heads = 4096, 2
@@ -150,11 +136,3 @@ def test_mlx_is_asked_for_kernels_that_it_has_by_their_names() -> None:
         graph = attention_graph(128, 64, mx.float32, kernel)
         assert '"Softmax"' in graph  # the operations are named
         assert kernel not in graph  # a CPU has none
-
-
-def test_a_window_is_never_lost_in_a_fused_kernel() -> None:
-    """The kernels know none, so narrow ones go another way."""
-    parts: Given = given(128, 4, 4)
-    narrow, wide = (both_passes(blocks_of((128,), Way.FUSED), window, parts) for window in (16, 128))
-    assert farthest(narrow, plain((128,), 16, parts)) <= 1e-6
-    assert farthest(wide, plain((128,), None, parts)) <= 1e-6

@@ -19,8 +19,8 @@ from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.metrics import append_csv, start_csv
 from safetrain.engine import run as run_module
 from safetrain.engine.job import Job
-from safetrain.engine.run import SPARE_BYTES, Watcher
 from safetrain.engine.run import Disk as RunDisk
+from safetrain.engine.run import Watcher
 from safetrain.engine.training import train
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
 
@@ -77,12 +77,6 @@ class Told:
         return [(record.phase, record.edge, record.work.step) for record in found.records]
 
 
-def test_with_room_it_writes_at_once_and_says_nothing(disk: Disk, tmp_path: Path) -> None:
-    told, done = Told(tmp_path), []
-    told.disk.write(10 * MIB, 3, lambda: done.append(1))
-    assert (done, told.said, told.phases()) == ([1], [], [])
-
-
 def test_it_waits_for_room_and_then_writes(disk: Disk, tmp_path: Path) -> None:
     told, done = Told(tmp_path), []
     disk.free = 4 * MIB
@@ -94,18 +88,6 @@ def test_it_waits_for_room_and_then_writes(disk: Disk, tmp_path: Path) -> None:
     assert "is full: step 3 needs 10.0 MiB" in told.said[0]
     assert told.said[1:] == ["there is room again"]
     assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
-
-
-@pytest.mark.usefixtures("short_wait")
-def test_a_little_is_always_left_for_others(disk: Disk, tmp_path: Path) -> None:
-    told, done = Told(tmp_path), []
-    disk.free = 10 * MIB + SPARE_BYTES - 1
-    with pytest.raises(DiskFullError):
-        told.disk.write(10 * MIB, 3, lambda: done.append(1))
-    assert done == []
-    disk.free += 1
-    told.disk.write(10 * MIB, 3, lambda: done.append(1))
-    assert done == [1]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -122,17 +104,6 @@ def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, 
     told.disk.write(10 * MIB, 3, write)
     assert parts == ["first half", "first half", "second half"]
     assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
-
-
-def test_another_error_of_the_disk_is_not_waited_for(disk: Disk, tmp_path: Path) -> None:
-    told = Told(tmp_path)
-
-    def write() -> None:
-        raise OSError(errno.EIO, "broken")
-
-    with pytest.raises(OSError, match="broken"):
-        told.disk.write(10 * MIB, 3, write)
-    assert told.said == []
 
 
 def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
@@ -163,35 +134,6 @@ def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path
     assert 0.3 <= time.monotonic() - began < 5
     assert str(tmp_path) in str(caught.value)
     assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)
-
-
-@pytest.mark.usefixtures("short_wait")
-def test_a_quota_does_not_fill_the_screen(disk: Disk, tmp_path: Path) -> None:
-    told = Told(tmp_path)
-
-    def write() -> None:
-        raise OSError(errno.EDQUOT, "no")
-
-    with pytest.raises(DiskFullError):
-        told.disk.write(10 * MIB, 3, write)
-    assert len(told.said) <= 2
-
-
-def test_what_a_run_needs_is_required_before_it_starts(disk: Disk, tmp_path: Path) -> None:
-    told = Told(tmp_path)
-    disk.free = 3 * MIB + SPARE_BYTES
-    told.disk.require(3 * MIB, "the checkpoints")
-    disk.free -= 1
-    with pytest.raises(DiskFullError):
-        told.disk.require(3 * MIB, "the checkpoints")
-    disk.free = 3 * MIB
-    with pytest.raises(DiskFullError) as caught:
-        told.disk.require(2000 * MIB, "the checkpoints")
-    text = str(caught.value)
-    assert "too little room for the checkpoints" in text
-    assert "2,000 MiB" in text
-    assert "3 MiB free" in text
-    assert str(tmp_path) in text
 
 
 def test_a_run_on_a_disk_that_is_full_now_and_then_gives_the_same_bits(

@@ -222,20 +222,6 @@ def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
         assert distance(found(base, dequantize_base=dequantize)[1], other) > 1e-4
 
 
-def test_an_interrupted_run_continues_in_the_type_that_it_began_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose weights are those of a run on the same base stored in float32."""
-    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
-    base = build_model(tmp_path / "model", bfloat16=True, **SMALL)
-    settings = settings_with(compute_dtype="float32", max_steps=4)
-    run(job_in(tmp_path / "stored", in_float32(tmp_path / "wide", base), settings_with(max_steps=4)))
-    with pytest.raises(InterruptedRun):
-        run(job_in(tmp_path / "broken", base, settings), 2)
-    run(job_in(tmp_path / "broken", base, settings))
-    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "stored"))
-
-
 @pytest.mark.parametrize("bits", [4, None])
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_predicted(

@@ -17,9 +17,7 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import identity_of
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.bad_updates import fault_in
-from safetrain.engine.layers import dequantized
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import of_mlx
 from safetrain.engine.training import Result
 from safetrain.engine.update import UpdateResult
 from safetrain.engine.weight_files import apply_adapter
@@ -65,22 +63,6 @@ def test_every_method_learns_and_its_adapter_is_read_again(
         np.testing.assert_allclose(np.array(theirs(PROMPT)), tuned, rtol=1e-3, atol=2e-3)
 
 
-def test_dora_measures_its_rows_once_per_update(
-    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither each micro-batch nor recomputed blocks nor validation dequantize the base for it."""
-    asked: list[object] = []
-
-    def counting(linear: object, rows: slice) -> mx.array:
-        asked.append(linear)
-        return dequantized(linear, rows)
-
-    monkeypatch.setattr("safetrain.engine.adapters.dequantized", counting)
-    settings = dataclasses.replace(SETTINGS, method="dora", gradient_checkpointing=True, max_steps=3)
-    run(job_in(tmp_path / "a", tiny_model(bits=4), settings))
-    assert len(asked) == 14 * (1 + 3)  # two blocks' layers: when the adapters are put in, and after each update
-
-
 def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: Path) -> None:
     settings = dataclasses.replace(STILL, method="full", max_steps=2, lora=dataclasses.replace(LORA, num_layers=1))
     run(job_in(tmp_path / "a", tiny_model(), settings))
@@ -92,11 +74,6 @@ def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: P
 def test_quantized_weights_are_not_trained_in_full(tiny_model: Build) -> None:
     with pytest.raises(ConfigError, match="Quantized weights cannot be trained in full"):
         make_trainable(open_base(tiny_model(bits=4), dequantize=False), "full", LORA, 1)
-
-
-def test_weight_decay_with_adam_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Adam has no weight decay"):
-        of_mlx("adam", 0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])

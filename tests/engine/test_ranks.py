@@ -4,7 +4,6 @@ Two groups of real processes, which meet on this machine as mlx.launch lets them
 they have found.
 """
 
-import dataclasses
 import json
 import os
 import signal
@@ -21,11 +20,10 @@ import pytest
 
 from safetrain.core.events import Failed, Said, open_events, parse_event
 from safetrain.core.records.metrics import read_csv
-from safetrain.engine.batches import Share
 from safetrain.engine.ranks import ALONE
 from tests.conftest import ROOT
 from tests.support.random_models import TINY, build_model
-from tests.support.rank_child import LENGTHS, gradient, pretraining, training
+from tests.support.rank_child import gradient, pretraining, training
 
 SECONDS = 240
 FOUR = ("sums", "gradient", "training", "pretraining", "stops", "is_bad", "differs", "drifts")
@@ -205,17 +203,6 @@ def test_a_rank_whose_peer_is_killed_says_so(folder: Path, said: Callable[[str, 
     assert "Rank 1 is gone" in left["text"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_rows_are_dealt_evenly_and_each_once(ranks: int) -> None:
-    sizes = np.array(sorted(LENGTHS, reverse=True))
-    shares = [Share(rank, ranks).of(sizes) for rank in range(ranks)]
-    assert sorted(np.concatenate(shares).tolist()) == list(range(len(sizes)))
-    assert all(np.all(np.diff(share) > 0) for share in shares), "the longest first"
-    works = [sizes[share].sum() for share in shares]
-    assert max(works) <= sizes.sum() / ranks + sizes[-1], "off by the shortest row at most"
-    assert len(Share(1, 2).of(sizes[:1])) == 0
-
-
 def test_events_that_nobody_reads_here_are_waited_for_by_no_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,10 +221,3 @@ def test_events_that_nobody_reads_here_are_waited_for_by_no_rank(
     os.close(reading)
     with pytest.raises(FileNotFoundError):
         open_events(str(tmp_path / "no" / "folder"))
-
-
-def test_how_many_ranks_is_no_part_of_what_a_run_is() -> None:
-    from safetrain.core.records.settings import TrainJob, TrainSettings
-
-    assert "ranks" in {field.name for field in dataclasses.fields(TrainJob)}
-    assert "ranks" not in {field.name for field in dataclasses.fields(TrainSettings)}

@@ -16,13 +16,12 @@ from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, Train
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
-from safetrain.core.records.run_state import RunIdentity, discard_run, remove_half_written
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
-from safetrain.engine.state import mark_finished
 from safetrain.engine.training import Result, train
 from safetrain.engine.weight_files import apply_adapter, save_arrays
 from tests.engine.exact import SETTINGS
@@ -116,13 +115,6 @@ def test_the_loss_falls_and_the_last_partial_window_counts(tiny_model: Build, tm
     assert records[-1].train_loss < records[1].train_loss - 0.5
 
 
-def test_the_same_run_gives_the_same_bits(tiny_model: Build, tmp_path: Path) -> None:
-    base = tiny_model(bits=4)
-    run(job_in(tmp_path / "a", base))
-    run(job_in(tmp_path / "b", base))
-    assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
-
-
 @pytest.mark.parametrize("stop_at", [1, 4, 7, 14])
 def test_an_interrupted_run_continues_bit_for_bit(tiny_model: Build, tmp_path: Path, stop_at: int) -> None:
     """With dropout and accumulation; adapter, optimizer, best adapter and metrics are those of the unbroken run."""
@@ -170,25 +162,6 @@ def test_an_adapter_that_changes_nothing_is_an_error(tiny_model: Build, tmp_path
         run(job_in(tmp_path / "a", tiny_model(), still))
 
 
-def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Build, tmp_path: Path) -> None:
-    base = tiny_model()
-    with pytest.raises(InterruptedRun):
-        run(job_in(tmp_path / "a", base), stop_at=3)
-    other = dataclasses.replace(SETTINGS, learning_rate=1e-4)
-    with pytest.raises(TrainingError, match=r"learning_rate \(0\.005 before, 0\.0001 now\)"):
-        run(job_in(tmp_path / "a", base, other))
-    discard_run(tmp_path / "a")
-    result = run(job_in(tmp_path / "a", base, other))
-    assert (result.state.resumed_from_step, result.metrics.steps) == (0, 15)
-
-
-def test_a_finished_run_trains_again(tiny_model: Build, tmp_path: Path) -> None:
-    base = tiny_model()
-    job = job_in(tmp_path / "a", base)
-    mark_finished(job.output, run(job).metrics.steps, job.identity)
-    assert run(job).state.resumed_from_step == 0
-
-
 def test_a_run_that_was_not_written_down_is_not_lost(tiny_model: Build, tmp_path: Path) -> None:
     """Whatever happens between the last update and the summary, the same command gives the same result at once."""
     job = job_in(tmp_path / "a", tiny_model())
@@ -206,30 +179,6 @@ def test_checkpoints_are_pruned_and_half_written_ones_removed(tiny_model: Build,
     run(job_in(tmp_path / "a", tiny_model()))
     folders = sorted(path.name for path in (tmp_path / "a").iterdir() if path.is_dir())
     assert folders == ["adapters", "checkpoint_epoch_2_step_14", "checkpoint_epoch_3_step_15"]
-
-
-def test_a_folder_that_was_being_replaced_is_put_back(tmp_path: Path) -> None:
-    old = tmp_path / ".checkpoint_epoch_2_step_14-old-x1"
-    old.mkdir()
-    (old / "state.json").write_text("{}")
-    remove_half_written(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_epoch_2_step_14"]
-
-
-def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_path: Path) -> None:
-    """Token 4 has no finite embedding, and one training row holds it: the steps before are kept."""
-    base = tiny_model(tie=False)
-    tensors = mx.load(str(base / "model.safetensors"))
-    assert isinstance(tensors, dict)
-    tensors["model.embed_tokens.weight"][4] = float("inf")
-    mx.save_safetensors(str(base / "model.safetensors"), tensors, metadata={"format": "mlx"})
-    job = job_in(tmp_path / "a", base)
-    poisoned = with_first_token(job.train.documents, 13, 4)
-    with pytest.raises(TrainingError, match="was not applied: the loss is not a number") as caught:
-        run(with_rows(job, train=poisoned))
-    named = str(caught.value).split("rows ")[1].split(" of data/validated/train.jsonl")[0]
-    assert "14" in named.split(", ")
-    assert len(named.split(", ")) == 4
 
 
 def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp_path: Path) -> None:

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
 from safetrain.engine.cpu.kernels import cross_entropy
-from safetrain.engine.layers import Dropout, Randomness, key_of
+from safetrain.engine.layers import Randomness, key_of
 from safetrain.engine.loss import ShardLoss, chunked_loss, measured_losses
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.update import Gradients, apply_gradient, measure
-from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.functions import call_packed
 from tests.engine.exact import (
     LAYOUTS,
@@ -128,23 +126,6 @@ def test_recomputed_blocks_take_less_memory(tmp_path: Path) -> None:
     assert peaks[1] < 0.4 * peaks[0]
 
 
-def test_only_the_instance_recomputes_and_once(tiny_model: Build) -> None:
-    """mlx-lm's way changes every model of the class, and nests."""
-    from mlx_lm.models.llama import TransformerBlock
-
-    from safetrain.engine.layers import checkpoint
-
-    before = TransformerBlock.__call__
-    model, _ = prepared(tiny_model(), dataclasses.replace(STILL, gradient_checkpointing=True))
-    block = model.module.layers[0]
-    kind = type(block)
-    checkpoint(block)
-    assert type(block) is kind
-    assert isinstance(block, TransformerBlock)
-    assert kind is not TransformerBlock
-    assert TransformerBlock.__call__ is before
-
-
 def test_a_recomputed_block_passes_gradients_into_all_its_inputs() -> None:
     """Some models hand a block's keys on to a later one; what a closure holds would get no gradient."""
     from safetrain.engine.layers import checkpoint
@@ -172,20 +153,6 @@ def test_a_recomputed_block_passes_gradients_into_all_its_inputs() -> None:
     for block in model.layers:
         checkpoint(block)
     assert distance(flat(nn.value_and_grad(model, lambda x: model(x))(x)[1]), flat(plain)) <= 1e-6
-
-
-def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tiny_model()
-    model, gradients = prepared(folder)
-    expected = loss_and_gradient(model, gradients, UNEQUAL)
-    for chunk in (1, 7, 64):
-        monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda *_vocabulary, chunk=chunk: chunk)
-        found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
-        assert found[0] == pytest.approx(expected[0], rel=1e-6)
-        assert distance(found[1], expected[1]) <= 1e-5
-    whole = dataclasses.replace(model, adaptation=dataclasses.replace(model.adaptation, split=None))
-    found = loss_and_gradient(model, Gradients(whole, STILL.seed), UNEQUAL)
-    assert distance(found[1], expected[1]) <= 1e-5
 
 
 def test_the_fused_cross_entropy_of_a_gpu_is_the_written_out_one() -> None:
@@ -250,7 +217,6 @@ def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
     from mlx_lm.tuner.dora import DoRALinear
 
     from safetrain.engine.adapters import DoraLinear, RowLengths
-    from safetrain.engine.layers import Randomness
 
     mx.random.seed(1)
     linear = nn.Linear(24, 40)
@@ -268,21 +234,6 @@ def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
         nn.value_and_grad(layer, lambda x, layer=layer: mx.square(layer(x)).sum())(x)[1] for layer in (ours, theirs)
     )
     assert distance(flat(found), flat(expected)) <= 1e-5
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_rows_are_measured_in_slices(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the definition, |W + scale (A B)^T|, a few rows at a time and all at once."""
-    mx.random.seed(1)
-    linear: Any = nn.Linear(64, 100, bias=False)
-    linear = linear if bits is None else linear.to_quantized(64, bits)
-    layer = adapters.DoraLinear(linear, LORA, Randomness(), adapters.RowLengths())
-    layer.lora_b = mx.random.normal((4, 100))
-    whole = adapters.dequantized(linear) + LORA.scale * (layer.lora_a @ layer.lora_b).T
-    at_once = np.array(layer.measure())
-    np.testing.assert_allclose(at_once, np.array(mx.linalg.norm(whole, axis=1)), rtol=1e-5)
-    monkeypatch.setattr(adapters, "SLICE_BYTES", 7 * 4 * 64)  # rows
-    np.testing.assert_allclose(np.array(layer.measure()), at_once, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adafactor", "muon", "sgd"])
@@ -320,37 +271,6 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
     assert np.linalg.norm(expected) > 0
 
 
-def test_a_head_that_is_dequantized_in_slices_gives_the_same_numbers(
-    tiny_model: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, quantized = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
-    loss, gradient = loss_and_gradient(*prepared(base, quantized), UNEQUAL)
-    monkeypatch.setattr(adaptation, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
-    model, gradients = prepared(base, quantized)
-    assert [part.shape[0] for part in adaptation._dequantized_slices(model.module.model.embed_tokens)] == [
-        1000,
-        1000,
-        48,
-    ]
-    sliced, same = loss_and_gradient(model, gradients, UNEQUAL)
-    assert sliced == pytest.approx(loss, rel=1e-6)
-    assert distance(same, gradient) <= 1e-5
-
-
-def test_only_the_adapter_is_trained_and_the_base_stays(tiny_model: Build) -> None:
-    model, gradients = prepared(tiny_model(bits=4))
-    before = {name: np.array(value) for name, value in tree_flatten(model.module.parameters())}
-    loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
-    optimizer = BlockOptimizer(of_mlx("adam", 0.0))
-    optimizer.init(model.module.trainable_parameters())
-    apply_gradient(model, optimizer, gradient, measure(loss, gradient).grad_norm, 1e-2, 1.0)
-    changed = {
-        name for name, value in tree_flatten(model.module.parameters()) if (np.array(value) != before[name]).any()
-    }
-    assert changed
-    assert all(name.endswith(("lora_a", "lora_b")) for name in changed)
-
-
 def test_the_gradient_is_clipped_to_its_norm(tiny_model: Build) -> None:
     """The first Adam step is blind to scale, so plain descent shows it."""
     model, gradients = prepared(tiny_model())
@@ -372,23 +292,3 @@ def test_dropout_differs_by_step_and_part_and_repeats_by_position(tiny_model: Bu
     update = update_of(UNEQUAL, ONE_LIST)
     losses = [float(np.array(gradients.of(update, step)[0])) for step in (1, 2, 1)]
     assert losses[0] == losses[2] != losses[1]
-
-
-def test_dropout_keeps_its_share_and_treats_tokens_features_places_steps_and_rows_apart() -> None:
-    source = Randomness()
-    layers = [Dropout(0.3, source) for _ in range(2)]
-    masks = []
-    for place, step, row in ((0, 1, 7), (1, 1, 7), (0, 2, 7), (0, 1, 8)):
-        source.key = key_of(42, step, row)
-        masks.append(np.array(layers[place](mx.ones((400, 1, 300)))).reshape(400, 300) > 0)
-    for mask in masks:
-        assert mask.mean() == pytest.approx(0.7, abs=0.0066)  # five standard errors of 120,000 draws
-        assert np.abs(mask.mean(axis=0) - 0.7).max() < 0.13
-        assert np.abs(mask.mean(axis=1) - 0.7).max() < 0.15
-    pairs = [
-        *((masks[0], other) for other in masks[1:]),
-        (masks[0][1:], masks[0][:-1]),
-        (masks[0].T[1:], masks[0].T[:-1]),
-    ]
-    for one, other in pairs:
-        assert (one & other).mean() == pytest.approx(0.49, abs=0.01)

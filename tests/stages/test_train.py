@@ -57,10 +57,13 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     asked = TrainJob("", settings, True, MemoryBudget(10**9), planned)
 
     def memory(**changes: Any) -> RunMemory:
-        identity = RunIdentity("", "", "", "")
-        return memory_of(
-            Job(dataclasses.replace(asked, **changes), TrainingRows(rows, rows[:3]), identity, model), "cpu"
-        )
+        own = vars(dataclasses.replace(asked, **changes))
+        loaded: dict[str, Any] = {
+            "rows": TrainingRows(rows, rows[:3]),
+            "identity": RunIdentity("", "", "", ""),
+            "files": model,
+        }
+        return memory_of(Job(**own, **loaded), "cpu")
 
     found = memory()
     counted = sum(term.size_bytes for term in found.terms if term.exact)

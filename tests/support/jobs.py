@@ -10,7 +10,7 @@ from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import TrainJob, TrainSettings
+from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.job import Job
 
 
@@ -18,15 +18,13 @@ def job_of(
     folder: Path, base: Path, train: TrainRows, valid: TokenRows, settings: TrainSettings, identity: RunIdentity
 ) -> Job:
     """A job that leaves everything in ``folder``, with as much memory as there is."""
-    asked = TrainJob(str(base), settings, False, MemoryBudget(10**12), None)
-    return Job(asked, TrainingRows(train, valid), identity, read_model_files(base), folder, folder / "adapters")
+    return Job(
+        base=str(base), settings=settings, warmup_is_recommended=False, memory_budget=MemoryBudget(10**12),
+        planned=None, rows=TrainingRows(train, valid), identity=identity, files=read_model_files(base),
+        output=folder, adapters=folder / "adapters",
+    )  # fmt: skip
 
 
 def with_rows(job: Job, **changes: Any) -> Job:
     """The job with other rows."""
     return dataclasses.replace(job, rows=dataclasses.replace(job.rows, **changes))
-
-
-def with_survival(job: Job, **changes: Any) -> Job:
-    """The job with other settings that change nothing of what is computed."""
-    return dataclasses.replace(job, asked=dataclasses.replace(job.asked, **changes))
