@@ -47,7 +47,7 @@ def monitor(
 
     Shows losses, speed, memory, the current phase, checkpoints and time left. Ctrl-C leaves; the training goes on.
     """
-    from safetrain.core.run_folder import FolderFiles, RunReader
+    from safetrain.core.run_folder import RunReader
     from safetrain.watch.monitor import json_line, look_at
     from safetrain.watch.monitor_screen import plain_line
 
@@ -60,7 +60,7 @@ def monitor(
         raise ConfigError("The folder does not exist.", where=str(output), do=do)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not have
-    reader, project = RunReader(FolderFiles(output)), output.resolve().parent
+    reader, project = RunReader(output), output.resolve().parent
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") not in NO_SCREEN and "utf" in sys.stdout.encoding.lower()
     show = _draw if is_drawn and not plain and not as_json else _print_lines
     try:

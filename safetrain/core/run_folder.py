@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -73,47 +73,6 @@ class Processes:
     boot_id: str = ""
 
 
-class RunFiles(Protocol):
-    """The place of a run's files: a folder, or a revision in Git and DVC."""
-
-    @property
-    def name(self) -> str:
-        """A name for people."""
-
-    def read(self, name: str) -> bytes | None:
-        """A file by its name in the run's folder; None if it is missing. Raises OSError for a failing disk."""
-
-    def adapter(self) -> str | None:
-        """Fingerprint of the trained adapter, empty without one; None where it is unknown."""
-
-
-class FolderFiles:
-    """The run's files in a folder."""
-
-    def __init__(self, output: Path = paths.OUTPUT, name: str = "this run") -> None:
-        self.output, self.name = output, name
-        self._adapter: tuple[tuple[int, int], str] | None = None  # of a file of this time and size
-
-    def read(self, name: str) -> bytes | None:
-        """A file of the folder."""
-        try:
-            return (self.output / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def adapter(self) -> str | None:
-        """Computed again only when the file has changed: it may be as large as a model."""
-        folder = self.output / paths.ADAPTERS.name
-        try:
-            facts = (folder / "adapters.safetensors").stat()
-            version = facts.st_mtime_ns, facts.st_size
-            if self._adapter is None or self._adapter[0] != version:
-                self._adapter = version, fingerprint(folder)
-            return self._adapter[1]
-        except (OSError, ModelError):
-            return ""
-
-
 @dataclass(frozen=True)
 class Run:
     """Everything that a run's folder holds."""
@@ -164,14 +123,37 @@ class Run:
 
 
 class RunReader:
-    """Reads a run again and again; of the metrics file, which may be long, only what is new."""
+    """Reads the run of a folder again and again; of the metrics file, which may be long, only what is new."""
 
-    def __init__(self, files: RunFiles) -> None:
-        self._files = files
-        self._output = files.output if isinstance(files, FolderFiles) else None
-        self._flight = FlightReader(self._output / FLIGHT / RECORDER) if self._output is not None else None
+    def __init__(self, output: Path | None = paths.OUTPUT, name: str = "this run") -> None:
+        """``output``: None for a run whose files are read from elsewhere, by other ``file`` and ``adapter`` methods."""
+        self.output, self.name = output, name
+        self._flight = FlightReader(output / FLIGHT / RECORDER) if output is not None else None
+        self._adapter: tuple[tuple[int, int], str] | None = None  # of a file of this time and size
         self._csv, self._steps = b"", list[StepRecord]()
         self._unreadable = list[tuple[str, str]]()
+
+    def file(self, name: str) -> bytes | None:
+        """A file by its name in the run's folder; None if it is missing. Raises OSError for a failing disk."""
+        try:
+            return (self.output / name).read_bytes() if self.output is not None else None
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def adapter(self) -> str | None:
+        """Fingerprint of the trained adapter, empty without one; None where it is unknown.
+
+        Computed again only when the file has changed: it may be as large as a model.
+        """
+        folder = (self.output or Path()) / paths.ADAPTERS.name
+        try:
+            facts = (folder / "adapters.safetensors").stat()
+            version = facts.st_mtime_ns, facts.st_size
+            if self._adapter is None or self._adapter[0] != version:
+                self._adapter = version, fingerprint(folder)
+            return self._adapter[1]
+        except (OSError, ModelError):
+            return ""
 
     def read(self) -> Run:
         """The run as it is now. Raises OSError where the disk does not let a file be read."""
@@ -181,16 +163,16 @@ class RunReader:
         header = self._flight.header if self._flight is not None else None
         summary = self._part(paths.SUMMARY.name, lambda text: summary_from(json.loads(text)))
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
-        adapter = self._files.adapter() if evaluation is not None else None
+        adapter = self.adapter() if evaluation is not None else None
         stale = evaluation is not None and (summary is None or adapter not in (None, evaluation.adapter))
         marker = self._record(f"{FLIGHT}/{MARKER}", RunMarker)
         job = self._record(f"{FLIGHT}/{JOB}", TrainJob)
-        journal = parse_journal(self._files.read(f"{FLIGHT}/{JOURNAL}") or b"")
+        journal = parse_journal(self.file(f"{FLIGHT}/{JOURNAL}") or b"")
         flight = tuple(self._flight.records) if self._flight is not None else ()
         if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
             job, journal, header, flight = None, (), None, ()
         return Run(
-            name=self._files.name,
+            name=self.name,
             data=self._record(paths.DATA_REPORT.name, DataReport),
             machine=self._record(paths.MACHINE.name, Machine),
             plan=self._record(paths.RECOMMENDED_CONFIG.name, Recommendation),
@@ -203,11 +185,11 @@ class RunReader:
             postmortem=self._record(POSTMORTEM, PostMortem),
             journal=journal,
             samples=self._part(SAMPLES, _samples) or (),
-            checkpoint=_newest_checkpoint(self._output) if self._output is not None else None,
+            checkpoint=_newest_checkpoint(self.output) if self.output is not None else None,
             marker=marker,
             header=header,
             flight=flight,
-            processes=_processes(self._output, header) if self._output is not None else Processes(),
+            processes=_processes(self.output, header) if self.output is not None else Processes(),
             read_at_seconds=time.time(),
             read_at_monotonic_seconds=time.monotonic(),
             unreadable=tuple(self._unreadable),
@@ -215,7 +197,7 @@ class RunReader:
 
     def _read_steps(self) -> tuple[StepRecord, ...]:
         """The records; of a file that has only grown, the new lines are parsed."""
-        content = self._files.read(paths.METRICS_CSV.name) or b""
+        content = self.file(paths.METRICS_CSV.name) or b""
         content = content[: content.rfind(b"\n") + 1]
         if not self._csv or not content.startswith(self._csv):
             self._csv, self._steps = b"", []
@@ -232,7 +214,7 @@ class RunReader:
 
     def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
         """A file's text through ``build``; None if it is missing or cannot be read."""
-        content = self._files.read(name)
+        content = self.file(name)
         if content is None:
             return None
         try:
@@ -244,7 +226,7 @@ class RunReader:
 
 def read_run(output: Path = paths.OUTPUT) -> Run:
     """The run in a folder, as it is now."""
-    return RunReader(FolderFiles(output)).read()
+    return RunReader(output).read()
 
 
 def read_marker(output: Path) -> RunMarker | None:

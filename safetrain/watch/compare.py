@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.records.evaluation import Sample
-from safetrain.core.run_folder import FolderFiles, Run, RunReader
+from safetrain.core.run_folder import Run, RunReader
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_text
 from safetrain.watch import report
@@ -41,12 +41,13 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # name, place in
 )
 
 
-class RevisionFiles:
-    """A run's files at a Git revision or in a DVC experiment. ``missing``: files whose contents DVC does not have."""
+class RevisionReader(RunReader):
+    """Reads the run at a Git revision or in a DVC experiment. ``missing``: files whose contents DVC does not have."""
 
     def __init__(self, root: Path, revision: str) -> None:
         """Raises ConfigError for an unknown revision, or one without results."""
-        self.name, self.missing = revision, list[str]()
+        super().__init__(None, revision)
+        self.missing = list[str]()
         self._files = _open(root, revision)
         if not self._files.exists("dvc.lock"):
             raise ConfigError(
@@ -56,7 +57,7 @@ class RevisionFiles:
                 "'dvc exp show'",
             )
 
-    def read(self, name: str) -> bytes | None:
+    def file(self, name: str) -> bytes | None:
         """A file by its name in the run's folder; None where the revision lacks it, or its contents are lost."""
         path = (paths.OUTPUT / name).as_posix()
         if not self._files.exists(path):
@@ -97,9 +98,9 @@ def _open(root: Path, revision: str) -> "DVCFileSystem":
 
 def compare(revisions: Sequence[str], target: Path) -> str:
     """Write the page about two revisions, or about one and this folder; return the verdict. Raises ConfigError."""
-    sources = [RevisionFiles(Path(), revision) for revision in revisions]
-    runs = [RunReader(files).read() for files in sources]
-    runs += [RunReader(FolderFiles(name="this folder")).read()] if len(runs) == 1 else []
+    sources = [RevisionReader(Path(), revision) for revision in revisions]
+    runs = [source.read() for source in sources]
+    runs += [RunReader(name="this folder").read()] if len(runs) == 1 else []
     missing = [f"{files.name}: DVC has no copy of {file}." for files in sources for file in files.missing]
     return write_comparison(runs[0], runs[1], target, missing)
 

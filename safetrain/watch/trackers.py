@@ -21,7 +21,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.lock import is_locked
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
+from safetrain.core.run_folder import Run, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
 
@@ -89,7 +89,7 @@ def export(target: Target, run: Run | None = None) -> str:
 
 def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> None:
     """Export every so often until no training runs; raises ConfigError where the last export fails."""
-    reader, runs = RunReader(FolderFiles()), True
+    reader, runs = RunReader(), True
     while runs:
         runs = is_locked(paths.OUTPUT)  # first, so that the last step is sent too
         try:

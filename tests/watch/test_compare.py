@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.run_folder import FolderFiles, Run, RunReader
+from safetrain.core.run_folder import Run, RunReader
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.watch.compare import write_comparison
@@ -24,7 +24,7 @@ def run(folder: Path, name: str, gain: float = 1.5, rows: int = 40, base: str = 
     settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
     make_run(folder / name, found=evaluation(answers, gain), settings=settings, base_model=base)
     write_record(folder / name / paths.DATA_REPORT, data_report(rows=rows))
-    return RunReader(FolderFiles(folder / name / paths.OUTPUT, name)).read()
+    return RunReader(folder / name / paths.OUTPUT, name).read()
 
 
 def compared(folder: Path, first: Run, second: Run) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, 
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import start_csv
 from safetrain.core.records.postmortem import describe_rows, read_postmortem
-from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
+from safetrain.core.run_folder import Run, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
@@ -262,7 +262,7 @@ def _append(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_records_that_are_half_written_or_gone_are_left_out(what: str, running: Path) -> None:
-    reader = RunReader(FolderFiles(running))
+    reader = RunReader(running)
     reader.read()
     DAMAGE[what](running)
     for view in (view_of(reader.read()), seen(running)):
@@ -320,7 +320,7 @@ def test_looking_changes_nothing(running: Path) -> None:
     def state() -> dict[str, tuple[int, int]]:
         return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(running.rglob("*"))}
 
-    before, reader = state(), RunReader(FolderFiles(running))
+    before, reader = state(), RunReader(running)
     for _ in range(3):
         drawn(view_of(reader.read()))
     assert state() == before

@@ -105,11 +105,6 @@ class TrainingSummary:
     outcome: TrainingOutcome
     proof: Proof  # under its own key
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens computed together."""
-        return self.settings.batch_size * self.settings.max_seq_length
-
 
 def write_summary(path: Path, summary: TrainingSummary) -> None:
     """Write training_summary.json."""
