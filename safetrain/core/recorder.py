@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.memory.macos import sysctl_text
-from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.memory.system import footprint_bytes, sysctl_text
 from safetrain.core.storage.files import make_durable
 
 MAGIC = b"SAFETRN2"

@@ -15,7 +15,7 @@ import psutil
 from safetrain.core.errors import ModelError
 from safetrain.core.events import Begun, Finished, JournalEntry, parse_journal
 from safetrain.core.lock import is_locked
-from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, boot_id
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation

@@ -18,7 +18,7 @@ import numpy as np
 
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
 from safetrain.core.errors import SafetrainError, TrainingError
-from safetrain.core.memory.process import most_footprint_bytes
+from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.settings import (
     DRY_RUN_SLOW_SECONDS,

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.memory.system import footprint_bytes
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 from safetrain.engine.cpu.blas import Blas, load_fast_blas
 

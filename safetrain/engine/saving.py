@@ -12,7 +12,7 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
-from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.schema import PRETRAIN

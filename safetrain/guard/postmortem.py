@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.errors import EngineError
-from safetrain.core.memory import macos
+from safetrain.core.memory import system
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.records.postmortem import PostMortem
@@ -123,7 +123,9 @@ def _evidence(folder: Path, ending: Ending) -> Evidence:
 def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
     """Why a training ended together with its supervisor, as far as the system tells."""
     started = marker.started_seconds if marker is not None else (flight / MARKER).stat().st_mtime
-    panics = tuple(f"{path.name} was written since" for path in macos.reports_since("*.panic", started, macos.REPORTS))
+    panics = tuple(
+        f"{path.name} was written since" for path in system.reports_since("*.panic", started, system.REPORTS)
+    )
     if panics:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics, quoted=panics)
     if marker is not None and marker.boot_id != boot_id():
@@ -144,7 +146,7 @@ def _kernel_log(
     A report comes after the end; ``wait_seconds`` limits how long it is waited for.
     """
     if sys.platform == "darwin":
-        return macos.killed_for_memory(pid, started_seconds, wait_seconds, macos.REPORTS)
+        return system.killed_for_memory(pid, started_seconds, wait_seconds, system.REPORTS)
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -11,9 +11,14 @@ import psutil
 
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, oom_kills
-from safetrain.core.memory.macos import PRESSURE_LEVEL, sysctl_number
-from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.memory.system import (
+    PRESSURE_LEVEL,
+    footprint_bytes,
+    memory_groups,
+    memory_limit_bytes,
+    oom_kills,
+    sysctl_number,
+)
 from safetrain.core.records.metrics import StepRecord
 
 MACHINE = "the machine's memory"

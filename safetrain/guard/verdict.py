@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.memory.macos import CRITICAL, WARNING
+from safetrain.core.memory.system import CRITICAL, WARNING
 from safetrain.core.recorder import Edge, FlightRecord, Phase
 from safetrain.core.storage.paths import FLIGHT, STACKS, rank_folder
 from safetrain.guard.process import Ending

@@ -17,8 +17,17 @@ from safetrain.core.errors import ConfigError, PreflightError, SafetrainError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.budget import GIB, PROCESS_BYTES
-from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
-from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, REPORTS, reports_since, sysctl_number
+from safetrain.core.memory.system import (
+    CRITICAL,
+    FREE_PERCENT,
+    PRESSURE_LEVEL,
+    REPORTS,
+    memory_groups,
+    memory_limit_bytes,
+    memory_room_bytes,
+    reports_since,
+    sysctl_number,
+)
 from safetrain.core.records.reports import Machine
 from safetrain.core.storage import paths
 from safetrain.plan.child import NOT_INSTALLED, version_of

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import metal_budget_bytes, read_memory
-from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.signals import handling
 from safetrain.core.storage.files import cache_directory, keep_text, read_record, write_record
 

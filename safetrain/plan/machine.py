@@ -19,8 +19,7 @@ from safetrain.core.memory.budget import (
     metal_budget_bytes,
     read_memory,
 )
-from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
-from safetrain.core.memory.macos import sysctl_number, sysctl_text
+from safetrain.core.memory.system import memory_groups, memory_limit_bytes, sysctl_number, sysctl_text
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.memory.system import memory_groups, memory_limit_bytes
 from safetrain.core.recorder import Phase
 from safetrain.core.records.schema import CHOICES, Train
 from safetrain.core.run_folder import Run

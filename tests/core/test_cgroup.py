@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes, oom_kills
+from safetrain.core.memory.system import memory_groups, memory_limit_bytes, memory_room_bytes, oom_kills
 
 GIB = 2**30
 NO_LIMIT_V1 = 9223372036854771712  # what version 1 says without a limit

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.memory.macos import jetsam_reason, killed_for_memory, reports_since
+from safetrain.core.memory.system import jetsam_reason, killed_for_memory, reports_since
 
 HEADER = {"bug_type": "298", "timestamp": "2026-09-29 12:10:10.00 +0200", "os_version": "macOS 26.6 (25G72)"}
 MACOS_26 = [

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from safetrain.core.memory.process import (
+from safetrain.core.memory.system import (
     RUSAGE_BYTES,
     footprint_bytes,
     most_footprint_bytes,
@@ -58,7 +58,7 @@ def test_elsewhere_it_is_what_is_resident() -> None:
 
 def test_the_most_is_kept_when_memory_is_given_back() -> None:
     program = (
-        "import os\nfrom safetrain.core.memory.process import footprint_bytes, most_footprint_bytes\n"
+        "import os\nfrom safetrain.core.memory.system import footprint_bytes, most_footprint_bytes\n"
         "before = most_footprint_bytes()\nkept = bytearray(2**27)\ndel kept\n"
         "print(before, most_footprint_bytes(), footprint_bytes(os.getpid()))"
     )

@@ -190,7 +190,7 @@ def test_a_jetsam_report_convicts_only_the_process_that_it_gives_a_reason_for(
 ) -> None:
     """Each report lists every process: after `kill -9` by hand, this one was a bystander of a kill elsewhere."""
     monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr("safetrain.core.memory.macos.REPORTS", tmp_path)
+    monkeypatch.setattr("safetrain.core.memory.system.REPORTS", tmp_path)
     monkeypatch.setattr("safetrain.guard.postmortem.REPORT_SECONDS", 0.1)
     ours = {"name": "python3.13", "pid": os.getpid(), "rpages": 131626} | ({"reason": reason} if reason else {})
     other = {"name": "spotlightknowledged", "pid": 73341, "reason": "per-process-limit"}

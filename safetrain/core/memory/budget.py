@@ -6,8 +6,14 @@ from dataclasses import dataclass
 
 import psutil
 
-from safetrain.core.memory.cgroup import memory_groups, memory_room_bytes
-from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, sysctl_number
+from safetrain.core.memory.system import (
+    CRITICAL,
+    FREE_PERCENT,
+    PRESSURE_LEVEL,
+    memory_groups,
+    memory_room_bytes,
+    sysctl_number,
+)
 
 OWN_LIMIT = "train.memory_limit_gb"  # the name of a limit that the user has set
 GIB = 2**30

@@ -102,7 +102,7 @@ class DryRun:
     """Peak memory and time of a training's largest updates, in bytes and seconds."""
 
     peak_bytes: int  # of mlx's allocator, over the updates
-    footprint_bytes: int  # of the process (core/memory/process.py), loading and validating included
+    footprint_bytes: int  # of the process (core/memory/system.py), loading and validating included
     update_seconds: float  # of an update of mean size
     device: str
     own_seconds: float  # of the whole dry run, without the start of Python
