@@ -125,14 +125,14 @@ def overrides() -> list[tuple[str, ...]]:
     found = set[tuple[str, ...]]()
     for words in [*written, *(command.words for command in COMMANDS)]:
         keys = tuple(word.strip("'") for word in words if OVERRIDE.fullmatch(word.strip("'")) and "[ID]" not in word)
-        first = tuple(word if "[" in word else word.partition(",")[0] for word in keys)
+        first = tuple(word if set("[{") & set(word) else word.partition(",")[0] for word in keys)
         found |= {first, *((word,) for word in several(keys))} - {()}
     return sorted(found)
 
 
 def several(keys: tuple[str, ...]) -> list[str]:
     """KEY=VALUE for each value of a sweep."""
-    swept = [word.partition("=") for word in keys if "," in word and "[" not in word]
+    swept = [word.partition("=") for word in keys if "," in word and not set("[{") & set(word)]
     return [f"{key}={value}" for key, _, values in swept for value in values.split(",")]
 
 

@@ -27,22 +27,23 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by python -m tools.reference: change the code, then run it again -->\n\n"
 SHARED = 3  # commands that have an option, so that it is described once
-SAID = set(
-    """
---example --clear --into --vocabulary --num-layers --num-heads --seed --dtype --bits --json --refresh --plain --once
---output --batch-size --tokens --rank --method --optimizer --ranks --rows --data --out --max-examples --max-questions
---max-new-tokens --temperature --top-p --host --adapter --model --name --replace --project --uri --into --recompute
---pretrain --machine --memory-gb
-FOLDER HUB_ID DIR SOURCE TARGET OUT MODEL FILES… OVERRIDES… WORDS… QUESTION NAME
-""".split()
+_WORDS = re.compile(r"\S+")
+SAID = frozenset(
+    _WORDS.findall("""
+    --example --clear --into --vocabulary --num-layers --num-heads --seed --dtype --bits --json --refresh --plain
+    --once --output --batch-size --tokens --rank --method --optimizer --ranks --rows --data --out --max-examples
+    --max-questions --max-new-tokens --temperature --top-p --host --name --replace --project --uri --machine --memory-gb
+    FOLDER HUB_ID DIR SOURCE TARGET OUT MODEL FILES… OVERRIDES… WORDS… QUESTION NAME
+    """)
 )  # options and arguments whose name and default say it; `--help` describes them too
-SAID_FIELDS = set(
-    """
-step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes tokens_per_second
-footprint_bytes peak_footprint_bytes measured_footprint_bytes elapsed_seconds base_valid_loss valid_loss exact_match
-needed source remedy status total_seconds step_seconds padding_share plus_minus loss disk_bytes predicted_peak_bytes
-template_date stop_tokens memory_rungs gpu_rungs verified token_f1 chrf exact_match_low warnings adapter worst
-""".split()
+SAID_FIELDS = frozenset(
+    _WORDS.findall("""
+    step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes
+    footprint_bytes peak_footprint_bytes measured_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
+    source remedy status total_seconds step_seconds padding_share plus_minus loss disk_bytes predicted_peak_bytes
+    template_date stop_tokens memory_rungs gpu_rungs verified token_f1 chrf exact_match exact_match_low warnings
+    adapter
+    """)
 )  # fields of records whose name says it
 RECORDS = {
     "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
@@ -192,8 +193,12 @@ def keys() -> str:
             lines.append(f"- **{key}** (`{ships}`): {cell(comments[section, key])}")
             if readers[key] != usual:
                 others.setdefault(readers[key], []).append(f"`{key}`")
-        told = "; ".join([f"Reruns {usual}", *(f"{which}: {', '.join(named)}" for which, named in others.items())])
-        parts += [f"## {section}", f"{told}.", "\n".join(lines)]
+        more = (
+            ""
+            if not others
+            else ", except:\n\n" + "\n".join(f"- {which}: {', '.join(named)}" for which, named in others.items())
+        )
+        parts += [f"## {section}", f"Reruns {usual}{more or '.'}", "\n".join(lines)]
     return "\n\n".join(parts)
 
 
@@ -245,9 +250,8 @@ def exit_codes() -> str:
     ]
     return "\n\n".join([
         "# Exit codes",
-        "Of the stages (`python -m stages.train`) and of `safetrain`.",
         table(["code", "meaning"], rows),
-        "Four commands answer a question with their exit code:",
+        "Four commands answer a question:",
         table(["command", "0", "1", "2"], own),
     ])  # fmt: skip
 
