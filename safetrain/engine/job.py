@@ -25,7 +25,7 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage import paths
 
-LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**12, 16  # where max_steps ends the run: a validation takes 2 % of its time
+LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**11, 16  # where max_steps ends the run: a validation takes 2 % of its time
 
 
 @dataclass(frozen=True, kw_only=True)

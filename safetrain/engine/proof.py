@@ -25,7 +25,7 @@ from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapte
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
 
 SAY_EVERY_SECONDS = 10.0
-LEAST_TOKENS, MOST_TOKENS = 2**10, 2**12  # of validation rows, evenly spread: three passes through them
+LEAST_TOKENS, MOST_TOKENS = 2**9, 2**12  # of validation rows, evenly spread: three passes through them
 TRAINED_TO_PROVED = 100  # with so many times fewer tokens than were trained, a hundredth of the time
 
 

@@ -15,7 +15,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 
 FILE = Path(__file__).with_name("general_text.jsonl")
 LEAST_PIECES = 6  # of a part: with fewer it is not measured
-MOST_TOKENS = 256  # of a piece; with the usual tokenizers none has as many
+MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: with the usual tokenizers none has as many; where time is short
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,13 @@ def general_text(
 ) -> GeneralText:
     """As the tokenizer writes it for a model of these limits; without pieces that do not come back as they were.
 
-    At most about ``most_tokens`` tokens, but of each part the first LEAST_PIECES.
+    At most about ``most_tokens`` tokens, but of each part the first LEAST_PIECES, cut to SHORT_TOKENS if need be.
     """
     pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
+    if most_tokens is not None:
+        least = LEAST_PIECES * len({piece["part"] for piece in pieces})
+        most = min(most, max(SHORT_TOKENS, most_tokens // least))
     rows, parts = list[TokenRow](), list[str]()
     for piece in pieces:
         ids = tokenizer.encode(piece["text"])
