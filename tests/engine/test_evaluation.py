@@ -1,7 +1,7 @@
-"""Answers are the model's own, in no more memory than rows of that length need."""
+"""Answers are the model's own, in no more memory than rows of that length need, to as many questions as time allows."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +10,8 @@ import pytest
 
 from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.model.files import read_model_files
+from safetrain.engine.comparison import in_random_order, in_time, tokens_to_hold
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
@@ -85,3 +87,46 @@ def test_reading_prompts_takes_far_less_than_their_logits(tmp_path: Path) -> Non
     answer(model, [[3 + row] * tokens for row in range(rows)], frozenset(), 4, 2**20)
     logits_bytes = rows * tokens * model.module.args.vocab_size * 4
     assert mx.get_peak_memory() - before < logits_bytes / 2
+
+
+class Answerer:
+    """Takes so many seconds a question, on a clock of its own."""
+
+    def __init__(self, seconds: float, start: float = 0.0) -> None:
+        self.now, self.parts = 100.0, list[int]()
+        self._seconds, self._start = seconds, start
+
+    def clock(self) -> float:
+        return self.now
+
+    def __call__(self, part: Sequence[int], done: int) -> dict[int, list[int]]:
+        assert done == sum(self.parts)
+        self.parts.append(len(part))
+        self.now += self._start + self._seconds * len(part)
+        return {number: [number] for number in part}
+
+
+@pytest.mark.parametrize("seconds", [30.0, 100.0, 1000.0])
+@pytest.mark.parametrize("start", [0.0, 10.0])
+def test_no_more_time_is_taken_than_there_is(seconds: float, start: float) -> None:
+    ask, order = Answerer(1.0, start), in_random_order(10_000)
+    found = in_time(ask, order, 8, seconds, ask.clock)
+    assert list(found) == order[: len(found)]
+    assert ask.now - 100.0 <= seconds
+    assert len(found) >= (seconds - start * len(ask.parts)) / 3
+
+
+def test_all_questions_are_answered_where_there_is_time_and_some_however_long_it_takes() -> None:
+    quick, slow, order = Answerer(0.01), Answerer(1000.0), in_random_order(220)
+    assert list(in_time(quick, order, 8, 15.0, quick.clock)) == order == in_random_order(220)
+    assert list(range(220)) == sorted(order) != order
+    assert len(quick.parts) < 8  # growing: many questions share a pass through the weights
+    assert len(in_time(slow, order, 8, 30.0, slow.clock)) == 8
+
+
+def test_more_tokens_are_held_in_more_room_and_one_in_none() -> None:
+    files = read_model_files(EMBEDDED)
+    assert tokens_to_hold(files, 48, 0) == tokens_to_hold(files, 48, -1) == 1
+    few, many = (tokens_to_hold(files, 48, room) for room in (2**24, 2**26))
+    assert many == pytest.approx(4 * few, rel=0.01)
+    assert few > 100

@@ -39,13 +39,11 @@ def test_kept_prompts_stay_within_their_bytes(room: float, kept: int) -> None:
     ("header", "host", "answered"),
     [
         ("localhost:8080", "127.0.0.1", True),
-        ("127.0.0.1:8080", "127.0.0.1", True),
         ("[::1]:8080", "::1", True),
         ("192.168.1.5:8080", "0.0.0.0", True),
         ("Mine.local:8080", "mine.local", True),
         ("", "127.0.0.1", True),
         ("attacker.example:8080", "127.0.0.1", False),
-        ("attacker.example", "0.0.0.0", False),
         ("localhost.attacker.example", "127.0.0.1", False),
         ("[::1", "127.0.0.1", False),
     ],
