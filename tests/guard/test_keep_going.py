@@ -27,33 +27,7 @@ SETTINGS = dataclasses.replace(
     USUAL, batch_size=16, gradient_accumulation=1, max_seq_length=512,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
-# Fills a micro-batch as the engine does, by a bound on tokens; dies of an allocation beyond so many rows.
-CHILD = """
-import os, sys
-from pathlib import Path
-from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.records.settings import TrainJob
-from safetrain.core.storage.files import read_record
-from safetrain.core.storage.paths import JOB, RECORDER
-most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-pipe, settings = EventPipe(int(sys.argv[4])), read_record(flight / JOB, TrainJob).settings
-set_up_child(int(sys.argv[5]), flight, None)
-pipe.send(Begun(15, 0, "training"))
-rows = settings.batch_size * 64 // row_tokens
-recorder = Recorder(flight / RECORDER)
-recorder.predicted_peak_bytes, recorder.read_allocator = 2**20 * rows, lambda: Allocator(20 * 2**20)
-recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, rows, rows * row_tokens))
-with (flight.parent / "tried").open("a") as file:
-    print(settings.batch_size, file=file)
-if rows > most_rows:
-    print("std::bad_alloc", file=sys.stderr, flush=True)
-    os.abort()
-pipe.send(Finished(15))
-"""
-# Of two ranks the second runs out of memory; the first waits for it.
-TWO = """
+START = """
 import os, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
@@ -62,23 +36,32 @@ from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import JOB, RECORDER
-rank, flight = int(os.environ["MLX_RANK"]), Path(sys.argv[3])
-pipe, settings = EventPipe(int(sys.argv[4])), read_record((flight.parent if rank else flight) / JOB, TrainJob).settings
+most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+rank, output = int(os.environ.get("MLX_RANK", 0)), flight.parent.parent if "rank_" in flight.name else flight.parent
+pipe, settings = EventPipe(int(sys.argv[4])), read_record(output / "flight" / JOB, TrainJob).settings
 set_up_child(int(sys.argv[5]), flight, None)
+rows = settings.batch_size * 64 // row_tokens
 recorder = Recorder(flight / RECORDER)
-recorder.predicted_peak_bytes, recorder.read_allocator = 2**20, lambda: Allocator(20 * 2**20)
-too_much = settings.batch_size > 4
-if rank:
-    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, settings.batch_size, settings.batch_size * 60))
-    if too_much:
+recorder.predicted_peak_bytes, recorder.read_allocator = 2**20 * rows, lambda: Allocator(20 * 2**20)
+def compute():
+    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, rows, rows * row_tokens))
+    if rows > most_rows:
         print("std::bad_alloc", file=sys.stderr, flush=True)
         os.abort()
-else:
-    (flight.parent / "tried").open("a").write(f"{settings.batch_size}\\n")
+def begin():
     pipe.send(Begun(15, 0, "training"))
+    (output / "tried").open("a").write(f"{settings.batch_size}\\n")
+"""
+# Fills a micro-batch as the engine does, by a bound on tokens; dies of an allocation beyond so many rows.
+CHILD = START + "begin()\ncompute()\npipe.send(Finished(15))"
+# Of two ranks the second runs out of memory; the first waits for it.
+TWO = f"""{START}
+if rank:
+    compute()
+else:
+    begin()
     recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(3))
-    if too_much:
-        time.sleep(60)
+    time.sleep(60 if rows > most_rows else 0)
     pipe.send(Finished(15))
 """
 # The real training process, in whose training mlx gives up.
@@ -135,7 +118,7 @@ def test_no_rung_is_passed_over_where_rows_are_shorter_than_they_may_be(tmp_path
 
 
 def test_when_one_rank_runs_out_of_memory_all_go_on_with_less(tmp_path: Path) -> None:
-    keep(tmp_path, (TWO, "", ""), ranks=2)
+    keep(tmp_path, (TWO, "5", str(ROW_TOKENS)), ranks=2)
     assert (tmp_path / "tried").read_text().split() == ["16", "8", "4"]
     found = read_postmortem(tmp_path)
     assert found is not None
