@@ -9,7 +9,13 @@ from tests.support.random_models import TINY, build_model
 from tests.support.tokenizers_made import STRIPPING_ENDS, write_tokenizer
 
 SMALL = {**TINY, "tie_word_embeddings": False}
-GEMMA = {**SMALL, "head_dim": 32, "query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA = {
+    **TINY,
+    "tie_word_embeddings": True,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+}
 GEMMA3 = {
     **GEMMA,
     "model_type": "gemma3_text",
