@@ -23,17 +23,7 @@ BaseFolder = Annotated[Path | None, typer.Option(help="base model folder; defaul
 MayLose = Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may get lost")]
 
 
-class GgufType(StrEnum):
-    """How most weights of a GGUF file are stored."""
-
-    F16 = "f16"
-    BF16 = "bf16"
-    Q8_0 = "q8_0"
-    Q4_0 = "q4_0"
-    Q6_K = "q6_k"
-    Q5_K_M = "q5_k_m"
-    Q4_K_M = "q4_k_m"
-    Q3_K_M = "q3_k_m"
+GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in small letters
 
 
 def fetch(

@@ -23,7 +23,7 @@ from safetrain.engine.upstream.loading import errors_told, load, takes_bits
 from safetrain.engine.weight_files import adapter_arrays
 
 Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
-AFFINE, GROUP_SIZE, GROUP_SIZES = "affine", 64, (64, 32, 128)  # in the order of trying
+AFFINE, GROUP_SIZE, FLOAT = "affine", 64, 0  # FLOAT: in place of a number of bits
 
 
 @dataclass(frozen=True)
@@ -105,34 +105,24 @@ def inputs_of(layer: Any) -> int:
     return width * 32 // layer.bits if "scales" in layer else width
 
 
-def own_plan(module: Any, folds: Folds) -> Plan:
-    """Each layer stored as in the base."""
-    layers = dict(module.named_modules())
-    return {path: stored_as(layers[path]) for path in folds.layers}
+def plan_of(module: Any, folds: Folds, bits: int | None) -> Plan:
+    """``bits`` for the quantized layers that the adapter changes, for all that mlx-lm takes if none is quantized.
 
-
-def bits_plan(module: Any, folds: Folds, bits: int) -> Plan:
-    """So many bits for the quantized layers that the adapter changes; for all that mlx-lm takes if none is quantized.
-
-    A layer keeps its own group size where it can, and stays as it is if no group size divides its width.
+    None: each as in the base. FLOAT: no layer is quantized. A layer keeps its group size; groups of 16, as nvfp4 has
+    them, become groups of 32.
     """
-    layers, plan = dict(module.named_modules()), dict(own_plan(module, folds))
-    paths = [path for path, stored in plan.items() if stored is not None]
-    if not any(stored_as(layer) for layer in layers.values()):
-        paths = takes_bits(module, GROUP_SIZE)
-    for path in paths:
-        before, width = stored_as(layers[path]), inputs_of(layers[path])
-        sizes = (before.group_size, *GROUP_SIZES) if before else GROUP_SIZES
-        fitting = next((size for size in sizes if size in GROUP_SIZES and width % size == 0), None)
-        if fitting and (before is None or before.bits != bits):
-            plan[path] = LayerStorage(fitting, bits)
+    own = {path: stored_as(layer) for path, layer in module.named_modules() if "weight" in layer}
+    quantized = [path for path, stored in own.items() if stored]
+    if bits == FLOAT:
+        return dict.fromkeys([*folds.layers, *quantized])
+    plan = {path: own[path] for path in folds.layers}
+    if bits is None:
+        return plan
+    for path in quantized or takes_bits(module, GROUP_SIZE):
+        before = own[path]
+        if before is None or (path in folds.layers and before.bits != bits):
+            plan[path] = LayerStorage(max(32, before.group_size) if before else GROUP_SIZE, bits)
     return plan
-
-
-def float_plan(module: Any, folds: Folds) -> Plan:
-    """No layer quantized."""
-    quantized = [path for path, layer in module.named_modules() if stored_as(layer)]
-    return dict.fromkeys([*folds.layers, *quantized])
 
 
 def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:

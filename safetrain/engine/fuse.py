@@ -3,7 +3,7 @@
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from safetrain.core.records.adapter_files import fingerprint, read_prompt_format
 from safetrain.core.records.fusing import REPORT, Candidate, FuseReport, describe, kept_share, refusal
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.backend import set_limits
-from safetrain.engine.folding import Plan, bits_plan, float_plan, folded, open_to_fold, own_plan, quantization_in
+from safetrain.engine.folding import FLOAT, folded, open_to_fold, plan_of, quantization_in
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import copy_beside, logits_for_a_consumer, write_config
 from safetrain.engine.upstream.probing import tolerance_of
@@ -53,8 +53,9 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
         with tempfile.TemporaryDirectory(dir=job.out.parent, prefix=".fuse-") as scratch:
             folder, fusing = Path(scratch) / "fused", _Fusing(job, files, say)
             tried: list[Candidate] = []
-            for name, plan in candidates(job, files):
-                tried.append(fusing.measured(name, write_candidate(job, plan, folder), folder))
+            for bits in bits_to_try(job, files.quantization_bits):
+                name = "float" if bits == FLOAT else f"{bits or files.quantization_bits} bits"
+                tried.append(fusing.measured(name, write_candidate(job, bits, folder), folder))
                 if not tried[-1].refusal:
                     break
                 shutil.rmtree(folder)
@@ -66,22 +67,19 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
     return report
 
 
-def candidates(job: FuseJob, files: ModelFiles) -> Iterator[tuple[str, Plan]]:
-    """Names and plans, in the order of trying."""
-    own = files.quantization_bits
-    module, _, folds = open_to_fold(job.base, job.adapter)
-    if not job.as_float and job.bits is None and own is not None:
-        yield f"{own} bits", own_plan(module, folds)
-    bits = job.bits or (MORE_BITS if own is not None and own < MORE_BITS else None)
-    if not job.as_float and bits is not None:
-        yield f"{bits} bits", bits_plan(module, folds, bits)
-    if job.bits is None:
-        yield "float", float_plan(module, folds)
+def bits_to_try(job: FuseJob, own: int | None) -> list[int | None]:
+    """As ``plan_of`` takes them, in the order of trying; ``own``: those of the base, None: float."""
+    if job.as_float or (job.bits is None and own is None):
+        return [FLOAT]
+    if job.bits is not None or own is None:
+        return [job.bits]
+    return [None, MORE_BITS, FLOAT] if own < MORE_BITS else [None, FLOAT]
 
 
-def write_candidate(job: FuseJob, plan: Plan, folder: Path) -> int:
+def write_candidate(job: FuseJob, bits: int | None, folder: Path) -> int:
     """Write a fused model into a new ``folder``; bytes of its weights."""
     module, config, folds = open_to_fold(job.base, job.adapter)
+    plan = plan_of(module, folds, bits)
     arrays = folded(module, folds, plan)
     size = sum(value.nbytes for value in arrays.values())
     do = "free some space, or choose a folder on another disk"

@@ -210,11 +210,10 @@ def test_writing_needs_no_float_copy_of_the_model(tmp_path: Path) -> None:
     adapter = adapter_of(base, tmp_path / "adapter", lora=LoraSettings(4, 2.0, 0.0, 8, ("all-linear",)))
     files = read_model_files(base)
     job = job_of(base, adapter, tmp_path / "out")
-    _, plan = next(fusing.candidates(job, files))
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    fusing.write_candidate(job, plan, tmp_path / "candidate")
+    fusing.write_candidate(job, None, tmp_path / "candidate")
     assert mx.get_peak_memory() - before < files.static_bytes + 6 * 2**22  # the shard, and a few slices
     assert mx.get_peak_memory() - before < 4 * files.parameters
 

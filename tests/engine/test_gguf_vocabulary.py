@@ -98,8 +98,8 @@ def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "llama-bpe")
     end, other = tokenizer.id_of("<|end|>"), tokenizer.id_of("<|system|>")
     chat = chat_of(tokenizer, PromptFormat((end, other), ""), tmp_path)
-    assert (chat.end_id, chat.stop_ids) == (tokenizer.end_id, (tokenizer.end_id, end, other))
-    assert chat.adds_begin
+    assert chat.stop_ids == (tokenizer.end_id, end, other)
+    assert chat.begin == "<s>"
     text = modelfile(tmp_path / "m.gguf", chat, tokenizer, None)
     assert text.startswith("FROM ./m.gguf\n")
     assert 'PARAMETER stop "<|end|>"' in text
@@ -113,7 +113,7 @@ def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
 def test_no_first_token_is_put_before_chats_that_were_trained_without(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "llama-bpe", template=TEMPLATE.replace("{{ bos_token }}", ""))
     assert tokenizer.encode("a")[0] == tokenizer.id_of("<s>")
-    assert not chat_of(tokenizer, None, tmp_path).adds_begin
+    assert chat_of(tokenizer, None, tmp_path).begin == ""
 
 
 def test_a_template_s_missing_token_stays_empty_in_programs_that_have_one(tmp_path: Path) -> None:

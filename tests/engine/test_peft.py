@@ -275,7 +275,7 @@ def zeroed(part: str, value: float = 0.0) -> Change:
         ),
         (lambda arrays: {name.replace("layers.1", "layers.7"): v for name, v in arrays.items()}, "layers.7"),
         (without("layers.1.mlp.down_proj.lora_B"), r"not whole.*layers\.1\.mlp\.down_proj"),
-        (zeroed("lora_B"), "adapter of zeros"),
+        (zeroed("lora_B"), "changes nothing"),
         (zeroed("lora_B", 1e-12), "changes nothing"),
         (zeroed("lora_A", math.nan), "holds what is not a number"),
         (lambda arrays: {name: v[:2] if "lora_A" in name else v[:, :2] for name, v in arrays.items()}, "rank of 3"),

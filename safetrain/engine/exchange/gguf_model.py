@@ -148,26 +148,22 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
 def _require_known(family: Family, args: Any, head: int, rotation: str) -> None:
     is_27b = args.num_hidden_layers == family.blocks_of_27b
     gemma_scale = args.hidden_size // args.num_attention_heads if is_27b else head
-    scalar = getattr(args, "query_pre_attn_scalar", gemma_scale)
-    heads_fill = head * args.num_attention_heads == args.hidden_size
-    layer_types = getattr(args, "layer_types", None) or ()
-    for is_known, what, expected in (
-        (rotation in family.rotations, f"its rotation is scaled by {rotation}",
-         f"one of {', '.join(family.rotations)}"),
-        (not getattr(args, "rope_traditional", False), "it rotates neighbours (rope_traditional)", "halves of a head"),
-        (family is not LLAMA or "sliding_attention" not in layer_types,
-         "some of its blocks see a sliding window only", "blocks that see the whole text"),
-        (family.architecture not in ("qwen2", "phi3") or heads_fill,
-         "its heads are not as wide together as the model", str(args.hidden_size)),
-        (not family.blocks_of_27b or math.isclose(scalar, gemma_scale),
-         f"query_pre_attn_scalar is {scalar:g}", str(gemma_scale)),
-    ):  # fmt: skip
-        if not is_known:
-            raise ModelError(
-                f"llama.cpp computes this model differently than it was trained: {what}.",
-                expected=expected,
-                do="keep it as an MLX model: safetrain fuse",
-            )
+    scalar = getattr(args, "query_pre_attn_scalar", gemma_scale) if family.blocks_of_27b else gemma_scale
+    what = expected = ""
+    if rotation not in family.rotations:
+        what, expected = f"its rotation is scaled by {rotation}", f"one of {', '.join(family.rotations)}"
+    if getattr(args, "rope_traditional", False):
+        what, expected = "it rotates neighbours (rope_traditional)", "halves of a head"
+    if family is LLAMA and "sliding_attention" in (getattr(args, "layer_types", None) or ()):
+        what, expected = "some of its blocks see a sliding window only", "blocks that see the whole text"
+    if not math.isclose(scalar, gemma_scale):
+        what, expected = f"query_pre_attn_scalar is {scalar:g}", str(gemma_scale)
+    if what:
+        raise ModelError(
+            f"llama.cpp computes this model differently than it was trained: {what}.",
+            expected=expected,
+            do="keep it as an MLX model: safetrain fuse",
+        )
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,9 @@ class GgufChat:
     """What a file says of conversations."""
 
     templates: Mapping[str, str]  # Jinja, as the training rendered it, by name: default, and perhaps tool_use
-    adds_begin: bool  # llama.cpp puts the first token before a text
+    begin: str  # the token that llama.cpp puts before a text; empty: none
     adds_end: bool
-    begin: str  # that token
-    end_id: int
-    stop_ids: tuple[int, ...]  # every token that ends an answer, the one of ``end_id`` first
+    stop_ids: tuple[int, ...]  # every token that ends an answer, the tokenizer's own first
 
 
 def write_texts(writer: GGUFWriter, vocabulary: Vocabulary, chat: GgufChat, tokenizer: ChatTokenizer) -> None:
@@ -95,16 +93,17 @@ def write_texts(writer: GGUFWriter, vocabulary: Vocabulary, chat: GgufChat, toke
     writer.add_chat_template([{"name": name, "template": source} for name, source in chat.templates.items()])
     begin, pad = tokenizer.special_id("bos"), tokenizer.special_id("pad")
     size = len(vocabulary.tokens)
-    writer.add_bos_token_id(chat.end_id if begin is None else begin)  # llama.cpp takes the token 11 where none is named
-    writer.add_eos_token_id(chat.end_id)
-    others = [number for number in chat.stop_ids if number != chat.end_id and number < size]
+    end, *others = chat.stop_ids
+    writer.add_bos_token_id(end if begin is None else begin)  # llama.cpp takes the token 11 where none is named
+    writer.add_eos_token_id(end)
+    others = [number for number in others if number < size]
     for add, number in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
         add(number)
     if pad is not None and pad < size:
         writer.add_pad_token_id(pad)
     if vocabulary.unknown_id is not None:
         writer.add_unk_token_id(vocabulary.unknown_id)
-    writer.add_add_bos_token(chat.adds_begin)
+    writer.add_add_bos_token(chat.begin != "")
     writer.add_add_eos_token(chat.adds_end)
     if vocabulary.space_before is not None:
         writer.add_add_space_prefix(vocabulary.space_before)
@@ -253,7 +252,7 @@ def chat_of(tokenizer: ChatTokenizer, form: PromptFormat | None, where: Path) ->
     asked = ""
     with suppress(TemplateError):
         asked = template.write(_turns(MARKS[1]), prompt=True) if template else begin_text
-    adds_begin = with_ends[:1] == [begin] and bare[:1] != [begin] and begin_text != "" and asked.startswith(begin_text)
+    adds_begin = with_ends[:1] == [begin] and bare[:1] != [begin] and asked.startswith(begin_text)
     adds_end = with_ends[-1:] == [end] and bare[-1:] != [end]
     absent = [f"{name}_token" for name in ("bos", "eos") if tokenizer.special_id(name) is None]
     templates = {}
@@ -262,7 +261,7 @@ def chat_of(tokenizer: ChatTokenizer, form: PromptFormat | None, where: Path) ->
         empty = (f"{{% set {token} = '' %}}" for token in absent if token in opened)  # programs give it another's text
         templates[name] = "".join(empty) + opened
     order = tuple(dict.fromkeys([end, *taught, *sorted(stops)]))
-    return GgufChat(templates, adds_begin, adds_end, begin_text, end, order)
+    return GgufChat(templates, begin_text if adds_begin else "", adds_end, order)
 
 
 def opened_as_trained(source: str, form: PromptFormat | None) -> str:
@@ -278,7 +277,7 @@ def opened_as_trained(source: str, form: PromptFormat | None) -> str:
 
 def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, form: PromptFormat | None) -> str:
     """For `ollama create`, next to ``file``."""
-    text, system = ollama_template(tokenizer.template, form, chat.begin if chat.adds_begin else ""), ""
+    text, system = ollama_template(tokenizer.template, form, chat.begin), ""
     if form and form.system:  # of all training rows; it stands between three quotes, which it cannot have inside
         holds = '"""' not in form.system and not form.system.endswith('"')
         system = f'SYSTEM """{form.system}"""\n' if holds else NO_SYSTEM

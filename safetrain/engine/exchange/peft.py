@@ -57,7 +57,6 @@ TRIED_TOKENS = 16  # spread over the vocabulary
 NO_CHANGE = 1e-5  # of the largest logit: what float32 rounds
 COPY_AGAIN = "copy the whole folder again"
 MERGE = "merge it into its base in PEFT (merge_and_unload), and use that model"
-SAVE_TRAINED = "it was never trained, or saved before it was: save the trained one"
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def import_peft(source: Path, base: Path, out: Path) -> tuple[ImportedAdapter, f
             where=str(source),
             expected=f"more than {NO_CHANGE * largest:.1e}, which is rounding",
             got=f"{moved:.1e}",
-            do=SAVE_TRAINED,
+            do="it was never trained, or saved before it was: save the trained one",
         )
     method = "dora" if imported.shape.dora else "lora"
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
@@ -315,9 +314,8 @@ def _pairs_in(folder: Path, shape: PeftShape, places: Mapping[str, LayerPlace]) 
                     got=str(pair[kind].shape),
                     do="give the base that it was trained on with --model",
                 )
-    moves = (shape.dora or (mx.any(pair["lora_A"]) & mx.any(pair["lora_B"])).item() for pair in pairs.values())
-    if not any(moves):
-        raise ModelError("This is an adapter of zeros: it changes nothing of its base.", where=where, do=SAVE_TRAINED)
+    if not pairs:
+        raise ModelError("The adapter's file is empty.", where=where, do=COPY_AGAIN)
     return pairs
 
 
