@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.exchange.gguf_export import QUANTIZER, GgufJob, export_gguf
 from safetrain.engine.exchange.peft import PeftExportJob, export_peft
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import open_base
+from safetrain.engine.weight_files import apply_adapter
 from tests.engine.test_fuse import adapter_of, memory_limit
 from tests.engine.test_gguf import chats
 from tests.support.gguf_models import build
