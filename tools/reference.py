@@ -108,6 +108,7 @@ def commands() -> str:
         "# Commands",
         "`safetrain COMMAND --help` describes every option; this page only those whose name does not say what they do. "
         "Nothing is overwritten: a folder or file to write must not exist. [Exit codes](exit_codes.md).",
+        "Shared options:",
         "\n".join(shared),
     ]
     return "\n\n".join(parts + [_command(name, command, shared) for name, command in found])
@@ -182,7 +183,7 @@ def keys() -> str:
         "In brackets: the shipped value. `null` takes the recommendation, which `recommended_config.json` gives with "
         "its reason, or means no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
         "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
-        "after `-S` of `dvc exp run`. A changed value reruns the named stages and those that depend on them.",
+        "after `-S` of `dvc exp run`. A changed value reruns the stages named below and those that depend on them.",
     ]
     for section, values in shipped.items():
         readers = {key: ", ".join(_stages_of(section, key)) or "nothing" for key in values}
@@ -193,12 +194,9 @@ def keys() -> str:
             lines.append(f"- **{key}** (`{ships}`): {cell(comments[section, key])}")
             if readers[key] != usual:
                 others.setdefault(readers[key], []).append(f"`{key}`")
-        more = (
-            ""
-            if not others
-            else ", except:\n\n" + "\n".join(f"- {which}: {', '.join(named)}" for which, named in others.items())
-        )
-        parts += [f"## {section}", f"Reruns {usual}{more or '.'}", "\n".join(lines)]
+        told = [f"Reruns {usual}{', except:' if others else '.'}"]
+        told += [f"{', '.join(named)}: {which}." for which, named in others.items()]
+        parts += [f"## {section}", "  \n".join(told), "\n".join(lines)]
     return "\n\n".join(parts)
 
 
