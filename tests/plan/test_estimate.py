@@ -13,10 +13,11 @@ from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import ModelFiles, read_model_plan
+from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.creation.shapes import PRESETS
-from safetrain.plan.estimate import estimate_of, remedies
+from safetrain.plan.estimate import Estimate, estimate_of, remedies, what_would_fit
 from safetrain.plan.estimate_command import (
     LENGTHS,
     estimate_pretraining,
@@ -34,11 +35,24 @@ from safetrain.plan.machine import (
     read_profile,
     speed_here,
 )
-from safetrain.plan.speed import Link, Speed
+from safetrain.plan.speed import (
+    MESSAGE_BYTES,
+    Link,
+    SharedUpdate,
+    Speed,
+    exchange_seconds,
+    flops_per_token,
+    multiplied_weights,
+    shared_update,
+    update_seconds,
+    wire_bytes,
+)
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
+from tests.plan.test_recommend import machine as usual_machine
 from tests.plan.test_recommend import plan as recommended
 
+NO_COST = Link(gbps=1e9, latency_seconds=0)
 PROFILES = ROOT / "conf" / "machine"
 LINK = Link(10)
 
@@ -216,3 +230,72 @@ def test_the_command_says_by_its_exit_code_whether_it_fits() -> None:
     assert code("--pretrain", "10m", "--machine", "m1-8gb", "--all-machines") == 2
     assert (code("--all-machines"), code("--tokens-per-parameter", "20")) == (2, 2)
     assert code("models/encyclopedia-3m", "--machine", "m1-8gb", "--ranks", "4", "--link-gbps", "10") == 0
+
+
+def shortage(folder: Path, bits: int | None, gib: float, length: int = 1024) -> Estimate:
+    """A 7B on a machine that has too little memory for it."""
+    quantization = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
+    (folder / "config.json").write_text(json.dumps({**BIG["Qwen2.5-7B"][0], **quantization}))
+    model = read_model_plan(folder)
+    lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
+    return Estimate(model, usual_machine(gib, "metal"), lora, checkpointing=True, tokens=length)
+
+
+def test_where_nothing_fits_what_would_is_named_with_its_memory(tmp_path: Path) -> None:
+    asked = shortage(tmp_path, 4, 7.0, 4096)
+    found = what_would_fit(asked)
+    assert not asked.fits
+    assert found[0].startswith("train.max_seq_length=")
+    assert all(text.endswith("GiB)") for text in found)
+    length = int(found[0].split("=")[1].split(" ")[0])
+    assert (asked.but(tokens=length).fits, asked.but(tokens=length + 32).fits) == (True, False)
+    assert [text[:16] for text in what_would_fit(asked.but(rows=4, tokens=length))] == ["train.batch_size"]
+    assert any("--bits 4" in text for text in what_would_fit(shortage(tmp_path, None, 9.0)))
+    (smaller,) = what_would_fit(shortage(tmp_path, 2, 1.0, 256))
+    assert smaller.startswith("a base of about ")
+
+
+def test_a_gradient_is_counted_in_the_messages_that_it_is_sent_in() -> None:
+    from safetrain.engine import ranks
+
+    assert ranks.MESSAGE_BYTES == MESSAGE_BYTES
+
+
+def test_traffic_is_that_of_a_ring_and_a_second_on_the_wire_is_a_second() -> None:
+    assert [wire_bytes(1000, ranks) for ranks in (1, 2, 4, 100)] == [0, 1000, 1500, 1980]
+    assert exchange_seconds(125_000_000, 2, Link(1, 0)) == pytest.approx(1.0)  # 1 Gbit over 1 Gbit/s
+    assert exchange_seconds(0, 4, Link(1, 0.001)) == pytest.approx(0.006)  # 2 (N - 1) steps
+    assert exchange_seconds(MESSAGE_BYTES + 1, 4, Link(1e12, 0.001)) == pytest.approx(0.012)  # two messages
+
+
+def test_the_largest_share_decides_and_more_ranks_than_rows_bring_nothing() -> None:
+    update = SharedUpdate(16.0, 0, 0, 16)
+    assert [update_seconds(update, ranks, NO_COST) for ranks in (1, 2, 5, 8, 9, 15, 16, 40)] == [
+        16, 8, 4, 2, 2, 2, 1, 1,
+    ]  # fmt: skip
+    assert update_seconds(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1)) == 2.5
+
+
+def test_a_measured_time_is_kept_and_a_modelled_one_is_operations_by_speed() -> None:
+    measured = shared_update(Speed(None, "", 3.0, 8), 0, 10**6, "cpu", 16)
+    assert measured is not None
+    assert measured.compute_seconds + measured.fixed_seconds == pytest.approx(3.0)
+    assert measured.rows == 8
+    modelled = shared_update(Speed(10, ""), 5e12, 10**6, "metal", 16)
+    assert modelled is not None
+    assert modelled.compute_seconds == pytest.approx(0.5)
+    assert shared_update(Speed(None, ""), 5e12, 10**6, "metal", 16) is None
+
+
+def test_operations_are_six_for_a_trained_weight_and_four_for_a_frozen_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BIG["Llama-3.1-8B"][0]))
+    model = read_model_plan(path)
+    weights = multiplied_weights(model)
+    assert weights / model.parameters == pytest.approx(1 - 128256 * 4096 / 8_030_261_248, rel=1e-3)  # its own head
+    whole, adapter = flops_per_token(model, 1, weights), flops_per_token(model, 1, 0)
+    assert whole == pytest.approx(6 * weights, rel=1e-3)
+    assert adapter == pytest.approx(4 * weights, rel=1e-3)
+    long = flops_per_token(model, 8192, weights)
+    assert long - whole == pytest.approx(6 * 32 * 4096 * 8191)
+    assert flops_per_token(model, 1, weights, recompute=True) == pytest.approx(8 * weights, rel=1e-3)

@@ -17,7 +17,7 @@ from safetrain.plan.hosts import differences, facts_here, host_checks, is_shared
 from safetrain.plan.machine import read_machine_now
 from safetrain.plan.search import PlanInputs
 from tests.conftest import EMBEDDED
-from tests.plan.test_machine import CPU
+from tests.plan.test_preflight import CPU
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data
 
 SSH = """#!/bin/sh

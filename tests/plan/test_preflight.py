@@ -11,27 +11,31 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.postmortem import PostMortem
+from safetrain.core.records.reports import Machine
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
-from safetrain.plan import preflight
+from safetrain.plan import machine, preflight
 from safetrain.plan.checks import (
     Check,
     downgrade,
     engine_checks,
     environment_checks,
+    power_check,
+    pressure_check,
     render,
     require_known,
     skipped,
     software_checks,
     summarise,
+    watchdog_check,
 )
-from safetrain.plan.machine import read_machine_now
+from safetrain.plan.machine import Probe, read_machine_now, settle
 from tests.conftest import EMBEDDED
-from tests.plan.test_machine import CPU
 from tests.plan.test_recommend import data, plan
 
+CPU = Probe("cpu", "", 0, 0, 0, 140 * 2**20, "OpenBLAS", True, "", 200.0)
 MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)
 
@@ -211,3 +215,63 @@ def test_named_checks_become_warnings_and_unknown_names_are_refused(tmp_path: Pa
         require_known(["disk-fre"], preflight.IDS)
     with pytest.raises(ConfigError, match="Unknown check all"):
         require_known(["all"], preflight.IDS)
+
+
+@pytest.mark.parametrize(
+    ("level", "free_percent", "status"),
+    [
+        (1, 54, "pass"),  # an idle M1 8 GB with 3.3 of 4 GB of swap in use
+        (2, 46, "pass"),  # level 2 stays on 8 GB Macs while there is room
+        (2, 14, "warn"),  # the same M1 while it trained
+        (4, 30, "warn"),
+        (0, 0, "pass"),  # a system that does not say
+    ],
+)
+def test_memory_is_short_by_pressure_and_not_by_swap(level: int, free_percent: int, status: str) -> None:
+    check = pressure_check(level, free_percent)
+    assert (check.id, check.status, check.critical) == ("ENV-SWAP", status, False)
+
+
+def test_a_mac_on_battery_or_with_kernel_panics_is_told() -> None:
+    assert power_check(True, 100).status == "pass"
+    assert (power_check(False, 41.6).status, power_check(False, 41.6).found) == ("warn", "battery, 42 %")
+    assert "screen" in watchdog_check("26.6.2", []).found
+    assert (watchdog_check("15.5", []).found, watchdog_check("", []).status) == ("macOS 15.5", "pass")
+    check = watchdog_check("15.5", [Path(f"panic-full-2026-09-0{day}.panic") for day in (1, 2, 3, 4)])
+    assert (check.status, check.critical) == ("warn", False)
+    assert "4 kernel panics in 72 hours: panic-full-2026-09-02" in check.found  # the last three are enough
+    assert {check.id, power_check(True, 100).id} <= set(preflight.IDS)
+
+
+def test_an_upgrade_of_macos_voids_what_was_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GB machines may use 10.67 GiB under macOS 15 and 11.84 under 26, with the same wired limit (0)."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(machine, "sysctl_number", lambda _name: 0)
+    monkeypatch.setattr(machine, "chip_name", lambda: "Apple M1 Pro")
+    paths = []
+    for release in ("24.6.0", "25.6.0"):
+        monkeypatch.setattr("platform.release", lambda release=release: release)
+        paths.append(machine.answer_path("a model"))
+    assert len(set(paths)) == 2
+
+
+def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> None:
+    before = read_machine_now(CPU)
+
+    def now(share: float) -> Machine:
+        return dataclasses.replace(before, memory_budget_bytes=int(share * before.memory_budget_bytes))
+
+    assert settle(now(0.92), before) == before
+    assert settle(now(1.2), before) == before
+    assert settle(now(0.88), before) == now(0.88)
+    assert settle(now(1.4), before) == now(1.4)
+    assert settle(dataclasses.replace(now(1.1), mlx="9"), before) == dataclasses.replace(before, mlx="9")
+    assert settle(now(0.5), None) == now(0.5)
+
+
+def test_the_process_is_as_it_was_measured_with_room_to_grow() -> None:
+    before = read_machine_now(CPU)
+    assert before.process_memory_bytes == 224 * 2**20  # 140 and 64, up to a multiple of 32
+    a_little_more = read_machine_now(dataclasses.replace(CPU, process_bytes=170 * 2**20))
+    assert settle(a_little_more, before).process_memory_bytes == before.process_memory_bytes
+    assert read_machine_now(dataclasses.replace(CPU, process_bytes=400 * 2**20)).process_memory_bytes > 450 * 2**20

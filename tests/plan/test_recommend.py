@@ -109,6 +109,9 @@ def test_what_cannot_fit_is_an_error_before_training() -> None:
         plan(model=qwen_7b(), machine=machine(4, "metal"))
     assert "GiB with margin, at batch size 1 and" in str(caught.value)
     assert caught.value.exit_code == 5
+    long = dataclasses.replace(OPEN, max_seq_length=8192)
+    with pytest.raises(MachineError, match=r"use train\.max_seq_length=\d+ \("):
+        plan(long, model=qwen_7b(), machine=machine(6.5, "metal"), data=data(longest=8000))
 
 
 def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
