@@ -197,6 +197,9 @@ class PretrainingEstimate:
     length: int  # of a window
     flops: float  # of the whole training
     tokens_per_second: float | None  # of all ranks together
+    seconds: float | None  # of the whole training
+    kwh: float | None  # of all ranks
+    usd: float | None
     speed_source: str
     needed_bytes: int  # for one window at a time, in the way that fits, or that takes least
     rows: int  # windows that fit at a time with stored activations
@@ -207,23 +210,6 @@ class PretrainingEstimate:
     def fits(self) -> bool:
         """Whether one window does, at the least."""
         return bool(self.rows or self.rows_recomputed)
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of the whole training."""
-        return self.tokens / self.tokens_per_second if self.tokens_per_second else None
-
-    @property
-    def kwh(self) -> float | None:
-        """Energy of all ranks."""
-        watts = self.place.of_all("watts")
-        return watts * self.seconds / JOULES_PER_KWH if watts and self.seconds else None
-
-    @property
-    def usd(self) -> float | None:
-        """Cost of all ranks."""
-        price = self.place.of_all("usd_per_hour")
-        return price * self.seconds / HOUR_SECONDS if price and self.seconds else None
 
 
 def print_pretraining(
@@ -272,8 +258,11 @@ def estimate_pretraining(
     if update is not None:
         fed = speed.length if speed.step_seconds is not None else padded(length)
         per_second = update.rows * fed / update_seconds(update, place.ranks, place.link)
+    seconds = tokens / per_second if per_second else None
+    kwh = place.of_all("watts") * (seconds or 0) / JOULES_PER_KWH or None
+    usd = place.of_all("usd_per_hour") * (seconds or 0) / HOUR_SECONDS or None
     return PretrainingEstimate(
-        place, tokens, length, per_token * tokens, per_second, speed.source,
+        place, tokens, length, per_token * tokens, per_second, seconds, kwh, usd, speed.source,
         (window if rows else window.cheapest).needed_bytes, rows, recomputed,
         disk_bytes_of(model.parameters, keep_checkpoints),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def examine(
     probe, why_not = ask_engine(probe_module, model, level, own_limit_bytes(train.memory_limit_gb))
     data, rows, data_found = _data(config, model)
     last = [*model_found, *data_found, *environment_checks(model.static_bytes if model else 0)]
-    last += [*disk_checks(config, data, model), previous_run_check(paths.OUTPUT, _identity(model, rows))]
+    last += [_disk_check(config, data, model), previous_run_check(paths.OUTPUT, _identity(model, rows))]
     hosts_found, hosts = host_checks(train, folder) if is_shared(train) else ([], None)
     last += hosts_found
     if probe is None:
@@ -172,14 +172,13 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, text, most, source)
 
 
-def disk_checks(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> list[Check]:
-    """Free disk for checkpoints, adapters and reports of a training with these settings."""
+def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
     if data is None or model is None:
-        return [skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)]
+        return skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)
     try:
-        return [disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))]
+        return disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))
     except ConfigError as error:
-        return [from_error("DISK-FREE", "disk", error)]
+        return from_error("DISK-FREE", "disk", error)
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
