@@ -19,7 +19,7 @@ import psutil
 from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
 from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase, allowed_seconds
 from safetrain.core.storage.paths import RECORDER
-from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, RecentSamples, Sampler
+from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, Sampler
 
 TAIL_BYTES = 64 * 1024
 RING_PREFIX = b"[ring] "  # mlx's lines when another rank is gone; the supervisor knows that already
@@ -59,7 +59,6 @@ class Ending:
     ended_by_us: str  # hang, limit, orphan, second signal, or empty
     overdue_seconds: float
     signal_passed_on: int  # 0 for none
-    oom_kills: int
     limit: Limit
     last: MemorySample | None
     recent: RecentMemory
@@ -132,7 +131,6 @@ class WatchedProcess:
         self._sampler = Sampler(settings.memory_limit_bytes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
-        self._samples = RecentSamples()
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")
         self._readers = [
@@ -197,7 +195,7 @@ class WatchedProcess:
     def remember(self, sample: MemorySample) -> None:
         """Keep a sample as evidence."""
         self.last = sample
-        self._samples.add(time.monotonic(), sample, self._sampler.oom_kills())
+        self._sampler.remember(time.monotonic(), sample)
 
     def new_events(self) -> list[Event]:
         """Events since the last call."""
@@ -238,7 +236,6 @@ class WatchedProcess:
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """Everything known of its end; ``started``: wall clock and monotonic clock."""
-        recent = self._samples.summary()
         return Ending(
             pid=self.pid,
             return_code=self.return_code,
@@ -249,10 +246,9 @@ class WatchedProcess:
             ended_by_us=ended_by_us,
             overdue_seconds=overdue,
             signal_passed_on=passed_on,
-            oom_kills=self._sampler.oom_kills() - recent.oom_kills_before,
             limit=self.limit,
             last=self.last,
-            recent=recent,
+            recent=self._sampler.recent(),
             started_seconds=started[0],
             started_monotonic_seconds=started[1],
         )

@@ -58,42 +58,16 @@ class RecentMemory:
     least_available_bytes: int = 2**63
     most_stalled_percent: float = 0.0
     most_pressure_level: int = 0
-    oom_kills_before: int = 0  # that the kernel had counted when these seconds began
-
-
-class RecentSamples:
-    """The samples of the last RECENT_SECONDS."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, MemorySample, int]] = deque()
-
-    def add(self, seconds: float, sample: MemorySample, oom_kills: int) -> None:
-        """Add a sample at a time of a monotonic clock, with the kernel's count of kills until then."""
-        self._samples.append((seconds, sample, oom_kills))
-        while self._samples[0][0] < seconds - RECENT_SECONDS:
-            self._samples.popleft()
-
-    def summary(self) -> RecentMemory:
-        """Maxima and minima of the samples."""
-        samples = [sample for _, sample, _ in self._samples]
-        if not samples:
-            return RecentMemory()
-        return RecentMemory(
-            peak_footprint_bytes=max(sample.footprint_bytes for sample in samples),
-            peak_data_bytes=max(sample.data_bytes for sample in samples),
-            least_available_bytes=min(sample.available_bytes for sample in samples),
-            most_stalled_percent=max(sample.stalled_percent for sample in samples),
-            most_pressure_level=max(sample.pressure_level for sample in samples),
-            oom_kills_before=self._samples[0][2],
-        )
+    oom_kills: int = 0  # that the kernel has counted in them
 
 
 class Sampler:
-    """Samples one process."""
+    """Samples one process, and keeps what it saw in the last RECENT_SECONDS."""
 
     def __init__(self, own_limit_bytes: int | None) -> None:
         self._groups = memory_groups()
-        self._kills_before = oom_kills(self._groups)
+        self._kills = oom_kills(self._groups)  # that the kernel had counted at the start
+        self._samples: deque[tuple[float, MemorySample, int]] = deque()
         self.limit = limit_now(own_limit_bytes)
 
     def sample(self, pid: int) -> MemorySample | None:
@@ -114,9 +88,25 @@ class Sampler:
             pressure_level=sysctl_number(PRESSURE_LEVEL) if sys.platform == "darwin" else 0,
         )
 
-    def oom_kills(self) -> int:
-        """Processes that the kernel killed in our memory group since the start."""
-        return oom_kills(self._groups) - self._kills_before
+    def remember(self, seconds: float, sample: MemorySample) -> None:
+        """Keep a sample as evidence, of a time of a monotonic clock."""
+        self._samples.append((seconds, sample, oom_kills(self._groups)))
+        while self._samples[0][0] < seconds - RECENT_SECONDS:
+            self._samples.popleft()
+
+    def recent(self) -> RecentMemory:
+        """Maxima and minima of what is remembered."""
+        samples = [sample for _, sample, _ in self._samples]
+        if not samples:
+            return RecentMemory(oom_kills=oom_kills(self._groups) - self._kills)
+        return RecentMemory(
+            peak_footprint_bytes=max(sample.footprint_bytes for sample in samples),
+            peak_data_bytes=max(sample.data_bytes for sample in samples),
+            least_available_bytes=min(sample.available_bytes for sample in samples),
+            most_stalled_percent=max(sample.stalled_percent for sample in samples),
+            most_pressure_level=max(sample.pressure_level for sample in samples),
+            oom_kills=oom_kills(self._groups) - self._samples[0][2],
+        )
 
 
 class Thrashing:

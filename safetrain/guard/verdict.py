@@ -183,8 +183,8 @@ def _killed(evidence: Evidence) -> Cause | None:
     if ending.return_code != -signal.SIGKILL:
         return None
     readings, log = _memory_readings(evidence), evidence.kernel_log
-    if ending.oom_kills > 0:
-        kills = counted(ending.oom_kills, "kill")
+    if ending.recent.oom_kills > 0:
+        kills = counted(ending.recent.oom_kills, "kill")
         count = f"the kernel counted {kills} for lack of memory in this memory group in its last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
     if log:

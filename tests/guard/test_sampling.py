@@ -2,24 +2,28 @@
 
 from dataclasses import replace
 
+import pytest
+
 from safetrain.core.records.metrics import StepRecord
-from safetrain.guard.sampling import RECENT_SECONDS, MemorySample, RecentMemory, RecentSamples, Thrashing
+from safetrain.guard.sampling import RECENT_SECONDS, MemorySample, RecentMemory, Sampler, Thrashing
 
 MIB = 2**20
 
 
-def test_what_was_seen_hours_ago_is_no_evidence() -> None:
+def test_what_was_seen_hours_ago_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program took all memory for a moment, and one of its processes was killed for it."""
-    seen, usual = RecentSamples(), MemorySample(2 * MIB, 3 * MIB, 900 * MIB, 0, 0.0, 1)
-    assert seen.summary() == RecentMemory()
-    seen.add(0.0, usual, 0)
-    seen.add(1.0, MemorySample(80 * MIB, 90 * MIB, MIB, 0, 70.0, 4), 1)
-    dip = RecentMemory(80 * MIB, 90 * MIB, MIB, 70.0, 4, 0)
-    assert seen.summary() == dip
-    seen.add(1.0 + RECENT_SECONDS, usual, 1)
-    assert seen.summary() == replace(dip, oom_kills_before=1)
-    seen.add(3600.0, usual, 1)
-    assert seen.summary() == RecentMemory(2 * MIB, 3 * MIB, 900 * MIB, 0.0, 1, 1)
+    kills = iter((0, 0, 0, 1, 1, 1, 1, 1, 1))
+    monkeypatch.setattr("safetrain.guard.sampling.oom_kills", lambda _groups: next(kills))
+    seen, usual = Sampler(None), MemorySample(2 * MIB, 3 * MIB, 900 * MIB, 0, 0.0, 1)
+    assert seen.recent() == RecentMemory()
+    seen.remember(0.0, usual)
+    seen.remember(1.0, MemorySample(80 * MIB, 90 * MIB, MIB, 0, 70.0, 4))
+    dip = RecentMemory(80 * MIB, 90 * MIB, MIB, 70.0, 4, 1)
+    assert seen.recent() == dip
+    seen.remember(1.0 + RECENT_SECONDS, usual)
+    assert seen.recent() == replace(dip, oom_kills=0)
+    seen.remember(3600.0, usual)
+    assert seen.recent() == RecentMemory(2 * MIB, 3 * MIB, 900 * MIB, 0.0, 1, 0)
 
 
 def test_half_the_speed_and_more_swap_is_thrashing_and_either_alone_is_not() -> None:

@@ -122,7 +122,7 @@ def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
     ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
     assert seen == sent
     assert (ending.return_code, ending.finished, ending.failed, ending.began) == (0, sent[-1], None, True)
-    assert (ending.ended_by_us, ending.signal_passed_on, ending.oom_kills) == ("", 0, 0)
+    assert (ending.ended_by_us, ending.signal_passed_on, ending.recent.oom_kills) == ("", 0, 0)
     ending = run('pipe.send(Failed("ConfigError", "a\\nb", 2)); sys.exit(2)', flight)
     assert ending.failed == Failed("ConfigError", "a\nb", 2)
     assert (ending.return_code, ending.began, ending.finished) == (2, False, None)

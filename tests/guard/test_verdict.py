@@ -43,10 +43,10 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivi
 
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
     """A process with plenty of memory, unless said otherwise."""
-    seen = {key: other.pop(key) for key in ("most_stalled_percent", "most_pressure_level") if key in other}
+    seen = {key: other.pop(key) for key in ("most_stalled_percent", "most_pressure_level", "oom_kills") if key in other}
     usual: dict[str, Any] = {
         "pid": 4711, "return_code": return_code, "began": True, "finished": None, "failed": None, "stderr_tail": "",
-        "ended_by_us": "", "overdue_seconds": 0.0, "signal_passed_on": 0, "oom_kills": 0, "limit": MACHINE,
+        "ended_by_us": "", "overdue_seconds": 0.0, "signal_passed_on": 0, "limit": MACHINE,
         "last": MemorySample(footprint, footprint, available, 0, 0.0, 0),
         "recent": RecentMemory(footprint, footprint, available, **seen),
         "started_seconds": 0.0, "started_monotonic_seconds": 0.0,
