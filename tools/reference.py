@@ -42,7 +42,7 @@ SAID_FIELDS = frozenset(
     footprint_bytes peak_footprint_bytes measured_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
     source remedy status total_seconds step_seconds padding_share plus_minus loss disk_bytes predicted_peak_bytes
     template_date stop_tokens memory_rungs gpu_rungs verified token_f1 chrf exact_match exact_match_low warnings
-    adapter
+    adapter where ended_seconds went_on rank row_ids cut_rows
     """)
 )  # fields of records whose name says it
 RECORDS = {
