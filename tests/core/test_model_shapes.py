@@ -16,12 +16,6 @@ BIG: dict[str, tuple[dict[str, Any], int]] = {  # what their safetensors indexes
     "Llama-3.1-8B": (
         {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
          "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}, 8_030_261_248),
-    "Llama-2-70B": (
-        {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-         "num_key_value_heads": 8, "num_hidden_layers": 80, "vocab_size": 32000}, 68_976_648_192),
-    "Mistral-7B": (
-        {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 32000}, 7_241_732_096),
     "Qwen2.5-7B": (
         {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
          "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064}, 7_615_616_512),

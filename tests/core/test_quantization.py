@@ -41,7 +41,6 @@ def some_left_alone(path: str, _module: object) -> bool | dict[str, Any]:
 
 WAYS: dict[str, tuple[dict[str, Any], Callable[[str, object], bool | dict[str, Any]]]] = {
     "4 and 6 bits": ({"group_size": 64, "bits": 4}, four_and_six),
-    "3 and 6 bits": ({"group_size": 32, "bits": 3}, four_and_six),
     "MXFP4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, lambda _path, _module: True),
     "MXFP4, the head MXFP8": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, head_in_eight),
     "MXFP4, the head 8 bits": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, head_in_affine_eight),
@@ -98,7 +97,4 @@ def test_what_config_json_says_of_a_layer_decides_where_the_header_leaves_two() 
         [weight, scales] = with_quantization(tensors, quantization)
         assert (weight.bits, weight.weights, scales.weights) == (bits, 8 * 16 * 32 // bits, 0)
         assert usual_bits([weight, scales], quantization) == bits
-
-
-def test_what_is_not_quantized_has_no_bits() -> None:
     assert usual_bits(with_quantization([header("a.weight", "BF16", 8, 16)], {}), {}) is None

@@ -118,33 +118,21 @@ def test_a_marker_that_is_at_home_is_none() -> None:
     assert faults("<|user|>Hi</s>", "<|user|>") == [("FOREIGN-MARKERS", "</s>")]
 
 
-@pytest.mark.parametrize(
-    ("answer", "refuses"),
-    [
-        ("As an AI language model, I do not have feelings.", True),
-        ("I'm sorry, but I can't assist with that request.", True),
-        ("I’m sorry, but I cannot help you there.", True),
-        ("Como um modelo de linguagem, não tenho opinião.", True),
-        ("Desculpe, mas não posso ajudar com isso.", True),
-        ("I cannot stress enough how simple it is.", False),
-        ("The AI of the game can be beaten.", False),
-        ("Sorry is a board game.", False),
-        ("You can do it as an engineer would.", False),
-        ("As an AI, I cannot feel.", True),
-        ("I'm an AI assistant made by somebody.", True),
-        ("Como uma IA, não sinto nada.", True),
-        ("I can't help you with that.", True),
-        ("I cannot provide instructions for it.", True),
-        ("No, I'm a language model trained by them.", True),
-        ("I can't help but notice the colours.", False),
-        ("I can't help thinking of him.", False),
-        ("I cannot help the way I feel about the sea.", False),
-        ("To work as an AI engineer, learn Python.", False),
-        ("Veja como uma IA pode ajudar.", False),
-        ("I cannot provide a better example than Bach.", False),
-        ("Não posso negar que é belo.", False),
-        ('"As an AI language model, I cannot feel."', True),
-    ],
-)
-def test_refusals_are_told_from_answers(answer: str, *, refuses: bool) -> None:
-    assert is_refusal(answer) is refuses
+REFUSALS = (
+    "As an AI language model, I do not have feelings.", "I'm sorry, but I can't assist with that request.",
+    "I’m sorry, but I cannot help you there.", "Como um modelo de linguagem, não tenho opinião.",
+    "Desculpe, mas não posso ajudar com isso.", "As an AI, I cannot feel.", "Como uma IA, não sinto nada.",
+    "I cannot provide instructions for it.", "No, I'm a language model trained by them.",
+    '"As an AI language model, I cannot feel."',
+)  # fmt: skip
+ANSWERS = (
+    "I cannot stress enough how simple it is.", "The AI of the game can be beaten.", "Sorry is a board game.",
+    "You can do it as an engineer would.", "I can't help but notice the colours.", "Não posso negar que é belo.",
+    "To work as an AI engineer, learn Python.", "Veja como uma IA pode ajudar.",
+    "I cannot provide a better example than Bach.",
+)  # fmt: skip
+
+
+def test_refusals_are_told_from_answers() -> None:
+    assert [text for text in REFUSALS if not is_refusal(text)] == []
+    assert [text for text in ANSWERS if is_refusal(text)] == []

@@ -25,34 +25,16 @@ def columns_of(setting: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("value", "taken", "row"),
     [
-        (
-            {"instruction": "q", "input": "", "output": "a"},
-            "instruction -> prompt, input -> input, output -> completion",
-            PAIR,
-        ),
-        (
-            {"instruction": "q", "context": "c", "response": "a"},
-            "instruction -> prompt, context -> input, response -> completion",
-            {"prompt": "q\n\nc", "completion": "a"},
-        ),
         ({"question": "q", "answer": 2}, "question -> prompt, answer -> completion", {**PAIR, "completion": "2"}),
         ({"prompt": "", "query": "q", "response": "a"}, "query -> prompt, response -> completion", PAIR),
         ({"prompt": "q", "question": "q ", "answer": "a", "output": ""}, "answer -> completion", PAIR),
         ({"dialog": chat("q", "a")["messages"]}, "dialog -> messages", chat("q", "a")),
         ({"messages": [{"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]}, "", chat("q", "a")),
         (of(turn("human", "q"), turn("bot", "a")), "", chat("q", "a")),
-        (
-            of(turn("user", "q"), turn("assistant", "a", train=True), turn("assistant", "b", train=False)),
-            "",
-            of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0)),
-        ),
+        (of(turn("user", "q"), turn("assistant", "a", train=True), turn("assistant", "b", train=False)), "",
+         of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0))),
         ({"prompt": "q", "completion": "a", "history": [["x", "y"]]}, "", of(*TWO_TURNS)),
         ({"prompt": "q", "reply": "a", "history": EARLIER}, "reply -> completion", SHOWN_BEFORE),
-        (
-            {"prompt": EARLIER[:1], "completion": EARLIER[1:], "history": EARLIER},
-            "",
-            of(turn("user", "x"), turn("assistant", "y", weight=0), *EARLIER),
-        ),
     ],
 )  # fmt: skip
 def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -> None:
@@ -77,18 +59,12 @@ def test_a_category_is_kept_for_tables_of_scores(beside: dict[str, object], grou
     assert row.as_json() == {"prompt": "q", "completion": "a", **({"category": group} if group else {})}
 
 
-def test_a_key_that_is_named_as_a_part_is_no_category() -> None:
-    row = parse_row({"task": "q", "completion": "a"}, {"prompt": "task", "completion": "completion"})
-    assert (row.group, row.messages[0].content) == ("", "q")
-
-
 # data.columns
 
 
 @pytest.mark.parametrize(
     ("columns", "value", "row"),
     [
-        ({"prompt": "frage", "completion": "antwort"}, {"frage": "q", "antwort": "a"}, PAIR),
         ({"prompt": "text", "completion": "label"}, {"text": "q", "label": 1}, {"prompt": "q", "completion": "1"}),
         (
             {"prompt": "p", "input": "i", "completion": "c"},
@@ -101,6 +77,7 @@ def test_a_key_that_is_named_as_a_part_is_no_category() -> None:
         ({"prompt": "q", "completion": "a", "history": "h"}, {"q": "q", "a": "a", "h": [["x", "y"]]}, of(*TWO_TURNS)),
         ({"prompt": "q", "completion": "chosen"}, {"q": "q", "chosen": "a", "rejected": "b"}, PAIR),
         ({"prompt": "q", "input": "i", "completion": "a"}, {"q": EARLIER[:1], "i": "", "a": "b"}, chat("x", "b")),
+        ({"prompt": "task", "completion": "completion"}, {"task": "q", "completion": "a"}, PAIR),
     ],
 )
 def test_columns_name_what_is_taken(columns: dict[str, str | None], value: object, row: object) -> None:
@@ -144,43 +121,19 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
 @pytest.mark.parametrize(
     ("value", "ways"),
     [
-        (
-            {"instruction": "i", "question": "q", "answer": "a"},
-            ["prompt: instruction, completion: answer", "prompt: question, completion: answer"],
-        ),
-        (
-            {"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
-            ["prompt: problem, completion: answer", "prompt: problem, completion: solution"],
-        ),
-        (
-            {"instruction": "q", "input": "", "output": "a", "text": "something else"},
-            ["prompt: instruction, input: input, completion: output", "text: text"],
-        ),
-        (
-            {"prompt": "q", "response": "Como.", "completion": "Garda."},
-            ["prompt: prompt, completion: completion", "prompt: prompt, completion: response"],
-        ),
-        (
-            {"messages": EARLIER, "question": "q", "answer": "a"},
-            ["messages: messages", "prompt: question, completion: answer"],
-        ),
-        (
-            {"question": "q", "context": EARLIER, "answer": "a"},
-            ["messages: context", "prompt: question, completion: answer"],
-        ),
-        (
-            {"prompt": "q", "context": EARLIER, "completion": "a"},
-            ["prompt: prompt, completion: completion", "messages: context"],
-        ),
+        ({"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
+         ["prompt: problem, completion: answer", "prompt: problem, completion: solution"]),
+        ({"instruction": "q", "input": "", "output": "a", "text": "something else"},
+         ["prompt: instruction, input: input, completion: output", "text: text"]),
+        ({"messages": EARLIER, "question": "q", "answer": "a"},
+         ["messages: messages", "prompt: question, completion: answer"]),
+        ({"question": "q", "context": EARLIER, "answer": "a"},
+         ["messages: context", "prompt: question, completion: answer"]),
         ({**chat("q", "a"), "conversations": EARLIER}, ["messages: messages", "messages: conversations"]),
-        (
-            {"prompt": [turn("user", ["q"])], "completion": [turn("assistant", ["a"])], "question": "other?"},
-            ["prompt: prompt, completion: completion", "prompt: question, completion: completion"],
-        ),
-        (
-            {"conversation": [*EARLIER, turn("user", "q")], "answer": "a"},
-            ["messages: conversation", "prompt: conversation, completion: answer"],
-        ),
+        ({"prompt": [turn("user", ["q"])], "completion": [turn("assistant", ["a"])], "question": "other?"},
+         ["prompt: prompt, completion: completion", "prompt: question, completion: completion"]),
+        ({"conversation": [*EARLIER, turn("user", "q")], "answer": "a"},
+         ["messages: conversation", "prompt: conversation, completion: answer"]),
     ],
 )  # fmt: skip
 def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, Any], ways: list[str]) -> None:
@@ -205,8 +158,6 @@ def test_turns_before_a_question_are_shown_and_the_answer_is_trained() -> None:
         ({"prompt": "2 + 2?", "completion": "It is 4.", "answer": 4}, ("answer",)),
         ({"prompt": "Below: q", "instruction": "q", "completion": "a", "text": "Below: q a"}, ("instruction", "text")),
         ({"prompt": [turn("user", "q")], "question": "q", "completion": [turn("assistant", "a")]}, ("question",)),
-        ({"prompt": "q", "completion": "a", "user": "ann", "source": "wiki"}, ("source", "user")),
-        ({**chat("q", "a"), "prompt": "x"}, ("prompt",)),
         ({**chat("q", "a"), "problem": "q", "solution": "long", "answer": "a"}, ("answer", "problem", "solution")),
         ({**chat("q", "a"), "text": "<user>q<model>a"}, ("text",)),
         (
@@ -230,7 +181,6 @@ def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignore
     ("value", "says"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen: preference data is not supported"),
-        ({"prompt": "q", "rejected": "no"}, "rejected: preference data is not supported; write the better answers"),
         ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
         ({**chat("q", "a"), "kto_tag": False}, "kto_tag: classes and KTO marks are not supported; keep the good rows"),
         ({**chat("q", "a"), "weight": 2}, "weight: a row has no weight; remove this key"),
@@ -238,7 +188,6 @@ def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignore
         ({"input_ids": [1], "labels": [1]}, "input_ids: rows are texts, not token ids; give the texts"),
         ({"instruction": "q", "output": ["good", "bad"]}, "output must be a text, this is a list"),
         ({"instruction": "q", "output": True}, "output must be a text, this is true or false"),
-        ({"question": ["q"], "answer": "a"}, "question must be a text, this is a list"),
         ({"question": "q", "answer": None}, "answer must be a text, this is null"),
     ],
 )

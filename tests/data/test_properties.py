@@ -15,7 +15,7 @@ from safetrain.data.json_rows import RowError
 from safetrain.data.repair import repair
 from tests.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, parquet
 
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 KEYS = st.sampled_from(
     ["messages", "role", "content", "from", "value", "conversations", "prompt", "completion", "text", "tools", "system",
      "instruction", "input", "output", "history", "tool_calls", "function", "name", "arguments", "label", "chosen",
@@ -28,7 +28,6 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=25
 )
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(str.strip)
 
 
 def refusals(path: Path) -> list[str]:
@@ -100,23 +99,6 @@ def test_any_json_is_a_row_that_survives_writing_or_one_sentence(value: object) 
     if said == "none":
         row = parse_row(value)
         assert parse_row(json.loads(json.dumps(row.as_json(), ensure_ascii=False))) == row
-
-
-@given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), TEXTS), min_size=1, max_size=6))
-@MANY
-def test_a_chat_survives_every_container(turns: list[tuple[str, str]]) -> None:
-    messages = [{"role": role, "content": text} for role, text in turns]
-    rows = [
-        {"messages": [*messages, {"role": "assistant", "content": "a"}]},
-        {"messages": [{"role": "assistant", "content": turns[0][1]}]},
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        for container in ("lines", "an array", "an array over lines"):
-            suffix, make = CONTAINERS[container]
-            path = Path(folder) / f"a{suffix}"
-            path.write_bytes(make(rows).encode("utf-16" if container == "an array over lines" else "utf-8"))
-            read = [parse_row(value).as_json() for _, value in rows_of(path)]
-            assert read == rows
 
 
 @given(st.binary(max_size=200) | st.lists(VALUES, max_size=4).map(lambda rows: json.dumps(rows).encode()))

@@ -40,7 +40,6 @@ READ = {
         {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},
         {"prompt": "q\n\nc", "completion": "a", "category": "closed_qa"},
     ),
-    "sahil2801/CodeAlpaca-20k": ({"output": "a", "instruction": "q", "input": ""}, PAIR),
     "HuggingFaceH4/ultrachat_200k": ({"prompt": "q", "prompt_id": "f0", **CHAT}, CHAT),
     "HuggingFaceH4/no_robots": (
         {"prompt": "s", "prompt_id": "2d", "messages": [SYSTEM, USER, ASSISTANT], "category": "Chat"},
@@ -56,8 +55,6 @@ READ = {
         {"messages": [SYSTEM, USER, ASSISTANT]},
     ),
     "meta-math/MetaMathQA": ({"type": "T", "query": "q", "original_question": "other", "response": "a"}, PAIR),
-    "openai/gsm8k": ({"question": "q", "answer": "a"}, PAIR),
-    "AI-MO/NuminaMath-CoT": ({"source": "olympiads", "problem": "q", "solution": "a", **CHAT}, CHAT),
     "open-r1/OpenR1-Math-220k": (
         {"problem": "q", "solution": "by hand", "answer": "a", "source": "olympiads", "generations": ["a"], **CHAT},
         CHAT,
@@ -66,9 +63,7 @@ READ = {
         {"conversations": [{**HUMAN, "weight": None}, GPT], "category": "orca", "source": "airoboros", "title": None},
         {**CHAT, "category": "orca"},
     ),
-    "trl-lib/Capybara": ({"source": "Airoboros", **CHAT, "num_turns": 1}, CHAT),
     "timdettmers/openassistant-guanaco": ({"text": "### Human: q### Assistant: a"},) * 2,
-    "HuggingFaceH4/oasst1_en": (CHAT, CHAT),
     "llamafactory/glaive_toolcall_en": (
         {
             "conversations": [
@@ -97,7 +92,6 @@ READ = {
          "gen_input_configs": {"top_p": 1.0}, "task_category": "Math", "difficulty": "easy", "language": "EN"},
         CHAT,
     ),
-    "HuggingFaceTB/smoltalk": ({**CHAT, "source": "smol-magpie-ultra"}, CHAT),
     "OpenAI's, with weights": (
         {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 1}]},
         {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]},
@@ -127,12 +121,6 @@ READ = {
         {"system": "s", "conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "a"}]},
         {"messages": [SYSTEM, USER, ASSISTANT]},
     ),
-    "b-mc2/sql-create-context": (
-        {"answer": "a", "question": "q", "context": "c"},
-        {"prompt": "q\n\nc", "completion": "a"},
-    ),
-    "m-a-p/CodeFeedback": ({"query": "q", "answer": "a", "resource": "r", "lang": "python"}, PAIR),
-    "translations": ({"source": "q", "target": "a"}, PAIR),
 }  # fmt: skip
 
 
@@ -168,9 +156,6 @@ REFUSED = {
     ),
     "glaiveai/glaive-function-calling-v2": (
         {"system": "SYSTEM: …", "chat": "USER: q ASSISTANT: a"}, "unknown keys (system, chat)", ["text: chat"],
-    ),
-    "rajpurkar/squad": (
-        {"context": "c", "question": "q", "answers": {"text": ["a"]}}, "answers must be a text, this is an object", [],
     ),
     "OpenAssistant/oasst1": (
         {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes and KTO marks", [],

@@ -35,14 +35,9 @@ def test_an_answer_grows_by_whole_characters_to_what_it_is(text: str) -> None:
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
-    ids = TOKENIZER.encode("日")
-    assert len(ids) > 1
-    answer = AnswerText(TOKENIZER)
-    assert [answer.add(number) for number in ids[:-1]] == [""] * (len(ids) - 1)
-    assert answer.add(ids[-1]) == "日"
-    cut = AnswerText(TOKENIZER)
-    cut.add(ids[0])
-    assert cut.rest() == "\ufffd"
+    ids, answer, cut = TOKENIZER.encode("日"), AnswerText(TOKENIZER), AnswerText(TOKENIZER)
+    assert [answer.add(number) for number in ids] == [*([""] * (len(ids) - 1)), "日"]
+    assert (len(ids) > 1, cut.add(ids[0]), cut.rest()) == (True, "", "\ufffd")
 
 
 def test_a_chat_is_opened_as_in_training() -> None:
@@ -63,17 +58,12 @@ def test_the_system_prompt_of_training_stands_in_front_unless_a_chat_has_its_own
     assert trained.writes_system("x")
 
 
-def test_what_was_taught_comes_back_also_from_before_there_were_system_prompts(tmp_path: Path) -> None:
+def test_what_was_taught_comes_back_and_a_refusal_of_the_template_is_told(tmp_path: Path) -> None:
     write_prompt_format(tmp_path, PromptFormat((1,), "o", "a", "Be brief."))
     assert read_prompt_format(tmp_path) == PromptFormat((1,), "o", "a", "Be brief.")
-    (tmp_path / "chat.json").write_text('{"stop_ids": [1], "opening": "o", "asked": "a"}')
-    assert read_prompt_format(tmp_path) == PromptFormat((1,), "o", "a", "")
     (tmp_path / "chat.json").write_text("[]")
     with pytest.raises(ModelError, match="cannot be read"):
         read_prompt_format(tmp_path)
-
-
-def test_a_refusal_of_the_template_is_told() -> None:
     with pytest.raises(ModelError, match="unknown role bishop"):
         prompts().ids([{"role": "bishop", "content": "e4"}])
 

@@ -48,14 +48,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [store.questions[number] for number in range(len(store.questions))] == QUESTIONS
     assert store.where(3) == "train.tokens.jsonl:4"
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing else is left
-
-
-def test_other_tools_open_it(tmp_path: Path) -> None:
-    arrays = load_file(write_store(tmp_path / "a.safetensors", ROWS, questions=QUESTIONS))
+    arrays = load_file(path)  # as other tools open it
     assert arrays["ids"].tolist() == [token for row in ROWS for token in row.ids.tolist()]
-    assert arrays["trained"].dtype == np.bool_
     assert arrays["row_ends"].tolist() == np.cumsum([len(row) for row in ROWS]).tolist()
-    assert arrays["question_rows"].tolist() == [0, 2, 2]
 
 
 def test_the_digest_is_that_of_the_rows_alone(tmp_path: Path) -> None:
@@ -73,14 +68,6 @@ def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "a") as writer:
         writer.add(columns(ROWS[0], 1))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_came_from_very_many_files_is_read(tmp_path: Path) -> None:
-    names = [f"{'a' * 400}/{number}" for number in range(50_000)]
-    with StoreWriter(tmp_path / "a") as store:
-        store.add(columns(ROWS[0], 1))
-        store.finish(MADE, names)
-    assert open_store(tmp_path / "a").files == tuple(names)
 
 
 def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
@@ -145,19 +132,10 @@ def test_rows_of_another_tokenizer_are_refused(tmp_path: Path, monkeypatch: pyte
     assert (len(rows.train), len(rows.valid), int(rows.train.documents.lengths.max())) == (7, 3, 16)
     with pytest.raises(ConfigError, match="another tokenizer"):
         load_training_rows(other, None)
-    (base / "additional_chat_templates" / "tools.jinja").write_text("x")
-    with pytest.raises(ConfigError, match="another tokenizer"):
-        load_training_rows(base, None)
-
-
-def test_the_hash_of_a_tokenizer_is_that_of_its_files(tmp_path: Path) -> None:
-    found = {tokenizer_hash(tmp_path)}
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
-        (tmp_path / name).write_text("same")
-        found.add(tokenizer_hash(tmp_path))
-    assert len(found) == 4
-    (tmp_path / "model.safetensors").write_text("weights")
-    assert tokenizer_hash(tmp_path) in found
+    before = tokenizer_hash(base)
+    for name, counts in (("model.safetensors", False), ("additional_chat_templates/tools.jinja", True)):
+        (base / name).write_text("x")
+        assert (tokenizer_hash(base) != before) is counts
 
 
 def plain_cut(row: TokenRow, size: int) -> tuple[list[int], list[bool]]:
@@ -168,7 +146,7 @@ def plain_cut(row: TokenRow, size: int) -> tuple[list[int], list[bool]]:
     return ids[start : start + size], trained[start : start + size]
 
 
-@pytest.mark.parametrize("size", [8, 9, 16, 33, 64, 2000])
+@pytest.mark.parametrize("size", [8, 33, 2000])
 def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safetrain.core.data.token_rows.STRETCH", 64)
     rows = [random_row(int(tokens), share) for tokens in SOURCE.integers(2, 80, 100) for share in (0.3, 0.0)]
