@@ -19,6 +19,9 @@ from tests.conftest import chat
 Row = dict[str, Any]
 
 
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
 def lines(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
 
@@ -140,7 +143,7 @@ def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, mon
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv", ".parquet"])
 def test_the_copy_has_the_format_of_its_name_and_reads_as_the_same_rows(tmp_path: Path, suffix: str) -> None:
     source, into = tmp_path / "a.jsonl", tmp_path / f"b{suffix}"
-    rows = [chat("One,\ttwo", 'A "quoted"\u2028line\nand another'), {"messages": chat("q", "a")["messages"] * 2}]
+    rows = [chat("One,\ttwo", 'A "quoted"\u2028line\nand another'), {"messages": [*TURNS, *TURNS]}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert repair(source, into).written == 2
     assert repair(into, tmp_path / "c.jsonl").written == 2

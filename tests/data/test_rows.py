@@ -99,7 +99,7 @@ def test_tools_are_brought_to_one_form(tools: object) -> None:
     row = parsed({**calling(CALL), "tools": tools})
     assert (row.format, json.loads(row.tools)) == ("tools", [TOOL])
     assert parsed({"prompt": "q", "completion": "a", "tools": tools}).format == "tools"
-    assert all(parsed({**IRON, "tools": none}) == parse_row(IRON) for none in (None, [], "", "[]"))
+    assert all(parsed({**IRON, "tools": json.loads(empty)}) == parse_row(IRON) for empty in ("null", "[]", '""'))
 
 
 def test_openais_weight_is_honoured() -> None:
