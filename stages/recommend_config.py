@@ -16,9 +16,10 @@ from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
+from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.machine import assumed_tflops
 from safetrain.plan.recommend import recommendation_lines
-from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
+from safetrain.plan.search import DryRunner, machine_text, plan_run
 from safetrain.plan.speed import flops_per_token, pretraining_lines, trained_tokens
 from safetrain.stage import stage
 

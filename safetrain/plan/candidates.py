@@ -137,25 +137,20 @@ class Fit:
         return with_margin(self.terms, LEAST_SHARE) <= budget.mlx_bytes
 
 
-def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
-    """The training to plan; raises ConfigError where the pins contradict the model."""
-    return ask(inputs.data, inputs.machine, inputs.model, train, lora, _statistics(inputs, train))
+def ask(inputs: PlanInputs, train: Train, pins: Lora, rows: RowStatistics | None = None) -> PlannedTraining:
+    """The training to plan; ``train`` and ``pins`` are constraints where they shape memory or length.
 
-
-def ask(
-    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora, rows: RowStatistics
-) -> PlannedTraining:
-    """The training to plan; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
-
-    Raises ConfigError when the pins contradict the model.
+    ``rows`` are counted unless given. Raises ConfigError where what is pinned contradicts the model.
     """
+    data, machine, model = inputs.data, inputs.machine, inputs.model
     require_trainable(train.method, quantized=model.quantization_bits is not None)
     require_computable(train.compute_dtype, machine.backend)
     if machine.backend != "cuda":  # train.memory_limit_gb does not count the memory of a CUDA device
         budget = within_data_limit(machine.memory_budget_bytes, own_limit_bytes(train.memory_limit_gb))
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
-    lora, reasons = recommended_lora(data, model, lora_pins)
+    lora, reasons = recommended_lora(data, model, pins)
     reasons = {} if train.method in WHOLE else reasons
+    rows = rows or _statistics(inputs, train)
     return PlannedTraining(machine, model, lora, reasons, train, rows, tuple(_lengths(data, model, train)))
 
 

@@ -23,10 +23,9 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.hostfile import Hosts, hosts_of, is_here
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage import paths
-from safetrain.plan.candidates import best_fit
+from safetrain.plan.candidates import PlanInputs, ask, best_fit
 from safetrain.plan.checks import Check, from_error, skipped, verdict
 from safetrain.plan.child import version_of
-from safetrain.plan.search import PlanInputs, question_of
 
 MODULE = "safetrain.plan.hosts"
 CONNECT_SECONDS, ANSWER_SECONDS = 10, 60
@@ -138,7 +137,7 @@ def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> l
     share = inputs.machine.memory_budget_bytes // ranks  # each rank has all weights
     machine = dataclasses.replace(inputs.machine, memory_budget_bytes=share)
     try:
-        needed = best_fit(question_of(dataclasses.replace(inputs, machine=machine), train, lora)).needed_bytes
+        needed = best_fit(ask(dataclasses.replace(inputs, machine=machine), train, lora)).needed_bytes
         fits, text = True, f"{size_text(needed + machine.process_memory_bytes)} each"
     except MachineError as error:
         fits, text = False, error.got

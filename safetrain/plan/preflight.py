@@ -21,6 +21,7 @@ from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
+from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.checks import (
     DEPENDENCIES,
     FAIL,
@@ -38,7 +39,7 @@ from safetrain.plan.checks import (
 from safetrain.plan.hosts import host_checks, is_shared, room_checks
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes
-from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
+from safetrain.plan.search import DryRunner, machine_text, plan_run
 
 GIB = 2**30
 IDS = (

@@ -44,10 +44,10 @@ from safetrain.plan.candidates import (
     Fit,
     PlanInputs,
     PlannedTraining,
+    ask,
     candidates_at,
     nothing_fits,
     nothing_passed,
-    question_of,
 )
 from safetrain.plan.child import (
     KILLED,
@@ -109,7 +109,7 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
     MachineError where nothing fits, ConfigError as ``ask`` does.
     """
     remove_remains(paths.OUTPUT)
-    question = question_of(inputs, train, lora)
+    question = ask(inputs, train, lora)
     search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", runner)
     fits = list[Fit]()
     for length in question.lengths:
@@ -137,13 +137,13 @@ class _Search:
 
     def try_out(self, fits: list[Fit]) -> Fit | None:
         """Make dry runs until enough is known; the candidate to use unmeasured, where one gave no answer."""
-        for fit in self._affordable_first(fits):
+        for fit in sorted(fits, key=self._lateness):
             if fit.peak_bytes > self._most_bytes or (self.passed and not self._pays(fit)):
                 continue
             if self.made >= MOST_DRY_RUNS or self._more >= MOST_MORE:
                 break
             self._more += bool(self.passed)
-            job, seconds = self._job(fit), _dry_run_seconds(self._question, fit)
+            job, seconds = self._job(fit), _expected_seconds(self._question, fit)[0]
             answer = try_out(self._runner, self._question.model, job, self._rows_digest, seconds)
             if answer is None:  # the runner makes none
                 return fit
@@ -175,15 +175,12 @@ class _Search:
         within = self._spent_seconds + self._last_seconds <= max(LEAST_SECONDS, SHARE * training)
         return within and self._last_seconds < saved
 
-    def _affordable_first(self, fits: list[Fit]) -> list[Fit]:
-        """The same order, but at the end those whose dry run takes more than planning may, the shortest first."""
-
-        def lateness(fit: Fit) -> float:
-            question, seconds = self._question, _dry_run_seconds(self._question, fit)
-            training = _update_seconds(question, fit) * _updates_of(question, recommendation_of(question, fit))
-            return seconds if seconds > max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training)) else 0.0
-
-        return sorted(fits, key=lateness)
+    def _lateness(self, fit: Fit) -> float:
+        """Where in the order it is tried: 0 unless its dry run takes more than planning may, then its seconds."""
+        dry_run_seconds, step_seconds = _expected_seconds(self._question, fit)
+        training = step_seconds * _updates_of(self._question, recommendation_of(self._question, fit))
+        most = max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training))
+        return dry_run_seconds if dry_run_seconds > most else 0.0
 
     def _job(self, fit: Fit) -> TrainJob:
         """The job of the dry run: the same settings, under a slightly smaller memory limit."""
@@ -196,29 +193,18 @@ class _Search:
         )  # fmt: skip
 
 
-def _token_seconds(question: PlannedTraining, fit: Fit) -> float:
-    """Time of a token in training by the speed of a large product; 0 where that is not known."""
-    if not question.machine.gemm_gflops:
-        return 0.0
-    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * question.model.parameters
-    return operations / (ATTAINED * question.machine.gemm_gflops * 1e9)
-
-
-def _update_seconds(question: PlannedTraining, fit: Fit) -> float:
-    """Time of an update of mean size; 0 where the speed is not known."""
-    mean_tokens = min(fit.length, question.rows.mean_tokens)
-    return _token_seconds(question, fit) * fit.rows_per_update * mean_tokens
-
-
-def _dry_run_seconds(question: PlannedTraining, fit: Fit) -> float:
-    """Time of a dry run; 0 where the speed is not known."""
-    update, largest = _update_seconds(question, fit), _token_seconds(question, fit) * fit.shape.total
-    if not update:
-        return 0.0
-    base = base_bytes(question.model, backend_of(question.model, question.machine.backend, fit.dequantize_base))
-    timed = 0.0 if update > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, update)
+def _expected_seconds(question: PlannedTraining, fit: Fit) -> tuple[float, float]:
+    """Times of a dry run and of a step of mean size, by the speed of a large product; 0 where that is not known."""
+    model, machine = question.model, question.machine
+    if not machine.gemm_gflops:
+        return 0.0, 0.0
+    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * model.parameters
+    token = operations / (ATTAINED * machine.gemm_gflops * 1e9)
+    step, largest = token * fit.rows_per_update * min(fit.length, question.rows.mean_tokens), token * fit.shape.total
+    base = base_bytes(model, backend_of(model, machine.backend, fit.dequantize_base))
+    timed = 0.0 if step > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, step)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
-    return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed
+    return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed, step
 
 
 def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:

@@ -12,10 +12,10 @@ from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.hostfile import Hosts
 from safetrain.plan import hosts, preflight
+from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.checks import Check
 from safetrain.plan.hosts import differences, facts_here, host_checks, is_shared, room_checks
 from safetrain.plan.machine import read_machine_now
-from safetrain.plan.search import PlanInputs
 from tests.conftest import EMBEDDED
 from tests.plan.test_preflight import CPU
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data

@@ -5,10 +5,11 @@ from datetime import datetime
 
 import pytest
 
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import Recommendation, usual_warmup
-from safetrain.plan.candidates import FIXED_TOKENS, RowStatistics, ask, candidates_at
+from safetrain.plan.candidates import FIXED_TOKENS, PlanInputs, RowStatistics, ask, candidates_at
 from safetrain.plan.speed import (
     finish_text,
     passes_for,
@@ -18,7 +19,7 @@ from safetrain.plan.speed import (
     wanted_tokens,
 )
 from tests.conftest import EMBEDDED
-from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, recommend
+from tests.plan.test_recommend import NO_LORA_PINS, NO_ROWS, OPEN, data, machine, recommend
 from tests.plan.test_recommend import plan as recommended
 from tests.updates import worst_update
 
@@ -113,7 +114,8 @@ def test_what_a_large_model_is_said_to_cost_counts_the_shards_that_it_has(monkey
     monkeypatch.setattr("safetrain.core.memory.terms.MOST_GRADIENT_BYTES", 1)
     train = dataclasses.replace(OPEN, method="pretrain")
     rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), 1000, 16)
-    question = ask(data(), machine(64), FLOATS, train, NO_LORA_PINS, rows)
+    inputs = PlanInputs(data(), machine(64), FLOATS, TrainingRows(NO_ROWS, NO_ROWS))
+    question = ask(inputs, train, NO_LORA_PINS, rows)
     cost = {(each.batch_size, each.checkpointing): each.relative_cost for each in candidates_at(question, 512)}
     assert cost[1, False] == pytest.approx((512 + FIXED_TOKENS["cpu"]) / 512)
     assert cost[16, False] == pytest.approx((16 * 512 + FIXED_TOKENS["cpu"]) / (16 * 512))

@@ -20,7 +20,7 @@ from safetrain.core.records.settings import (
     resolve,
 )
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import RowStatistics, ask, best_fit
+from safetrain.plan.candidates import PlanInputs, RowStatistics, ask, best_fit
 from safetrain.plan.recommend import recommendation_lines, recommendation_of
 from tests.conftest import EMBEDDED
 from tests.updates import worst_update
@@ -34,6 +34,7 @@ OPEN = Train(
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
     hang_minutes=2.0, trace="none", ranks=1, hostfile=None,
 )  # fmt: skip
+NO_ROWS = TokenRows.of([])
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
 
 
@@ -68,7 +69,8 @@ def recommend(
         lambda length, rows: worst_update(min(length, data.longest_row), rows),
         min(data.train.rows, train.max_examples or data.train.rows),
     )
-    question = ask(data, machine, model, train, lora, rows or worst)
+    inputs = PlanInputs(data, machine, model, TrainingRows(NO_ROWS, NO_ROWS))
+    question = ask(inputs, train, lora, rows or worst)
     return recommendation_of(question, best_fit(question))
 
 

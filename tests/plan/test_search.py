@@ -12,8 +12,9 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import LengthQuantiles
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
+from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.recommend import CLOSED_FORM, DRY_RUN
-from safetrain.plan.search import DryRunner, PlanInputs, machine_text, plan_run
+from safetrain.plan.search import DryRunner, machine_text, plan_run
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 

@@ -174,22 +174,19 @@ def _distance(shape: ModelShape, parameters: int | None) -> float:
 
 def _refuse_impossible(request: ShapeRequest) -> None:
     """Raise ConfigError for what no model can have."""
-    width = request.hidden or 0
-    if request.parameters is None and None in (request.hidden, request.layers):
-        what, presets = "The size of the model is not said.", ", ".join(PRESETS)
-        raise ConfigError(what, expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers")
-    if None not in (request.parameters, request.hidden, request.layers):
-        what, do = "Width and layers already decide the number of parameters.", "leave one of them out"
-        raise ConfigError(what, got=_request_text(request), do=f"{do}; own instead of a preset")
+    size, width, asked = request.parameters, request.hidden or 0, _request_text(request)
+    if size is None and None in (request.hidden, request.layers):
+        expected = f"one of {', '.join(PRESETS)}; a size as 30m; or --hidden-size and --num-layers"
+        raise ConfigError("The size of the model is not said.", expected=expected)
+    if None not in (size, request.hidden, request.layers):
+        what = "Width and layers already decide the number of parameters."
+        raise ConfigError(what, got=asked, do="leave one of them out; own instead of a preset")
     if width % WIDTH_STEP:
-        what, expected = "This width cannot be quantized in groups.", f"--hidden-size: a multiple of {WIDTH_STEP}"
-        raise ConfigError(what, expected=expected, got=str(width))
+        expected = f"--hidden-size: a multiple of {WIDTH_STEP}"
+        raise ConfigError("This width cannot be quantized in groups.", expected=expected, got=str(width))
     if request.heads is not None and width % (2 * request.heads):
-        what, expected = (
-            "The width cannot be divided among the heads.",
-            "heads of an even size, as rotations need pairs",
-        )
-        raise ConfigError(what, expected=expected, got=_request_text(request))
+        expected = "heads of an even size, as rotations need pairs"
+        raise ConfigError("The width cannot be divided among the heads.", expected=expected, got=asked)
     if request.vocabulary is not None and request.vocabulary < LEAST_VOCABULARY:
         expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
         raise ConfigError("The vocabulary is too small.", expected=expected, got=str(request.vocabulary))
