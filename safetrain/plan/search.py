@@ -25,7 +25,7 @@ from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.evaluation import evaluation_seconds
+from safetrain.core.records.evaluation import EVALUATION_SHARE, LEAST_EVALUATION_SECONDS
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE, Lora, Train
 from safetrain.core.records.settings import (
@@ -225,7 +225,8 @@ def _whole_seconds(question: PlannedTraining, plan: Recommendation, step_seconds
     forward_seconds = step_seconds / fed_tokens / (2 + (plan.gradient_checkpointing or question.train.method in WHOLE))
     validations, valid_tokens = 1 + math.ceil(updates / plan.eval_steps), question.rows.valid_tokens
     read_tokens = validations * valid_tokens + PROOF_PASSES * min(PROVED_TOKENS, valid_tokens)
-    return training + forward_seconds * read_tokens + evaluation_seconds(training)
+    evaluation = max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training)  # that it may take
+    return training + forward_seconds * read_tokens + evaluation
 
 
 def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Recommendation:
