@@ -46,11 +46,11 @@ def test_one_file_is_split_by_content_whatever_its_order_and_equal_questions_sta
 def test_the_system_prompt_that_all_rows_have_is_kept_for_asking(
     other: str, write_jsonl: Write, tmp_path: Path
 ) -> None:
-    prompts = ["Be brief."] * 29 + [other]
     rows = list[object]()
-    for number, prompt in enumerate(prompts):
-        turns = [("system", prompt), ("user", f"question {number}"), ("assistant", f"answer {number}")]
-        rows.append({"messages": [{"role": role, "content": text} for role, text in turns if text]})
+    for number, prompt in enumerate(["Be brief."] * 9 + [other]):
+        turns = chat(f"question {number}", f"answer {number}")["messages"]
+        system = [{"role": "system", "content": prompt}] if prompt else []
+        rows.append({"messages": [*system, *turns]})  # type: ignore[misc]
     gate(write_jsonl("a.jsonl", rows), tmp_path)
     made = read_made(store_path(tmp_path / "validated", "train"))
     assert made is not None

@@ -122,6 +122,11 @@ def test_arguments_are_given_as_the_template_wants_them(model: Build, arguments:
     else:
         assert not remarks(folder, chat, tools=TOOLS)
     assert trained(folder, chat, tools=TOOLS) == expected
+    call = CALL["tool_calls"][0]  # type: ignore[index]
+    two: Message = {**CALL, "tool_calls": [call, {**call, "id": "a2"}]}  # and a tool's result at the end
+    assert trained(folder, turns("Rain?", two, RESULT), tools=TOOLS) == [
+        expected[0].replace("<|end|>", "") + expected[0]
+    ]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"days": 3, "deep": {"on": True}}])
@@ -141,14 +146,6 @@ def test_calls_without_words_are_found_also_where_a_name_is_written_twice(
     assert not remarks(folder, chat, tools=TOOLS)
 
 
-def test_parallel_calls_and_a_tool_result_at_the_end(model: Build) -> None:
-    call = CALL["tool_calls"][0]  # type: ignore[index]
-    two: Message = {**CALL, "tool_calls": [call, {**call, "id": "a2"}]}
-    folder = model(CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"), special=["<call>", "</call>"])
-    said = '<call>weather{"city": "Oslo"}</call>'
-    assert trained(folder, turns("Rain?", two, RESULT), tools=TOOLS) == [f"{said}{said}<|end|>"]
-
-
 NO_THINKING = loop(
     "{{ '<|' + m.role + '|>' + (m.content.split('</think>')[-1] if m.role == 'assistant' else m.content) + '<|end|>' }}"
 )
@@ -166,11 +163,9 @@ def test_thinking_that_the_template_drops_is_told(model: Build) -> None:
 
 def test_thinking_that_the_template_writes_is_trained(model: Build) -> None:
     thinking = "{{ '<think>' + m.thinking + '</think>' if m.thinking }}"
-    turn = "{{ '<|' + m.role + '|>' }}" + thinking + "{{ m.content + '<|end|>' }}"
+    folder = model(loop("{{ '<|' + m.role + '|>' }}" + thinking + "{{ m.content + '<|end|>' }}"))
     chat = turns("Iron?", {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."})
-    folder = model(loop(turn))
-    assert trained(folder, chat) == ["<think>Hm.</think>It is Fe.<|end|>"]
-    assert not remarks(folder, chat)
+    assert (trained(folder, chat), remarks(folder, chat)) == (["<think>Hm.</think>It is Fe.<|end|>"], set())
 
 
 OPENS_THINKING = "{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"
@@ -258,21 +253,12 @@ def test_an_answer_that_begins_with_a_newline_is_trained(model: Build) -> None:
     assert trained(folder, turns("Iron?", "\n\nIt is Fe.")) in (["\n\nIt is Fe.<|end|>"], ["]\n\nIt is Fe.<|end|>"])
 
 
-def test_an_assistant_that_speaks_first_is_trained(model: Build) -> None:
-    chat: list[Message] = [{"role": "assistant", "content": "Hello."}, *turns("Iron?", "It is Fe.")]
+def test_an_assistant_may_speak_first_a_turn_of_weight_0_is_only_read_and_a_developer_is_a_system() -> None:
+    wrong: Message = {"role": "assistant", "content": "Wrong.", "weight": 0}
+    chat = [{"role": "assistant", "content": "Hello."}, *turns("Iron?", wrong, "Iron?", "It is Fe.")]
     assert trained(EMBEDDED, chat) == ["Hello.<|end|>", "It is Fe.<|end|>"]
-
-
-def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:
-    chat = turns("Iron?", {"role": "assistant", "content": "Wrong.", "weight": 0}, "Iron?", "It is Fe.")
-    assert trained(EMBEDDED, chat) == ["It is Fe.<|end|>"]
-
-
-def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
-    chat = turns({"role": "developer", "content": "Be brief."}, "Iron?", "It is Fe.")
-    row, _ = rendered(EMBEDDED, chat)
-    assert row.text.startswith("<|system|>Be brief.")
-    assert not row.remarks
+    row, _ = rendered(EMBEDDED, turns({"role": "developer", "content": "Be brief."}, "Iron?", "It is Fe."))
+    assert (row.text.startswith("<|system|>Be brief."), row.remarks) == (True, ())
 
 
 def test_a_template_that_wants_parts_gets_parts(model: Build) -> None:
@@ -285,11 +271,8 @@ def test_what_the_sandbox_forbids_is_not_the_data_s_fault(model: Build) -> None:
     assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
     assert remarks(model("{% for m in messages %}"), turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
     assert remarks(model_with(folder.parent / "bare", None), turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
-
-
-def test_a_template_that_changes_words_is_refused(model: Build) -> None:
-    folder = model(loop("{{ '<|' + m.role + '|>' + (m.content | upper) + '<|end|>' }}"))
-    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+    changing = model(loop("{{ '<|' + m.role + '|>' + (m.content | upper) + '<|end|>' }}"))
+    assert remarks(changing, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
 
 
 def test_a_template_beside_a_processor_and_named_ones_are_read(model: Build, tmp_path: Path) -> None:
