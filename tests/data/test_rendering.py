@@ -255,7 +255,7 @@ def test_an_answer_that_begins_with_a_newline_is_trained(model: Build) -> None:
 
 def test_an_assistant_may_speak_first_a_turn_of_weight_0_is_only_read_and_a_developer_is_a_system() -> None:
     wrong: Message = {"role": "assistant", "content": "Wrong.", "weight": 0}
-    chat = [{"role": "assistant", "content": "Hello."}, *turns("Iron?", wrong, "Iron?", "It is Fe.")]
+    chat: list[Message] = [{"role": "assistant", "content": "Hello."}, *turns("Iron?", wrong, "Iron?", "It is Fe.")]
     assert trained(EMBEDDED, chat) == ["Hello.<|end|>", "It is Fe.<|end|>"]
     row, _ = rendered(EMBEDDED, turns({"role": "developer", "content": "Be brief."}, "Iron?", "It is Fe."))
     assert (row.text.startswith("<|system|>Be brief."), row.remarks) == (True, ())
