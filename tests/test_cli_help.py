@@ -1,13 +1,9 @@
 """What a person asks first: `safetrain -h`, a command's own help, and what the shell completes."""
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -56,22 +52,3 @@ def test_the_first_page_tells_commands_in_the_order_of_use_each_in_one_line() ->
     assert "─ Commands ─" not in said  # one that is in no group
     told = said[places[0] :].splitlines()
     assert not [line for line in told if line.startswith("│    ")], "a command's first line is too long"
-
-
-def test_bash_completes_commands_and_options() -> None:
-    """By the script that --show-completion prints, in a bash of its own."""
-    bash = shutil.which("bash")
-    program = shutil.which("safetrain", path=str(Path(sys.executable).parent))
-    if bash is None or program is None:
-        pytest.skip("no bash here, or safetrain is not installed")
-    from typer.completion import get_completion_script
-
-    script = get_completion_script(prog_name="safetrain", complete_var="_SAFETRAIN_COMPLETE", shell="bash")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for words, offered in (("safetrain est", ["estimate"]), ("safetrain estimate --mach", ["--machine"])):
-        asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={words.count(' ')}\n"
-        asked += f'_safetrain_completion {program} "{words.split()[-1]}"; printf "%s\\n" "${{COMPREPLY[@]}}"'
-        done = subprocess.run(
-            [bash, "-c", asked], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
-        )
-        assert done.stdout.split() == offered, done.stderr

@@ -51,7 +51,7 @@ RUN_BY = {
     "safetrain export gguf": f"{CLI}test_a_gguf_file_is_measured_on_the_same_rows",
     "safetrain export peft": PEFT,
     "safetrain exp": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
-    "safetrain fetch": f"{CLI}test_the_command_fetches_a_model_and_says_how_to_use_it",
+    "safetrain fetch": f"{CLI}test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down",
     "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
     "safetrain init": f"{PROJECT}test_it_has_few_files_which_are_committed",
     "safetrain import peft": PEFT,

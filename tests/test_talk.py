@@ -41,13 +41,13 @@ QUESTION, OTHER = "What is the capital of Portugal?", "And of Peru?"
 TOKENIZER = ChatTokenizer(EMBEDDED)
 Folder = Callable[..., Path]
 STRONG = LoraSettings(8, 4.0, 0.0, 6, ("all-linear",))
-MOVED = {"lora": (0.05, STRONG), "dora": (0.06, STRONG)}  # by how much, so that it answers in words, and in others
+MOVED = 0.05, STRONG  # by how much, so that it answers in words, and in others
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the embedded model, moved at random: it answers in words, and others than its base."""
-    return adapter_of(EMBEDDED, tmp_path_factory.mktemp("talk") / "adapter", "lora", *MOVED["lora"])
+    return adapter_of(EMBEDDED, tmp_path_factory.mktemp("talk") / "adapter", "lora", *MOVED)
 
 
 def run(*words: str, lines: str | None = None) -> SimpleNamespace:
@@ -159,16 +159,6 @@ def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model
         run("chat", "--base", "--compare", "--adapter", str(adapter))
 
 
-def test_a_half_written_adapter_is_named(adapter: Path, tmp_path: Path) -> None:
-    weights = (adapter / "adapters.safetensors").read_bytes()
-    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"no adapters.safetensors"):
-        run("chat", "--adapter", str(tmp_path), lines=QUESTION)
-    (tmp_path / "adapters.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ModelError, match="half written"):
-        run("chat", "--adapter", str(tmp_path), lines=QUESTION)
-
-
 def test_input_that_is_no_text_is_refused(adapter: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "safetrain.cli", "chat", "--adapter", str(adapter)],
@@ -269,21 +259,6 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     assert seen.process.wait(60) == 0
 
 
-def test_in_a_terminal_a_full_context_is_told_and_the_chat_goes_on(
-    adapter: Path, terminal: Callable[..., Terminal]
-) -> None:
-    seen = terminal(80, "chat", "--adapter", str(adapter))
-    seen.wait_for("> ")
-    seen.type(f"{'word ' * 600}\r")
-    seen.wait_for("/reset begins a new chat.]")
-    seen.wait_for("> ")
-    seen.type(f"{QUESTION}\r")
-    seen.wait_for(expected(adapter, QUESTION)[0].split()[0])
-    seen.wait_for("> ")
-    seen.type("\x04")
-    assert seen.process.wait(60) == 0
-
-
 def test_a_wide_terminal_has_both_answers_side_by_side(adapter: Path, terminal: Callable[..., Terminal]) -> None:
     base, tuned = expected(None, QUESTION)[0], expected(adapter, QUESTION)[0]
     seen = terminal(140, "chat", "--compare", "--adapter", str(adapter))
@@ -343,11 +318,10 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-@pytest.fixture(scope="module", params=["lora", "dora"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    folder = adapter_of(EMBEDDED, tmp_path_factory.mktemp("served") / "adapter", request.param, *MOVED[request.param])
-    server = Server("--adapter", str(folder))
-    yield SimpleNamespace(server=server, adapter=folder)
+@pytest.fixture(scope="module")
+def served(adapter: Path) -> Iterator[SimpleNamespace]:
+    server = Server("--adapter", str(adapter))
+    yield SimpleNamespace(server=server, adapter=adapter)
     if server.process.poll() is None:
         server.stop(signal.SIGTERM)
 
