@@ -273,7 +273,8 @@ def _documents(path: Path, text: str, arrays: Mapping[str, FileValues]) -> Token
 
 def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]]:
     """What a store says of itself, and its arrays; raises DataError where it is damaged or of another version."""
-    file, size, end = OpenFile(path), path.stat().st_size, 0
+    size, end = path.stat().st_size, 0
+    file = OpenFile(path)
     try:
         length = int.from_bytes(file.read(0, 8), "little")
         header = json.loads(file.read(8, length) if length < size else b"")
