@@ -3,14 +3,14 @@
 import dataclasses
 import io
 import json
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
@@ -220,16 +220,23 @@ def test_a_cpu_without_a_dry_run_is_assumed_to_train_at_half_of_its_matrix_produ
     assert speed_here(qwen_7b, machine, "pretrain") == unknown
 
 
-def test_the_command_says_by_its_exit_code_whether_it_fits() -> None:
+def test_the_command_says_by_its_exit_code_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
     def code(*words: str) -> int:
-        command = [sys.executable, "-m", "safetrain.cli", "estimate", *words]
-        return subprocess.run(command, capture_output=True, cwd=ROOT, check=False).returncode
+        return CliRunner().invoke(app, ["estimate", *words], catch_exceptions=False).exit_code
 
     assert code("--pretrain", "10m", "--machine", "m1-8gb") == 0
-    assert code("--pretrain", "10m", "models/encyclopedia-3m") == 2  # named twice
-    assert code("--pretrain", "10m", "--machine", "m1-8gb", "--all-machines") == 2
-    assert (code("--all-machines"), code("--tokens-per-parameter", "20")) == (2, 2)
     assert code("models/encyclopedia-3m", "--machine", "m1-8gb", "--ranks", "4", "--link-gbps", "10") == 0
+    assert code("models/encyclopedia-3m", "--memory-gb", "0.15", "--machine", "m1-8gb", "--batch-size", "64") == 1
+    for words, why in {
+        ("--pretrain", "10m", "models/encyclopedia-3m"): "named twice",
+        ("--pretrain", "10m", "--machine", "m1-8gb", "--all-machines"): "One machine or all",
+        ("--all-machines",): "about pretraining",
+        ("--tokens-per-parameter", "20"): "about pretraining",
+    }.items():
+        with pytest.raises(ConfigError, match=why):
+            code(*words)
 
 
 def shortage(folder: Path, bits: int | None, gib: float, length: int = 1024) -> Estimate:
