@@ -80,20 +80,18 @@ def _open(root: Path, revision: str) -> "DVCFileSystem":
     from dvc.repo import Repo
     from dvc.scm import RevError, SCMError, resolve_rev
 
-    where = str(root.resolve())
     try:
         with Repo(str(root)) as repo:
             commit = resolve_rev(repo.scm, revision)
         return DVCFileSystem(str(root), rev=commit)
     except (RevError, AttributeError):
-        raise ConfigError(
-            f"No revision or experiment is called {revision}.", where=where,
-            do="list the names with 'git log --oneline' and 'dvc exp show'",
-        ) from None  # fmt: skip
+        what = f"No revision or experiment is called {revision}."
+        do = "list the names with 'git log --oneline' and 'dvc exp show'"
     except NotDvcRepoError:
-        raise ConfigError("This folder is not a DVC project.", where=where, do="go to its root") from None
+        what, do = "This folder is not a DVC project.", "go to its root"
     except (SCMError, DvcException) as error:
-        raise ConfigError(f"{revision} cannot be read: {error}", where=where, do="try 'dvc exp show'") from None
+        what, do = f"{revision} cannot be read: {error}", "try 'dvc exp show'"
+    raise ConfigError(what, where=str(root.resolve()), do=do)
 
 
 def compare(revisions: Sequence[str], target: Path) -> str:
@@ -148,17 +146,13 @@ def verdict_on(first: Run, second: Run) -> tuple[str, str]:
     if reason or first.evaluation is None or second.evaluation is None:
         return f"{reason}: their results cannot be compared.", report.OPEN
     one, other = first.evaluation.improvement, second.evaluation.improvement
-    gains = [
-        f"{gain.nats_per_label:.3f}"
-        + (f" ± {gain.plus_minus:.2g}" if gain.plus_minus is not None else "")
-        + f" ({run.name})"
-        for gain, run in ((one, first), (other, second))
-    ]
+    halves = ["" if gain.plus_minus is None else f" ± {gain.plus_minus:.2g}" for gain in (one, other)]
+    gains = f"{one.nats_per_label:.3f}{halves[0]} ({first.name}), {other.nats_per_label:.3f}{halves[1]} ({second.name})"
     gap = other.nats_per_label - one.nats_per_label
     text, tone = f"{second.name if gap > 0 else first.name} is better.", report.GOOD if gap > 0 else report.BAD
     if one.plus_minus is None or other.plus_minus is None or abs(gap) <= one.plus_minus + other.plus_minus:
         text, tone = "No difference is shown: the intervals overlap.", report.OPEN
-    text += f" Gain over the base in nats per label: {gains[0]}, {gains[1]}."
+    text += f" Gain over the base in nats per label: {gains}."
     notes = [(run.name, report.empty_answers(run.evaluation)) for run in (first, second)]
     empty = [f" {name}: {note}." for name, note in notes if note]
     return text + "".join(empty), report.OPEN if empty else tone
