@@ -82,7 +82,7 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, tra
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
         value, pin = getattr(recommendation.lora if section else recommendation, key), getattr(train, key, None)
-        if pin is not None and not section and not reason.startswith(SET):
+        if pin is not None and not section and SET not in reason:
             value, reason = pin, SET
         text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
         yield f"{name:<22} {text!s:<12} {reason}"

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from safetrain.core.memory.system import memory_groups, memory_limit_bytes, memory_room_bytes, oom_kills
 
 GIB = 2**30
@@ -39,27 +37,20 @@ def test_version_2_takes_the_smallest_limit_on_the_way_up(tmp_path: Path) -> Non
     groups = memory_groups(root, mine(tmp_path, "0::/user.slice/run.scope"))
     assert groups == [inner, outer]
     assert memory_limit_bytes(groups) == 3 * GIB
+    assert oom_kills(groups) == 2  # oom, oom_group_kill and max are other counters
     group_v2(inner, str(2 * GIB))
     assert memory_limit_bytes(groups) == 2 * GIB
     group_v2(inner, str(4 * GIB))
     assert memory_limit_bytes(groups) == 3 * GIB
 
 
-def test_version_2_without_a_limit_has_none(tmp_path: Path) -> None:
-    group_v2(tmp_path / "cg" / "a" / "b", "max")
-    groups = memory_groups(tmp_path / "cg", mine(tmp_path, "0::/a/b"))
-    assert len(groups) == 1
-    assert memory_limit_bytes(groups) is None
+def test_a_group_without_a_limit_has_none(tmp_path: Path) -> None:
+    group_v2(tmp_path / "v2" / "a" / "b", "max")
+    group_v1(tmp_path / "v1" / "memory", NO_LIMIT_V1)
+    for root, line in (("v2", "0::/a/b"), ("v1", "4:memory:/")):
+        groups = memory_groups(tmp_path / root, mine(tmp_path, line))
+        assert (len(groups), memory_limit_bytes(groups)) == (1, None)
     assert memory_limit_bytes([]) is None
-
-
-def test_version_2_counts_kills_and_nothing_that_is_called_alike(tmp_path: Path) -> None:
-    """``oom``, ``oom_group_kill`` and ``max`` are other counters."""
-    group = group_v2(tmp_path / "cg" / "a", "max", kills=2)
-    groups = memory_groups(tmp_path / "cg", mine(tmp_path, "0::/a"))
-    assert oom_kills(groups) == 2
-    group_v2(group, "max", kills=3)
-    assert oom_kills(groups) == 3
 
 
 def test_version_1_takes_the_memory_controller_among_others(tmp_path: Path) -> None:
@@ -67,18 +58,12 @@ def test_version_1_takes_the_memory_controller_among_others(tmp_path: Path) -> N
     inner = group_v1(root / "memory" / "docker" / "abc", 2 * GIB, kills=1)
     top = group_v1(root / "memory", NO_LIMIT_V1)
     group_v1(root / "cpu" / "docker" / "abc", GIB)
-    lines = ("12:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc", "1:name=systemd:/docker/abc")
+    (root / "unified").mkdir()  # of version 2, without memory
+    lines = ("12:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc", "1:name=systemd:/docker/abc", "0::/docker/abc")
     groups = memory_groups(root, mine(tmp_path, *lines))
     assert groups == [inner, top]
     assert memory_limit_bytes(groups) == 2 * GIB
     assert oom_kills(groups) == 1
-
-
-def test_version_1_without_a_limit_has_none(tmp_path: Path) -> None:
-    group_v1(tmp_path / "cg" / "memory", NO_LIMIT_V1)
-    groups = memory_groups(tmp_path / "cg", mine(tmp_path, "4:memory:/"))
-    assert len(groups) == 1
-    assert memory_limit_bytes(groups) is None
 
 
 def test_in_a_container_the_name_outside_of_it_leads_to_the_top(tmp_path: Path) -> None:
@@ -89,15 +74,8 @@ def test_in_a_container_the_name_outside_of_it_leads_to_the_top(tmp_path: Path) 
     groups = memory_groups(tmp_path / "cg2", mine(tmp_path, "0::/docker/0123/x"))
     assert groups == [top]
     assert memory_limit_bytes(groups) == GIB
-
-
-def test_both_versions_at_once_are_read_where_each_has_its_memory(tmp_path: Path) -> None:
-    root = tmp_path / "cg"
-    group = group_v1(root / "memory" / "a", GIB)
-    (root / "unified").mkdir()
-    groups = memory_groups(root, mine(tmp_path, "4:memory:/a", "0::/a"))
-    assert groups == [group]
-    assert memory_limit_bytes(groups) == GIB
+    for odd in ("0::/a:b/c", "0::/../../a"):
+        assert top in memory_groups(tmp_path / "cg2", mine(tmp_path, odd))
 
 
 def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
@@ -105,12 +83,6 @@ def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
     assert memory_groups(tmp_path / "nothing", mine(tmp_path, "0::/")) == []
     assert oom_kills([]) == 0
     assert oom_kills([tmp_path / "gone"]) == 0
-
-
-@pytest.mark.parametrize("name", ["0::/a:b/c", "0::/../../a"])
-def test_odd_names_of_groups_are_no_trouble(tmp_path: Path, name: str) -> None:
-    top = group_v2(tmp_path / "cg", str(GIB))
-    assert top in memory_groups(tmp_path / "cg", mine(tmp_path, name))
 
 
 def test_room_is_what_the_tightest_group_has_left_without_the_file_cache(tmp_path: Path) -> None:

@@ -16,14 +16,15 @@ import pytest
 from safetrain.core.memory.system import jetsam_reason, killed_for_memory, reports_since
 
 HEADER = {"bug_type": "298", "timestamp": "2026-09-29 12:10:10.00 +0200", "os_version": "macOS 26.6 (25G72)"}
+LIMIT = "per-process-limit"
 MACOS_26 = [
     {"name": "corebrightnessd", "pid": 398, "rpages": 361, "states": ["daemon", "idle"]},
-    {"name": "spotlightknowledged", "pid": 73341, "rpages": 20480, "reason": "per-process-limit"},
+    {"name": "spotlightknowledged", "pid": 73341, "rpages": 20480, "reason": LIMIT},
 ]
 KSCRASH_278 = {
     "uuid": "14350be0-e8a2-3419-b7fa-42ae204997e5", "states": ["frontmost"], "killDelta": 13593, "lifetimeMax": 795,
     "age": 1001079202730, "purgeable": 0, "fds": 200, "genCount": 0, "coalition": 633, "rpages": 960,
-    "reason": "per-process-limit", "pid": 4624, "idleDelta": 4, "name": "RebornTunnel", "cpuTime": 1223.541349,
+    "reason": LIMIT, "pid": 4624, "idleDelta": 4, "name": "RebornTunnel", "cpuTime": 1223.541349,
 }  # fmt: skip
 
 
@@ -40,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_only_the_one_with_a_reason_was_killed() -> None:
-    assert jetsam_reason(report(MACOS_26), 73341) == "per-process-limit"
+    assert jetsam_reason(report(MACOS_26), 73341) == LIMIT
     assert jetsam_reason(report(MACOS_26), 398) == ""  # listed, as every process is
     assert jetsam_reason(report(MACOS_26), 7334) == ""  # the beginning of another one's number
-    assert jetsam_reason(report([*MACOS_26, KSCRASH_278], indent=None), 4624) == "per-process-limit"
+    assert jetsam_reason(report([*MACOS_26, KSCRASH_278], indent=None), 4624) == LIMIT
 
 
 @pytest.mark.parametrize(
@@ -54,19 +55,16 @@ def test_a_report_that_is_cut_off_or_of_another_form_says_nothing(text: str) -> 
     assert jetsam_reason(text, 73341) == ""
 
 
-@pytest.mark.parametrize("place", ["", "Retired"])
-def test_reports_are_found_where_older_ones_are_moved_to_as_well(folder: Path, place: str) -> None:
-    name = "JetsamEvent-2026-09-29-121010.ips"
-    (folder / place / name).write_text(report(MACOS_26))
-    found = killed_for_memory(73341, time.time() - 60, folder=folder)
-    assert found == (f"{name}: process 73341 was killed (per-process-limit)",)
-    assert killed_for_memory(398, time.time() - 60, folder=folder) == ()
-    assert killed_for_memory(73341, time.time() + 60, folder=folder) == ()  # of an earlier process of this number
-
-
-def test_a_kill_for_another_reason_than_memory_is_none_for_memory(folder: Path) -> None:
-    (folder / "JetsamEvent-1.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
-    assert killed_for_memory(5, 0.0, folder=folder) == ()
+def test_reports_are_found_where_older_ones_are_moved_to_as_well(folder: Path) -> None:
+    (folder / "JetsamEvent-2.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
+    for place in ("", "Retired"):
+        path = folder / place / "JetsamEvent-1.ips"
+        path.write_text(report(MACOS_26))
+        assert killed_for_memory(73341, 0.0, folder=folder) == (f"{path.name}: process 73341 was killed ({LIMIT})",)
+        assert killed_for_memory(398, 0.0, folder=folder) == ()
+        assert killed_for_memory(5, 0.0, folder=folder) == ()  # not for memory
+        assert killed_for_memory(73341, time.time() + 60, folder=folder) == ()  # an earlier process of this number
+        path.unlink()
 
 
 def test_a_report_that_comes_later_is_waited_for(folder: Path) -> None:
