@@ -1,4 +1,4 @@
-"""Tokens made once: rows as ids and labels in one memory-mapped file for each split, written by validate_data.
+"""Tokens made once: rows as ids and labels in one file for each split, read as they are used, written by validate_data.
 
 The file is a safetensors file (8 bytes of header length, JSON, little-endian arrays), so other tools open it too:
 ``ids`` of all rows one after the other, ``trained`` (is this token a label), ``row_ends``, ``label_counts``, the source

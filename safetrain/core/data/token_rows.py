@@ -11,7 +11,7 @@ STRETCH = 2**16  # tokens whose labels are counted at a time
 
 
 class Values(Protocol):
-    """A number for each token, in memory, mapped, or read from files as it is sliced."""
+    """A number for each token, in memory, or read from files as it is sliced."""
 
     def __getitem__(self, place: slice, /) -> np.ndarray: ...
 
