@@ -16,20 +16,16 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import run_again, size_text
 from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
 from safetrain.core.memory.estimate import (
-    LEAST_SHARE,
     does_not_fit,
     in_rectangles,
     largest_micro_batch,
-    predicted_peak,
     require_computable,
     require_trainable,
-    total_bytes,
     with_margin,
 )
 from safetrain.core.memory.terms import (
     Backend,
     Shape,
-    backend_of,
     dequantizes_per_use,
     padded,
     shards_at_once,
@@ -43,7 +39,6 @@ from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
     LoraSettings,
-    MemoryTerm,
     resolve_lora,
     updates_per_epoch,
 )
@@ -106,35 +101,12 @@ class PlannedTraining:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A way to run micro-batches, with what it is predicted to need."""
+class Fit(Estimate):
+    """A way to run micro-batches of ``rows`` rows, with what it is predicted to need."""
 
-    batch_size: int
-    length: int  # that rows are cut to, in tokens
-    checkpointing: bool
-    dequantize_base: bool
-    shape: Shape  # of the largest micro-batch
-    rows_per_update: int
-    terms: tuple[MemoryTerm, ...]
-    relative_cost: float  # of a token, compared with other candidates
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of mlx's allocator."""
-        return total_bytes(self.terms)
-
-    @property
-    def needed_bytes(self) -> int:
-        """What mlx needs, with the margin for a configuration that no dry run has measured."""
-        return with_margin(self.terms)
-
-    def fits(self, budget: MemoryBudget) -> bool:
-        """Whether the budget has room for it, by the prediction with its margin."""
-        return self.needed_bytes <= budget.mlx_bytes
-
-    def may_fit(self, budget: MemoryBudget) -> bool:
-        """Whether it is worth a dry run: mlx gets by with less under its memory limit."""
-        return with_margin(self.terms, LEAST_SHARE) <= budget.mlx_bytes
+    length: int = 0  # that rows are cut to, in tokens
+    rows_per_update: int = 0
+    relative_cost: float = 0.0  # of a token, compared with other candidates
 
 
 def ask(inputs: PlanInputs, train: Train, pins: Lora, rows: RowStatistics | None = None) -> PlannedTraining:
@@ -268,8 +240,8 @@ def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
     fits = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
     for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
-            fit = _fit(question, size, length, checkpointing=checkpointing, dequantize_base=dequantize)
-            fits.setdefault((checkpointing, dequantize, fit.shape), fit)
+            fit = _fit(question, size, length, checkpointing, dequantize)
+            fits.setdefault((checkpointing, dequantize, fit.micro_batch), fit)
     return sorted(fits.values(), key=lambda fit: fit.relative_cost)
 
 
@@ -279,7 +251,7 @@ def best_fit(question: PlannedTraining) -> Fit:
     for length in question.lengths:
         fits = candidates_at(question, length)
         for fit in fits:
-            if fit.fits(question.budget):
+            if fit.fits:
                 return fit
         all_fits += fits
     raise nothing_fits(question, all_fits)
@@ -300,28 +272,22 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
 def nothing_fits(question: PlannedTraining, fits: list[Fit]) -> MachineError:
     """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
     least, train = min(fits, key=lambda fit: fit.peak_bytes), question.train
-    smallest = Estimate(
-        question.model, question.machine, question.lora, train.method, least.checkpointing, least.dequantize_base,
-        train.optimizer, compute_dtype_of(train, question.machine, question.model), least.shape.accumulates,
-        least.batch_size, least.shape.tokens,
-    )  # fmt: skip
-    return does_not_fit(
-        least.terms, least.batch_size, least.shape.tokens, question.budget, least.needed_bytes,
-        what_would_fit(smallest), train.memory_limit_gb,
-    )  # fmt: skip
+    tokens = least.micro_batch.tokens
+    instead = what_would_fit(least.but(tokens=tokens, largest=None))
+    needed = with_margin(least.terms)
+    return does_not_fit(least.terms, least.rows, tokens, question.budget, needed, instead, train.memory_limit_gb)
 
 
-def _fit(question: PlannedTraining, batch_size: int, length: int, *, checkpointing: bool, dequantize_base: bool) -> Fit:
+def _fit(question: PlannedTraining, batch_size: int, length: int, checkpointing: bool, dequantize: bool) -> Fit:
+    train, model, machine = question.train, question.model, question.machine
     rows = question.rows_per_update(batch_size)
-    shape = largest_micro_batch(question.rows.largest(length, rows), batch_size, rows)
-    backend = backend_of(
-        question.model, question.machine.backend, dequantize_base, question.train.method, checkpointing=checkpointing,
-        optimizer=question.train.optimizer,
-        compute_dtype=compute_dtype_of(question.train, question.machine, question.model),
+    largest = largest_micro_batch(question.rows.largest(length, rows), batch_size, rows)
+    fit = Fit(
+        model, machine, question.lora, train.method, checkpointing, dequantize, train.optimizer,
+        compute_dtype_of(train, machine, model), largest.accumulates, batch_size, length, largest, length, rows,
     )  # fmt: skip
-    terms = predicted_peak(question.model, question.lora, shape, backend)
-    cost = _relative_cost(question, rows, min(length, question.rows.mean_tokens), shape, backend)
-    return Fit(batch_size, length, checkpointing, dequantize_base, shape, rows, terms, cost)
+    cost = _relative_cost(question, rows, min(length, question.rows.mean_tokens), largest, fit.backend)
+    return dataclasses.replace(fit, relative_cost=cost)
 
 
 def _relative_cost(

@@ -8,8 +8,15 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import size_text
-from safetrain.core.memory.estimate import predicted_peak, require_computable, require_trainable, with_margin
-from safetrain.core.memory.terms import WIDTH_STEP, Shape, backend_of, padded
+from safetrain.core.memory.estimate import (
+    LEAST_SHARE,
+    predicted_peak,
+    require_computable,
+    require_trainable,
+    total_bytes,
+    with_margin,
+)
+from safetrain.core.memory.terms import WIDTH_STEP, Backend, Shape, backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
@@ -38,15 +45,30 @@ class Estimate:
     accumulates: bool = True  # an update has several micro-batches
     rows: int = 1
     tokens: int = 512
+    largest: Shape | None = None  # micro-batch of the rows that there are; None: all rows are as long as they may be
+
+    @property
+    def micro_batch(self) -> Shape:
+        """The largest micro-batch."""
+        return self.largest or Shape(self.rows, padded(self.tokens), self.accumulates)
+
+    @functools.cached_property
+    def backend(self) -> Backend:
+        """How it computes."""
+        return backend_of(
+            self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
+            optimizer=self.optimizer, compute_dtype=self.compute_dtype,
+        )  # fmt: skip
 
     @functools.cached_property
     def terms(self) -> tuple[MemoryTerm, ...]:
         """The terms of the peak of mlx's allocator."""
-        backend = backend_of(
-            self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
-            optimizer=self.optimizer, compute_dtype=self.compute_dtype,
-        )  # fmt: skip
-        return predicted_peak(self.model, self.lora, Shape(self.rows, padded(self.tokens), self.accumulates), backend)
+        return predicted_peak(self.model, self.lora, self.micro_batch, self.backend)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of mlx's allocator."""
+        return total_bytes(self.terms)
 
     @property
     def needed_bytes(self) -> int:
@@ -57,6 +79,11 @@ class Estimate:
     def fits(self) -> bool:
         """Whether it is within the machine's budget."""
         return with_margin(self.terms) <= self.machine.memory_budget.mlx_bytes
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it is worth a dry run: mlx gets by with less under its memory limit."""
+        return with_margin(self.terms, LEAST_SHARE) <= self.machine.memory_budget.mlx_bytes
 
     @property
     def cheapest(self) -> "Estimate":

@@ -11,7 +11,7 @@ from rich.table import Table
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.formatting import counted, duration_text
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.estimate import MARGIN, total_bytes, with_margin
+from safetrain.core.memory.estimate import MARGIN, with_margin
 from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.shapes import is_known
@@ -121,11 +121,10 @@ def _print_terms(console: Console, run: Estimate, title: str) -> None:
     table = _titled_table(console, title)
     table.add_column("")
     table.add_column("", justify="right")
-    peak = total_bytes(run.terms)
     for term in run.terms:
         table.add_row(term.name, size(term.size_bytes))
-    table.add_row("predicted peak of mlx", size(peak), style="bold")
-    margin = size(with_margin(run.terms) - peak)
+    table.add_row("predicted peak of mlx", size(run.peak_bytes), style="bold")
+    margin = size(with_margin(run.terms) - run.peak_bytes)
     table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of what is estimated", margin)
     table.add_row("process around it", size(run.machine.process_memory_bytes))
     table.add_row("needed", size(run.needed_bytes), style="bold")

@@ -138,7 +138,7 @@ def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> l
     machine = dataclasses.replace(inputs.machine, memory_budget_bytes=share)
     try:
         needed = best_fit(ask(dataclasses.replace(inputs, machine=machine), train, lora)).needed_bytes
-        fits, text = True, f"{size_text(needed + machine.process_memory_bytes)} each"
+        fits, text = True, f"{size_text(needed)} each"
     except MachineError as error:
         fits, text = False, error.got
     count = f"{counted(ranks, 'rank')} on this machine"

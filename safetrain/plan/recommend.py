@@ -7,7 +7,7 @@ import numpy as np
 
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.memory.estimate import mlx_limit_bytes
+from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
@@ -40,14 +40,14 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
     max_steps = _max_steps(question, fit.rows_per_update, epochs, reasons)
     updates = total_updates(question.rows.count, fit.rows_per_update, epochs, max_steps)
     return Recommendation(
-        batch_size=fit.batch_size,
-        gradient_accumulation=fit.rows_per_update // fit.batch_size,
+        batch_size=fit.rows,
+        gradient_accumulation=fit.rows_per_update // fit.rows,
         max_seq_length=fit.length,
         learning_rate=_learning_rate(question, fit, updates, reasons),
         num_epochs=epochs,
         max_steps=max_steps,
         **_intervals(question, fit, updates, reasons),
-        dequantize_base=fit.dequantize_base,
+        dequantize_base=fit.dequantize,
         gradient_checkpointing=fit.checkpointing,
         compute_dtype=compute_dtype_of(train, machine, model),
         lora=lora,
@@ -62,7 +62,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
         process_memory_bytes=machine.process_memory_bytes,
-        margin_bytes=max(0, fit.needed_bytes - fit.peak_bytes),
+        margin_bytes=max(0, with_margin(fit.terms) - fit.peak_bytes),
         basis=CLOSED_FORM,
         step_seconds=None,
         total_seconds=None,
@@ -135,7 +135,7 @@ def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
     rows, usual = fit.rows_per_update, "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
         usual = f"{rows * fit.length} tokens, by the operations of the whole training (DeepSeek's fit)"
-    together = f"{fit.batch_size} x {rows // fit.batch_size} = {rows} rows per update"
+    together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
     return {
         "max_seq_length": _why_length(fit, question),
         "batch_size": _why_batch_size(fit, question),
@@ -162,12 +162,12 @@ def _why_length(fit: Fit, question: PlannedTraining) -> str:
 
 def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
     budget = size_text(question.budget.total_bytes)
-    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.shape.tokens} tokens"
+    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.tokens} tokens"
     return f"{SET}; {predicted}" if question.train.batch_size else f"the fastest that fits: {predicted}"
 
 
 def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
-    if fit.dequantize_base:
+    if fit.dequantize:
         return "the dequantized weights fit, and on CPU quantized ones are dequantized again at each use"
     if question.model.quantization_bits is None:
         return "the base is not quantized"

@@ -114,7 +114,7 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
     fits = list[Fit]()
     for length in question.lengths:
         candidates = candidates_at(question, length)
-        unmeasured = search.try_out([fit for fit in candidates if fit.may_fit(question.budget)])
+        unmeasured = search.try_out([fit for fit in candidates if fit.may_fit])
         if search.passed:
             return _fastest(search.passed)[1]
         if unmeasured is not None:
@@ -149,7 +149,7 @@ class _Search:
                 return fit
             if answer.measured is None and not answer.ran_out_of_memory:
                 self._runner.say(f"not measured: the dry run ended with {answer.ended}")
-                sure = (each for each in fits if each.fits(self._question.budget))
+                sure = (each for each in fits if each.fits)
                 return next(sure, min(fits, key=lambda each: each.peak_bytes))
             self._take(fit, answer)
         return None
@@ -164,7 +164,7 @@ class _Search:
             self.passed.append((fit, recommendation))
             return
         why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
-        self._runner.say(f"{counted(fit.batch_size, 'row')} of {fit.length} tokens: {why}")
+        self._runner.say(f"{counted(fit.rows, 'row')} of {fit.length} tokens: {why}")
         self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
 
     def _pays(self, fit: Fit) -> bool:
@@ -200,8 +200,11 @@ def _expected_seconds(question: PlannedTraining, fit: Fit) -> tuple[float, float
         return 0.0, 0.0
     operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * model.parameters
     token = operations / (ATTAINED * machine.gemm_gflops * 1e9)
-    step, largest = token * fit.rows_per_update * min(fit.length, question.rows.mean_tokens), token * fit.shape.total
-    base = base_bytes(model, backend_of(model, machine.backend, fit.dequantize_base))
+    step, largest = (
+        token * fit.rows_per_update * min(fit.length, question.rows.mean_tokens),
+        token * fit.micro_batch.total,
+    )
+    base = base_bytes(model, backend_of(model, machine.backend, fit.dequantize))
     timed = 0.0 if step > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, step)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
     return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed, step

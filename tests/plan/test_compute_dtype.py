@@ -20,8 +20,8 @@ from safetrain.plan.estimate import estimate_of, remedies
 from safetrain.plan.machine import Probe, machine_of, read_machine_now, read_profile, settle
 from tests.conftest import EMBEDDED
 from tests.core.readings import GPUS
-from tests.core.test_model_shapes import BIG
 from tests.plan.test_estimate import PROFILES
+from tests.plan.test_published_runs import MISTRAL
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, plan
 
 GIB = 2**30
@@ -31,9 +31,9 @@ EMULATED = dataclasses.replace(NATIVE, compute_dtype="float32", quantized_comput
 PINNED = {name: dataclasses.replace(OPEN, compute_dtype=name) for name in ("float32", "bfloat16", "float16")}
 
 
-def model_of(folder: Path, bits: int | None = 4, stored: str = "bfloat16", name: str = "Mistral-7B") -> ModelFiles:
+def model_of(folder: Path, bits: int | None = 4, stored: str = "bfloat16") -> ModelFiles:
     folder.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {**BIG[name][0], "torch_dtype": stored, "max_position_embeddings": 4096}
+    config: dict[str, Any] = {**MISTRAL, "torch_dtype": stored, "max_position_embeddings": 4096}
     config |= {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
     (folder / "config.json").write_text(json.dumps(config))
     return read_model_plan(folder)

@@ -116,7 +116,7 @@ def test_what_a_large_model_is_said_to_cost_counts_the_shards_that_it_has(monkey
     rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), 1000, 16)
     inputs = PlanInputs(data(), machine(64), FLOATS, TrainingRows(NO_ROWS, NO_ROWS))
     question = ask(inputs, train, NO_LORA_PINS, rows)
-    cost = {(each.batch_size, each.checkpointing): each.relative_cost for each in candidates_at(question, 512)}
+    cost = {(each.rows, each.checkpointing): each.relative_cost for each in candidates_at(question, 512)}
     assert cost[1, False] == pytest.approx((512 + FIXED_TOKENS["cpu"]) / 512)
     assert cost[16, False] == pytest.approx((16 * 512 + FIXED_TOKENS["cpu"]) / (16 * 512))
 

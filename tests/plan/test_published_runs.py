@@ -38,7 +38,8 @@ QWEN_32B = {
     "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40,
     "num_key_value_heads": 8, "num_hidden_layers": 64, "vocab_size": 152064,
 }  # fmt: skip
-QWEN_7B, LLAMA_8B, MISTRAL = BIG["Qwen2.5-7B"][0], BIG["Llama-3.1-8B"][0], BIG["Mistral-7B"][0]
+QWEN_7B, LLAMA_8B = BIG["Qwen2.5-7B"][0], BIG["Llama-3.1-8B"][0]
+MISTRAL = {**LLAMA_8B, "model_type": "mistral", "vocab_size": 32000}  # 7B
 QV, ALL = ("self_attn.q_proj", "self_attn.v_proj"), ("all-linear",)
 MEASURED = [(QWEN_7B, 4.922e9), (LLAMA_8B, 5.154e9), (LLAMA_3B, 2.236e9), (QWEN_HALF_B, 0.497e9)]
 NAMES = ["Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-3B", "Qwen2.5-0.5B"]
