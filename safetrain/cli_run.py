@@ -176,7 +176,7 @@ def diagnose(
         print(running.what, "What follows is about the training before.", file=sys.stderr)
         death = read_postmortem(paths.OUTPUT)
     if death is None:
-        print("null" if as_json else "no training has ended badly here")
+        print("null" if as_json else "No training has ended badly here.")
         return
     if as_json:
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")

@@ -206,8 +206,8 @@ def say(text: str) -> None:
 
 def describe(model: str, system: str, context: int | None) -> str:
     """The lines before a chat."""
-    room = f"Context: {counted(context, 'token')}. " if context else ""
-    return f"{model}\n" + (f"system prompt of all training rows: {system}\n" if system else "") + room + HELP
+    lines = [model, f"system prompt of all training rows: {system}" if system else ""]
+    return "\n".join(filter(None, [*lines, f"Context: {counted(context, 'token')}." if context else "", HELP]))
 
 
 def _columns(sides: Sequence[Side], empty: str = "") -> "Table":

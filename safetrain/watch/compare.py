@@ -53,8 +53,7 @@ class RevisionReader(RunReader):
             raise ConfigError(
                 f"{revision} has no results: DVC has recorded no training there.",
                 where=f"dvc.lock of {revision}, which does not exist",
-                do="compare with a commit that has a dvc.lock ('dvc repro', then commit), or with an experiment of "
-                "'dvc exp show'",
+                do="commit dvc.lock after 'dvc repro', or name an experiment of 'dvc exp show'",
             )
 
     def file(self, name: str) -> bytes | None:
