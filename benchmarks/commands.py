@@ -5,6 +5,7 @@ python -m benchmarks.commands    writes benchmarks/results/commands.md, in some 
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,8 @@ def main() -> None:
                 params = folder / "params.yaml"
                 params.write_text(params.read_text().replace("max_steps: null", f"max_steps: {STEPS}"))
             if line == "repro":
-                commit = "git add -A && git commit -qm trained"  # for --compare
-                subprocess.run(commit, shell=True, cwd=folder, env=environment(folder), check=False)
+                for words in (("add", "-A"), ("commit", "-qm", "trained")):  # for --compare
+                    subprocess.run(["git", *words], cwd=folder, env=environment(folder), check=False)
     RESULT.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -56,9 +57,9 @@ def printed_by(line: str, folder: Path) -> str:
     """The command with its output and exit code, without the places of this machine."""
     words, _, typed = line.partition(" < ")
     words, _, interrupted = words.partition(" ^C ")
-    limit = "timeout -s INT 20 " if interrupted else ""
+    limit = ["timeout", "-s", "INT", "20"] if interrupted else []
     done = subprocess.run(
-        f"{limit}{sys.executable} -m safetrain.cli {words}", shell=True, cwd=folder, env=environment(folder),
+        [*limit, sys.executable, "-m", "safetrain.cli", *shlex.split(words)], cwd=folder, env=environment(folder),
         input=typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     text = done.stdout.replace(str(folder), "PROJECT").replace(str(folder.parent), "ELSEWHERE")
