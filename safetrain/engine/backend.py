@@ -14,7 +14,6 @@ import mlx.core as mx
 from safetrain.core.memory.budget import (
     DATA_BESIDE_BYTES,
     PROCESS_BYTES,
-    DeviceMemory,
     budget_bytes,
     machine_room_bytes,
     read_memory,
@@ -105,8 +104,8 @@ def set_limits(mlx_limit_bytes: int) -> None:
 def room_bytes() -> int:
     """What mlx may take here now."""
     here = device()
-    working_set, free = (int(here.facts.get(name, 0)) for name in ("max_recommended_working_set_size", "free_memory"))
-    return max(0, budget_bytes(DeviceMemory(here.name, working_set, free), read_memory()) - PROCESS_BYTES)
+    name = "free_memory" if here.name == "cuda" else "max_recommended_working_set_size"
+    return max(0, budget_bytes(here.name, int(here.facts.get(name, 0)), read_memory()) - PROCESS_BYTES)
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:

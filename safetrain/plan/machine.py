@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.budget import (
     GIB,
-    DeviceMemory,
     budget_bytes,
     cuda_budget_bytes,
     metal_budget_bytes,
@@ -76,9 +75,9 @@ class Probe:
 
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
-    device = DeviceMemory(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
+    device_bytes = probe.device_free_bytes if probe.backend == "cuda" else probe.working_set_bytes
     process_bytes = -(-(probe.process_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
-    budget = budget_bytes(device, read_memory(), process_bytes)
+    budget = budget_bytes(probe.backend, device_bytes, read_memory(), process_bytes)
     memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(
         system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),

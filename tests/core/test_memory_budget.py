@@ -7,7 +7,6 @@ import pytest
 
 from safetrain.core.memory import budget as memory_budget
 from safetrain.core.memory.budget import (
-    DeviceMemory,
     Readings,
     budget_bytes,
     cuda_budget_bytes,
@@ -39,34 +38,34 @@ def test_each_backend_has_its_rule() -> None:
     assert metal_budget_bytes(50 * GIB, 50 * GIB, 9 * GIB) == 36 * GIB
     assert metal_budget_bytes(eight, 8 * GIB, 8 * GIB) == 0
     assert cuda_budget_bytes(15 * GIB) == int(0.92 * 14.5 * GIB)
-    assert budget_bytes(DeviceMemory("cuda", free_bytes=GIB // 2), IDLE) == 0
+    assert budget_bytes("cuda", GIB // 2, IDLE) == 0
 
 
 def test_what_macos_calls_available_does_not_count() -> None:
     idle = Readings(8 * GIB, GIB // 2, wired_bytes=int(1.3 * GIB))
-    assert budget_bytes(DeviceMemory("metal", int(5.333 * GIB)), idle, 0) == int(0.9 * int(5.333 * GIB))
+    assert budget_bytes("metal", int(5.333 * GIB), idle, 0) == int(0.9 * int(5.333 * GIB))
 
 
 @pytest.mark.parametrize("reading", [*READINGS, PRESSED_MACS[0]], ids=lambda reading: reading.name)
 def test_the_budget_of_real_machines_is_below_what_was_usable_there(reading: Reading) -> None:
-    device = DeviceMemory(reading.backend, reading.working_set_bytes, reading.free_bytes)
+    device_bytes = reading.free_bytes if reading.backend == "cuda" else reading.working_set_bytes
     host = Readings(reading.total_bytes, 0, reading.wired_bytes)
-    assert 0.55 <= budget_bytes(device, host) / reading.usable_bytes <= 0.95
+    assert 0.55 <= budget_bytes(reading.backend, device_bytes, host) / reading.usable_bytes <= 0.95
 
 
 def test_on_cpu_it_is_what_is_available() -> None:
     host = read_memory()
-    assert 0 < budget_bytes(DeviceMemory("cpu"), host) <= host.available_bytes < host.total_bytes
+    assert 0 < budget_bytes("cpu", 0, host) <= host.available_bytes < host.total_bytes
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "memory_room_bytes", lambda _groups: GIB // 4)
-    assert budget_bytes(DeviceMemory("cpu"), IDLE) == GIB // 4
+    assert budget_bytes("cpu", 0, IDLE) == GIB // 4
 
 
 @pytest.mark.usefixtures("data_limit")
 def test_a_limit_of_the_shell_counts() -> None:
-    assert budget_bytes(DeviceMemory("cpu"), IDLE) == 3 * GIB - GIB // 10
+    assert budget_bytes("cpu", 0, IDLE) == 3 * GIB - GIB // 10
 
 
 def test_an_own_limit_counts() -> None:

@@ -46,15 +46,6 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """The device as the engine reported it."""
-
-    backend: str  # cpu, metal, cuda
-    working_set_bytes: int = 0  # Metal's recommendation
-    free_bytes: int = 0  # of a CUDA device
-
-
-@dataclass(frozen=True)
 class Readings:
     """The host's memory at a moment, in bytes. The last three are macOS's; 0 where unknown."""
 
@@ -101,12 +92,15 @@ def cuda_budget_bytes(free_bytes: int) -> int:
     return max(0, int(CUDA_SHARE * (free_bytes - CUDA_RESERVE_BYTES)))
 
 
-def budget_bytes(device: DeviceMemory, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
-    """Memory that a training process may take on this machine now."""
-    if device.backend == "cuda":
-        return cuda_budget_bytes(device.free_bytes)
-    if device.backend == "metal":
-        return metal_budget_bytes(device.working_set_bytes, host.total_bytes, host.wired_bytes, process_bytes)
+def budget_bytes(backend: str, device_bytes: int, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
+    """Memory that a training process may take on this machine now.
+
+    ``device_bytes``: the working set that Metal recommends, or what is free on a CUDA device; 0 on a CPU.
+    """
+    if backend == "cuda":
+        return cuda_budget_bytes(device_bytes)
+    if backend == "metal":
+        return metal_budget_bytes(device_bytes, host.total_bytes, host.wired_bytes, process_bytes)
     return host_room_bytes(host)
 
 
