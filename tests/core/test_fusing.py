@@ -35,6 +35,10 @@ def test_fewer_right_answers_than_chance_allows_are_refused(lost: int, won: int,
     assert (refusal(0.999, found(lost_answers=lost, won_answers=won), 0.02) == "") == holds
 
 
+def test_where_all_may_get_lost_any_model_holds() -> None:
+    assert refusal(-3.0, found(lost_answers=90), 1.0) == ""
+
+
 def test_a_loss_that_is_no_number_never_holds() -> None:
     assert "not a number" in refusal(1.0, found(loss=float("nan")), 1.0)
     assert "more than 2 %" in refusal(0.97, TUNED, 0.02)

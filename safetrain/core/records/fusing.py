@@ -111,12 +111,14 @@ def kept_share(base: Likeness, tuned: Likeness, other: Likeness) -> float:
 
 
 def refusal(share: float, other: Likeness, may_lose: float) -> str:
-    """Why a fused model does not hold, empty where it does.
+    """Why a fused or exported model does not hold, empty where it does; if all may get lost, it need only be a model.
 
     Answers are compared row by row: a fall beyond the 95 % interval of what would go both ways by chance.
     """
     if not math.isfinite(other.loss):
         return "its loss is not a number"
+    if may_lose >= 1:
+        return ""
     if share < 1 - may_lose:
         return f"loses more than {100 * may_lose:g} % of what was learnt"
     fall = other.lost_answers - other.won_answers

@@ -1,7 +1,6 @@
 """Writes a tuned model as a GGUF file, reads it again, and measures what it keeps, before it gets its name."""
 
 import gc
-import math
 import shutil
 import subprocess
 import tempfile
@@ -209,7 +208,6 @@ class _GgufExport:
         likeness = tuned.likeness_of(BaseModel(module, frozenset(), adapt(module)))
         share = kept_share(base, tuned.own, likeness) if base is not None else None
         why = refusal(1.0 if share is None else share, likeness, job.may_lose)
-        why = why if job.may_lose < 1 or not math.isfinite(likeness.loss) else ""
         name, size = f"{job.out.name} ({job.kind})", path.stat().st_size
         if share is None:
             same = f"{round(likeness.same_answers * rows)} of {rows} answers the same"
