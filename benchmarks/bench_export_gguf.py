@@ -55,8 +55,8 @@ NOTES = (
     f"{NEW_TOKENS} tokens each.",
     "915 of 1,000: the others are not in Unicode's form NFC, which llama.cpp does not make. 162 of 1,000: Mistral's "
     "space before bare texts. 993 and 974: rare wide spaces after Phi-3's special tokens. The models have random, "
-    "large weights, which 4 bits change far more than those of a trained model. K types: hidden size 256; llama.cpp also "
-    "rounds what it multiplies with them, to 8 bits.",
+    "large weights, which 4 bits change far more than those of a trained model. K types: hidden size 256; llama.cpp "
+    "also rounds what it multiplies with them, to 8 bits.",
 )
 
 

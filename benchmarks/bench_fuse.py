@@ -1,7 +1,6 @@
 """What is left of the example's adapter once it is folded into its base: by bits, and beside mlx_lm.fuse.
 
     python -m benchmarks.bench_fuse [a finished project]
-    python -m benchmarks.bench_fuse --model FOLDER      a larger base (benchmarks/llama_91m.py), its default run alone
 
 Three adapters: that of the default run, and two of few small updates, which 4 bits lose. Each is measured on the
 test rows, which fuse has not seen; `safetrain fuse` decides on the validation rows.
@@ -34,15 +33,15 @@ NOTES = [
     "Kept: the smaller share of the improvement in loss from base to tuned, and of the way from the base's "
     "distribution to the tuned one's (1 - KL(tuned || fused) / KL(tuned || base)), at every label. Exact answers: "
     "all labels of a row are what the model chooses.",
+    "A Llama of 91 million parameters, measured on 2026-11-22 on the same questions: 4 bits, as `mlx_lm.fuse` makes "
+    "them, keep 98.0 % in 54 MiB and 48 % of the answers, 5 bits 100.0 % in 65 MiB and 92 %, 8 bits 100.0 % in 95 MiB "
+    "and all answers.",
 ]
 HEADER = ["adapter", "fused by", "MiB", "kept on the test rows", "exact answers of 220", "same answers as tuned"]
 
 
 def main(arguments: list[str]) -> None:
     """One table."""
-    if arguments[:1] == ["--model"]:
-        larger(Path(arguments[1]))
-        return
     with tempfile.TemporaryDirectory() as scratch:
         project = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(project)], check=True)
@@ -57,19 +56,6 @@ def main(arguments: list[str]) -> None:
             call(project, sys.executable, "-m", "stages.train", *few)
             rows += rows_of(project, f"{FEW} updates at {rate}")
     write_result("bench_fuse", "An adapter folded into its base: what is left of it", HEADER, rows, NOTES)
-
-
-def larger(model: Path) -> None:
-    """The same table of another base on the example's questions."""
-    with tempfile.TemporaryDirectory() as scratch:
-        project = Path(scratch) / "clone"
-        subprocess.run(["git", "clone", "-q", str(ROOT), str(project)], check=True)
-        shutil.rmtree(project / MODEL)
-        shutil.copytree(model, project / MODEL)
-        call(project, sys.executable, "-m", "safetrain.cli", "run")
-        rows = rows_of(project, "the default run")
-    title = f"An adapter folded into a base of another size ({model.name}): what is left of it"
-    write_result("bench_fuse_larger", title, HEADER, rows, NOTES)
 
 
 def rows_of(project: Path, adapter: str) -> list[list[object]]:

@@ -18,7 +18,13 @@ class LlamaJudge:
         import llama_cpp
 
         self._llama: Any = llama_cpp.Llama(
-            str(file), n_ctx=max(BATCH, context), n_batch=BATCH, n_ubatch=BATCH, verbose=False
+            str(file),
+            n_ctx=max(BATCH, context),
+            n_batch=BATCH,
+            n_ubatch=BATCH,
+            n_threads=1,
+            n_threads_batch=1,
+            verbose=False,
         )
 
     def split(self, text: str) -> list[int]:
