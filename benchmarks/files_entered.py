@@ -6,7 +6,8 @@ With `row` only the way of a row is printed: through a validation of the example
 rows in one update, until its gradient. Noted while they run, on CPU. An update goes from one question whether to stop
 to the next, without a record, validation or checkpoint; a training has all of them. The search is the part of a
 recommendation that decides what to try. A death goes from the end of a killed process to the verdict that is printed,
-with the memory ladder at its end.
+with the memory ladder at its end. The way of train.learning_rate goes from the command line to the optimizer, through
+the files that take the number, alone or as they make a record of it.
 """
 
 import contextlib
@@ -28,8 +29,9 @@ from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
+from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import TrainJob
-from safetrain.core.storage.paths import FLIGHT
+from safetrain.core.storage.paths import FLIGHT, RECOMMENDED_CONFIG
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.cpu.blas import load_fast_blas
@@ -53,7 +55,8 @@ recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, 4, 160))
 print("std::bad_alloc", file=sys.stderr, flush=True)
 os.abort()
 """
-PLACE = re.compile(r".*/(safetrain/(core|data|engine|guard|plan|watch)/.+\.py)$")
+PLACE = re.compile(r".*/(safetrain/(?:(?:core|data|engine|guard|plan|watch)/.+|stage)\.py)$")
+RATE = 1.23456e-4  # a number that nothing else has
 Doors = defaultdict[str, set[str]]  # names of functions, by file
 HANDED = (TokenRow, TokenRows, Update, MicroBatch, Shard)  # rows, from the store to the gradient
 
@@ -72,6 +75,7 @@ def main() -> None:
         return
     ways |= {"a recommendation": recommend(), "its search": recommend("Search.")}
     ways |= {"an update": train(whole=False), "a training": train(whole=True), "a death": die()}
+    ways |= {"train.learning_rate": key()}
     table = list[list[object]]([[f"**a row of JSONL until its gradient: {row}**", "", ""]])
     for way, doors in ways.items():
         rooms = Counter(file.split("/")[1] for file in doors)
@@ -188,6 +192,44 @@ def recommend(inside: str = "") -> Doors:
         watch(doors, inside)
         with contextlib.chdir(project.folder), contextlib.suppress(SystemExit):
             recommend_config()  # which says what is wrong
+    sys.setprofile(None)
+    return doors
+
+
+def key() -> Doors:
+    """Of train.learning_rate, which the stage composes, the supervisor writes into the job, and the engine reads."""
+    from safetrain.core.records.settings import job_of as resolved
+    from safetrain.core.records.settings import read_recommendation
+    from safetrain.core.storage.files import read_record, write_record
+    from safetrain.engine import run, training
+    from safetrain.engine.job import load_job
+    from safetrain.stage import _compose_and_call
+
+    doors = Doors(set)
+
+    def note(frame: FrameType, event: str, value: object) -> None:
+        values = frame.f_locals.values() if event == "call" else [value] if event == "return" else []
+        if not any(isinstance(each, float) and each == RATE for each in values):
+            return
+        file = next(filter(None, map(place_of, (each for each, _ in walk_stack(frame)))), "")
+        doors[file or "outside"].add(frame.f_code.co_qualname)
+
+    def through(config: Pipeline) -> None:
+        path = Path("job.json")
+        plan = read_recommendation(RECOMMENDED_CONFIG)
+        write_record(path, resolved(config.model.path, config.train, config.lora, plan))
+        watcher = run.Watcher(lambda *_: None, lambda _: None, int, Recorder(Path("recorder.bin")))
+        training.train(load_job(read_record(path, TrainJob)), watcher)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        project = Project(Path(scratch), train={"max_steps": 2, "warmup_steps": 0})
+        for stage in ("validate_data", "preflight", "recommend_config"):
+            project.succeed(sys.executable, "-m", f"stages.{stage}")
+        os.environ.update(project.environment)
+        with contextlib.chdir(project.folder):
+            sys.argv = ["train", f"train.learning_rate={RATE}"]
+            sys.setprofile(note)
+            _compose_and_call(through)
     sys.setprofile(None)
     return doors
 

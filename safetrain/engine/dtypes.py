@@ -18,25 +18,18 @@ NOISE = 1.2  # times as fast as bfloat16 float32 must be: it takes twice the mem
 TOKENS, WIDTH, RANK = 1024, 2048, 16  # of the layer: four of them take less than half a second
 
 
-def emulates_bfloat16(device: Mapping[str, object], *, metal: bool) -> bool:
-    """``device`` is ``mx.device_info()`` of a GPU."""
-    capability = device.get("compute_capability_major")
-    return not metal and isinstance(capability, int) and capability < NATIVE_CAPABILITY
-
-
-def faster_dtype(bfloat16_speed: float, float32_speed: float) -> str | None:
-    """float32 where that is faster by more than noise, else None; a speed of 0 is that of what does not work."""
-    return "float32" if float32_speed > NOISE * bfloat16_speed else None
-
-
 def probed_dtype(
     device: Mapping[str, object], *, metal: bool, quantized: bool, speed: Callable[[Any, bool], float] | None = None
 ) -> str | None:
-    """In which type to compute with a base in bfloat16, by the ``speed`` of layers; None: in that, which is native."""
-    if not emulates_bfloat16(device, metal=metal):
+    """In which type to compute with a base in bfloat16: float32 where that is faster by more than noise, else None.
+
+    ``device`` is ``mx.device_info()`` of a GPU. What computes in bfloat16 by itself is not timed. ``speed`` is that of
+    a layer, 0 for what does not work.
+    """
+    capability, measured = device.get("compute_capability_major"), speed or layer_speed
+    if metal or not isinstance(capability, int) or capability >= NATIVE_CAPABILITY:
         return None
-    measured = speed or layer_speed
-    return faster_dtype(measured(mx.bfloat16, quantized), measured(mx.float32, quantized))
+    return "float32" if measured(mx.float32, quantized) > NOISE * measured(mx.bfloat16, quantized) else None
 
 
 def layer_speed(dtype: Any, quantized: bool) -> float:

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from safetrain.engine import dtypes
-from safetrain.engine.dtypes import faster_dtype, layer_speed, probed_dtype
+from safetrain.engine.dtypes import layer_speed, probed_dtype
 from safetrain.engine.upstream.loading import cast
 
 TURING, AMPERE = ({"compute_capability_major": major} for major in (7, 8))  # 7 is a V100's too
@@ -25,7 +25,10 @@ TURING, AMPERE = ({"compute_capability_major": major} for major in (7, 8))  # 7 
     ],
 )
 def test_float32_must_be_faster_by_more_than_noise(bfloat16: float, float32: float, expected: str | None) -> None:
-    assert faster_dtype(bfloat16, float32) == expected
+    def speed(dtype: Any, _quantized: bool) -> float:
+        return float32 if dtype == mx.float32 else bfloat16
+
+    assert probed_dtype(TURING, metal=False, quantized=False, speed=speed) == expected
 
 
 @pytest.mark.parametrize(
