@@ -77,19 +77,6 @@ class Told:
         return [(record.phase, record.edge, record.work.step) for record in found.records]
 
 
-def test_it_waits_for_room_and_then_writes(disk: Disk, tmp_path: Path) -> None:
-    told, done = Told(tmp_path), []
-    disk.free = 4 * MIB
-    threading.Timer(0.3, lambda: setattr(disk, "free", 100 * MIB)).start()
-    began = time.monotonic()
-    told.disk.write(10 * MIB, 3, lambda: done.append(time.monotonic() - began))
-    assert len(done) == 1
-    assert done[0] >= 0.29
-    assert "is full: step 3 needs 10.0 MiB" in told.said[0]
-    assert told.said[1:] == ["there is room again"]
-    assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, tmp_path: Path, number: int) -> None:
     """The disk looks free, and was full in the middle of it: a quota, or others who were quicker."""

@@ -5,7 +5,6 @@ The backend is still the CPU, so this shows that the code is right, not that a G
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import read_csv
-from safetrain.engine import update as update_module
 from safetrain.engine.batches import KERNEL, layout_for, make_batch, training_layout
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.job import Job
-from safetrain.engine.model import BaseModel, open_base
+from safetrain.engine.model import open_base
 from safetrain.engine.row_attention import Way
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
@@ -100,26 +98,6 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
             run(job, 4)
     result = run(job)
     assert (result.state.resumed_from_step, result.metrics.steps) == (4, 15)
-
-
-def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One trace a shape, however many updates."""
-    traced: list[Any] = []
-    original = update_module.ShardLoss
-
-    def counting(model: BaseModel, **how: Any) -> Callable[..., mx.array]:
-        loss = original(model, **how)
-
-        def traced_loss(part: Any) -> mx.array:
-            traced.append((part.layout.blocks, part.targets.size))
-            return loss(part)
-
-        return traced_loss
-
-    monkeypatch.setattr(update_module, "ShardLoss", counting)
-    base = build_model(tmp_path / "model", bfloat16=True, **SMALL)
-    assert run(job_in(tmp_path / "a", base, settings_with())).metrics.steps == 15
-    assert len(traced) == len(set(traced)) <= 8
 
 
 def on_metal(kernel: str, **_asked: Any) -> str:

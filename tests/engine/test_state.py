@@ -189,12 +189,6 @@ def test_a_lost_pointer_loses_nothing(base: Path, unbroken: Path, broken: Path, 
     assert same(final_state(broken), final_state(unbroken))
 
 
-def test_a_longer_run_goes_on_from_an_unfinished_one(base: Path, broken: Path) -> None:
-    result, said = telling(job_of(broken, base, num_epochs=4))
-    assert (result.state.resumed_from_step, result.metrics.steps) == (STOPPED_AT, LONGER)
-    assert any("num_epochs is longer" in text and f"from step {STOPPED_AT}" in text for text in said)
-
-
 def test_a_longer_run_goes_on_from_a_finished_one(base: Path, tmp_path: Path) -> None:
     """With another warm-up and other times to validate, as a longer run is recommended to have."""
     job = job_of(tmp_path, base)
@@ -281,13 +275,6 @@ def test_going_on_with_less_memory_changes_nothing_but_rounding(
     expected = movement(tmp_path / "unbroken", base)
     assert np.linalg.norm(expected) > 0.1
     assert distance(movement(tmp_path / "broken", base), expected) < ROUNDING
-
-
-def test_dropout_does_not_keep_a_run_from_going_on_with_less_memory(base: Path, broken: Path) -> None:
-    """It draws other numbers from there on, so it is another run, and a good one."""
-    assert SETTINGS.lora.dropout == 0.1
-    result = run(job_of(broken, base, batch_size=1, gradient_accumulation=4))
-    assert (result.state.resumed_from_step, result.metrics.steps) == (STOPPED_AT, STEPS)
 
 
 def test_a_checkpoint_of_another_version_is_refused(base: Path, broken: Path) -> None:
