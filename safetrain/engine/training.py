@@ -14,14 +14,13 @@ from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.engine.adapters import adapter_weights
-from safetrain.engine.bad_updates import RefusedUpdate, fault_in, path_of, stop_at
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import remember_best
 from safetrain.engine.ranks import ALONE, Contribution, Ranks
 from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
-from safetrain.engine.saving import record, save
+from safetrain.engine.saving import RefusedUpdate, fault_in, path_of, record, save, stop_at
 from safetrain.engine.state import TrainState
 from safetrain.engine.tuned import TunedModel
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure

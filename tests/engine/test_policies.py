@@ -16,8 +16,8 @@ from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import identity_of
 from safetrain.engine.adapters import make_trainable
-from safetrain.engine.bad_updates import fault_in
 from safetrain.engine.model import open_base
+from safetrain.engine.saving import fault_in
 from safetrain.engine.training import Result
 from safetrain.engine.update import UpdateResult
 from safetrain.engine.weight_files import apply_adapter
