@@ -1,4 +1,4 @@
-"""The commands of `safetrain` for before a training: info, validate, preflight, estimate, selftest, create."""
+"""Commands of `safetrain` to run before training: info, validate, preflight, estimate, selftest, create."""
 
 import subprocess
 import sys
@@ -35,16 +35,16 @@ def validate(
     ] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     columns: Annotated[
-        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; repeatable")
+        list[str] | None, typer.Option(help="name of your own column, as prompt=frage; repeatable")
     ] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
     Exit 0: no errors; 1: errors; 2: a file or the model is missing.
 
-    Plain text (.txt, .md) and tokens (.ds) are documents, and so is everything if train.method is pretrain.
+    Plain text (.txt, .md) and tokens (.ds) are documents. With train.method=pretrain, every file is.
 
-    params.yaml, if there is one, sets labels, severities and your own keys (data.columns).
+    params.yaml, if present, sets labels, severities and your own column names (data.columns).
     --columns prompt=frage --columns completion=antwort sets the keys for one run.
 
     With --fix: exit 0 if the copy is written, 1 if rows cannot be read (see --drop-bad).
@@ -99,7 +99,7 @@ def preflight(
 
 
 def _written(path: Path) -> int:
-    """When a file was written, in nanoseconds; 0 if it is missing."""
+    """Modification time of a file, in nanoseconds; 0 if it is missing."""
     return path.stat().st_mtime_ns if path.is_file() else 0
 
 
@@ -116,7 +116,7 @@ def estimate(
     recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
     method: Annotated[str, typer.Option(help="lora, dora, full or pretrain")] = "lora",
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
-    accumulate: Annotated[bool, typer.Option(help="several micro-batches a step, as recommended")] = True,
+    accumulate: Annotated[bool, typer.Option(help="accumulate gradients over several micro-batches")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N linked ranks")] = None,
@@ -167,33 +167,33 @@ def _refuse_contradictions(
     model: Path | None, machine: str | None, pretrain: str | None, tokens_per_parameter: float | None, *,
     all_machines: bool,
 ) -> None:  # fmt: skip
-    """Raise ConfigError where options of pretraining stand without it, or something is named twice."""
+    """Raise ConfigError for pretraining options without --pretrain, or a model or machine given twice."""
     if pretrain is None:
         alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
         if alone:
-            raise ConfigError(f"{alone} is about pretraining.", do="add --pretrain, as --pretrain 85m")
+            raise ConfigError(f"{alone} applies only to pretraining.", do="add --pretrain, as --pretrain 85m")
     elif model is not None:
-        raise ConfigError("A model is named twice.", got=str(model), do="name it only by --pretrain")
+        raise ConfigError("The model is given twice.", got=str(model), do="give it only with --pretrain")
     elif machine is not None and all_machines:
-        raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
+        raise ConfigError("--machine and --all-machines exclude each other.", got=machine, do="leave out one of them")
 
 
 def selftest(
     model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
     rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
-    tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
+    tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest row")] = 64,
     report: Annotated[
-        bool, typer.Option("--report", help="measure this machine; prints one screen of text to paste")
+        bool, typer.Option("--report", help="measure this machine; print one screen of text to paste")
     ] = False,
 ) -> None:
-    """Check that this machine computes right; --report measures it.
+    """Check that this machine computes correctly; --report measures it.
 
-    Compares loss and gradient of a model with those of mlx-lm's own layers.
+    The check compares a model's loss and gradient with those of mlx-lm's own layers.
     """
     if report:
         from safetrain.plan.selftest import report_lines
 
-        print("Less than a minute. Please paste this block into an issue.", file=sys.stderr)
+        print("This takes less than a minute. Please paste the block below into an issue.", file=sys.stderr)
         for line in report_lines("safetrain.engine.probe", model):
             print(line, flush=True)
         return
@@ -210,9 +210,9 @@ def selftest(
         print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
     if not all(verdict.passed for verdict in verdicts):
         raise MachineError(
-            "The self-test failed: this backend computes something else than mlx-lm's own layers.",
+            "The self-test failed: this backend's results differ from those of mlx-lm's own layers.",
             where=str(model),
-            do="try another mlx version, and report these figures; do not train with this",
+            do="do not train on this machine; try another mlx version, and report these figures",
         )
     print("the self-test passed")
 
@@ -233,7 +233,7 @@ def create(
     num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
     num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="your key of the texts, as text=content")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="name of your text column, as text=content")] = None,
     split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
     seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
@@ -252,17 +252,17 @@ def create(
 
     if bool(text) == (tokenizer is not None):
         raise ConfigError(
-            "A model needs one tokenizer.", expected="--text FILE, to train one; or --tokenizer MODEL, to take its own"
+            "A model needs one tokenizer.", expected="--text FILE, to train one; or --tokenizer MODEL, to copy one"
         )
     if tokenizer is not None and vocabulary is not None:
         raise ConfigError("A copied tokenizer has its own vocabulary.", do="leave out --vocabulary")
     parameters = parameters_named(preset)
     if parameters is None and preset != "own":
-        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
+        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, another size as 30m, or own", got=preset)
     request = ShapeRequest(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
     source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
-    with still_working(f"{folder} is made"):
+    with still_working(f"creating {folder}"):
         model_made = create_model(folder, request, source, seed, dtype, say_on_terminal)
     table = Table(box=None, pad_edge=False, show_header=False)
     for row in reasons_of(model_made, request):
@@ -270,5 +270,5 @@ def create(
     screen = console(plain=True)
     screen.soft_wrap = False
     screen.print(table)
-    print(printable(f"{folder} is written, {size_text(model_made.size_bytes)} of weights; it knows nothing yet."))
-    print(f"Look at it: safetrain info {folder}. Train it: model.path: {folder} in params.yaml")
+    print(printable(f"Created {folder}: {size_text(model_made.size_bytes)} of untrained weights."))
+    print(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

@@ -1,4 +1,4 @@
-"""Stage 5: base and tuned side by side on the test file, which neither training nor the choice of adapter has seen."""
+"""Stage 5: compare base and tuned model on the test file, which neither training nor adapter selection has used."""
 
 from pathlib import Path
 
@@ -24,17 +24,17 @@ from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 
-# Shares of the time; two models read twice or three times as fast as one trains
+# Shares of the evaluation's time; evaluating two models is two or three times as fast as training one
 ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2
 
 
 @stage
 def main(config: Pipeline) -> None:
-    """Losses of both models on as many rows, and answers to as many questions, as there is time for."""
+    """Measure losses and answers of both models on as many test rows as the time allows."""
     settings, base = config.evaluate, Path(config.model.path)
     run = read_run_shape(paths.SUMMARY)
     seconds = evaluation_seconds(run.elapsed_seconds)
-    tokens = seconds * run.tokens_per_second  # that training reads in that time
+    tokens = seconds * run.tokens_per_second  # that training processes in that time
     held_out = held_out_in(
         open_split("test", base),
         settings.max_examples,
@@ -53,7 +53,7 @@ def main(config: Pipeline) -> None:
         held_out, general, run, settings.max_new_tokens, settings.max_examples, ANSWERS * seconds,
         EvaluationProgress(say_on_terminal),
     )  # fmt: skip
-    with ending_at_once("the evaluation has written nothing; the same command begins it again"):
+    with ending_at_once("evaluation stopped, nothing written; run the same command to start it again"):
         found = examination.measure(Subject("base", base), Subject("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)
     evaluation = evaluation_of(held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)

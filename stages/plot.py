@@ -1,4 +1,4 @@
-"""Stage 6: the report (report.html), and its pictures by themselves: checkpoints_qlora/plots, as PNG and SVG."""
+"""Stage 6: write the report (report.html), and its charts as PNG and SVG into checkpoints_qlora/plots."""
 
 from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.reports import read_data_report
@@ -13,7 +13,7 @@ from safetrain.watch.report import write_report
 
 @stage
 def main(config: Pipeline) -> None:
-    """One page, and its pictures."""
+    """Write the report and its charts."""
     run = read_run()
     write_report(run, paths.REPORT)
     print(f"Report: {paths.REPORT}")

@@ -21,7 +21,7 @@ PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
 
 @stage
 def main(config: Pipeline) -> None:
-    """Fail here rather than at hour three."""
+    """Find problems now, not three hours into a training."""
     require_no_training(paths.OUTPUT)
     start_seconds, previous = time.monotonic(), previous_machine()
     downgraded_ids = config.preflight.downgrade or []
@@ -40,7 +40,7 @@ def main(config: Pipeline) -> None:
 
 
 def previous_machine() -> Machine | None:
-    """machine.json as an earlier run left it, None if it is missing or of another form."""
+    """Read machine.json of an earlier run; None if it is missing or unreadable."""
     try:
         return read_machine(paths.MACHINE)
     except ConfigError:

@@ -28,7 +28,7 @@ DRY_RUN = "safetrain.engine.dry_run"
 
 @stage
 def main(config: Pipeline) -> None:
-    """Recommend what params.yaml leaves open."""
+    """Recommend the settings that are null in params.yaml."""
     require_no_training(paths.OUTPUT)
     model = read_model_files(Path(config.model.path))
     data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
@@ -48,7 +48,7 @@ def main(config: Pipeline) -> None:
 def _pretraining(
     recommendation: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows
 ) -> Iterator[str]:
-    """What the run takes; by operations where no dry run has measured it."""
+    """Describe time and disk of a pretraining; without a dry run, the time comes from its operations."""
     tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
     stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
     recompute, tflops = recommendation.gradient_checkpointing, assumed_tflops(machine)

@@ -1,6 +1,6 @@
-"""Stage 4: fine-tune the base model on data/validated with the recommended configuration and a person's pins.
+"""Stage 4: fine-tune the base model on data/validated with the recommended configuration and your settings.
 
-The training itself runs in a separate process that may die; this one watches it and never loads mlx.
+The training runs in a separate process that may die; this process watches it and never loads mlx.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")
 
 @stage
 def main(config: Pipeline) -> None:
-    """Train, or continue an unfinished run of the same settings."""
+    """Train, or resume an unfinished run with the same settings."""
     train = config.train
     with training_lock(paths.OUTPUT) as locks:
         recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)

@@ -1,4 +1,4 @@
-"""Stage 1: read every row, name the bad ones, write data/validated (rows and their tokens) and data_report.json."""
+"""Stage 1: check every row, report bad ones, write data/validated (rows and their tokens) and data_report.json."""
 
 from pathlib import Path
 
@@ -44,32 +44,32 @@ def main(config: Pipeline) -> None:
 
 
 def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
-    """Create the model, or report that an existing one is used as it is, whatever its size and tokenizer."""
+    """Create the model; if the folder exists, use it unchanged, whatever its size and tokenizer, and say so."""
     if not folder.exists():
         _create(config, folder, preset)
         return
     files = read_model_files(folder)
     print(
-        f"using {folder}, which exists already: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
-        f"tokens; without it, model.create={preset} makes one of this text"
+        f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
+        f"tokens; to create one from this text (model.create={preset}), remove that folder"
     )
 
 
 def _create(config: Pipeline, folder: Path, preset: str) -> None:
-    """Create a model with a tokenizer made of the training rows' texts."""
+    """Create a model, with a tokenizer trained on the training rows."""
     if corpus_of(Path(config.data.path)):
         raise ConfigError(
-            "The model does not exist, and no tokenizer can be made of a corpus of tokens: it has no text.",
+            "The model does not exist, and a corpus of tokens has no text to train a tokenizer on.",
             where=str(folder),
-            expected="a model with the tokenizer that the corpus was made with",
-            do=f"safetrain create {preset} {folder} --tokenizer MODEL, a model that has it; then this command again",
+            expected="a model with the corpus's tokenizer",
+            do=f"safetrain create {preset} {folder} --tokenizer MODEL (a model with it), then run this again",
         )
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
     source = TokenizerOfText(texts, config.data.path)
     request = ShapeRequest(parameters_named(preset))
     shape = create_model(folder, request, source, config.train.seed, say=say_on_terminal).shape
     print(
-        f"{folder} is new: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
+        f"created {folder}: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
         f"{shape.vocabulary:,} tokens (model.create={preset})"
     )
 
@@ -77,11 +77,11 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
 def _validated(config: Pipeline) -> DataReport:
     """Validate data.path and write data/validated. Raises ConfigError, DataError, ModelError."""
     model, source, documents = Path(config.model.path), Path(config.data.path), config.train.method == PRETRAIN
-    read_model_files(model)  # refuses a model that is not whole
+    read_model_files(model)  # raises if the model is incomplete
     settings = settings_of(config.data, documents=documents)
     if not documents and corpus_of(source):
         raise ConfigError(
-            "data.path holds tokens of documents, from which only a training from scratch learns.",
+            "data.path holds tokenized documents, which only pretraining can use.",
             where=str(source),
             expected="train.method=pretrain",
             got=config.train.method,
@@ -97,7 +97,7 @@ def _table_line(name: str, split: SplitReport) -> str:
 
 
 def _stop_tokens(report: DataReport) -> str:
-    """The stop tokens, and how prompts open an answer."""
+    """Describe the stop tokens and how an answer begins."""
     tokens = " ".join(report.stop_tokens)
     return f"end of a document: {tokens}" if report.format in DOCUMENTS else f"stop token: {tokens}; {report.opening}"
 

@@ -1,4 +1,4 @@
-"""A training to plan, and the ways to run its micro-batches: what each is predicted to need, the fastest first."""
+"""The training to plan, and the candidates for running its micro-batches, with predicted memory and speed."""
 
 import dataclasses
 import functools
@@ -45,20 +45,20 @@ from safetrain.core.records.settings import (
 from safetrain.plan.estimate import Estimate, what_would_fit
 from safetrain.plan.speed import tokens_to_train
 
-# For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)
-RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
+# The order in which candidates are tried; dry runs decide close ones. (measured on CPU: benchmarks/bench_choice)
+RECOMPUTED_COST = 4 / 3  # one more forward pass; forward is one part of the work, backward two
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
-MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
+MOST_WINDOW = 2048  # tokens; usual in published pretrainings of small models
 LEAST_PRETRAIN_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
 SET = "set by you"
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The records that a plan is made from, and the rows."""
+    """The records and rows that a plan is made from."""
 
     data: DataReport
     machine: Machine
@@ -68,27 +68,27 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """The figures of a training's rows that memory and speed depend on."""
+    """Statistics of the training rows that decide memory and speed."""
 
     longest_row: int  # tokens
-    mean_tokens: float  # that a row feeds
-    largest: Callable[[int, int], LargestUpdate]  # by the length that rows are cut to, and the rows of an update
-    count: int  # rows of a pass
+    mean_tokens: float  # tokens that the model reads per row
+    largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
+    count: int  # rows per epoch
     usual_per_update: int = ROWS_PER_UPDATE  # a power of two
-    valid_tokens: int = 0  # that a validation feeds, at the most
+    valid_tokens: int = 0  # tokens that a validation reads, at most
 
 
 @dataclass(frozen=True)
 class PlannedTraining:
-    """A training, as far as memory and speed are concerned."""
+    """The part of a training that decides memory and speed."""
 
-    machine: Machine  # its budget within train.memory_limit_gb
+    machine: Machine  # with the budget limited by train.memory_limit_gb
     model: ModelFiles
     lora: LoraSettings
     why_lora: Mapping[str, str]  # a reason for each of its values
     train: Train
     rows: RowStatistics
-    lengths: tuple[int, ...]  # to try in this order, until something fits
+    lengths: tuple[int, ...]  # tried in this order until one fits
 
     @property
     def budget(self) -> MemoryBudget:
@@ -96,23 +96,23 @@ class PlannedTraining:
         return self.machine.memory_budget
 
     def rows_per_update(self, batch_size: int) -> int:
-        """What is usual, or what the pins make."""
+        """Rows per step: the usual number, or what the pinned settings give."""
         return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
 
 
 @dataclass(frozen=True)
 class Fit(Estimate):
-    """A way to run micro-batches of ``rows`` rows, with what it is predicted to need."""
+    """A candidate: micro-batches of ``rows`` rows, with predicted memory and relative cost."""
 
-    length: int = 0  # that rows are cut to, in tokens
+    length: int = 0  # rows are truncated to this, in tokens
     rows_per_update: int = 0
-    relative_cost: float = 0.0  # of a token, compared with other candidates
+    relative_cost: float = 0.0  # per token, compared with other candidates
 
 
 def ask(inputs: PlanInputs, train: Train, pins: Lora, rows: RowStatistics | None = None) -> PlannedTraining:
-    """The training to plan; ``train`` and ``pins`` are constraints where they shape memory or length.
+    """The training to plan; pinned settings in ``train`` and ``pins`` that decide memory or length are constraints.
 
-    ``rows`` are counted unless given. Raises ConfigError where what is pinned contradicts the model.
+    ``rows`` is computed unless given. Raises ConfigError if a pinned setting contradicts the model.
     """
     data, machine, model = inputs.data, inputs.machine, inputs.model
     require_trainable(train.method, quantized=model.quantization_bits is not None)
@@ -153,39 +153,39 @@ def _statistics(inputs: PlanInputs, train: Train) -> RowStatistics:
 
 
 def window_length(model: ModelFiles, train: Train | None = None) -> int:
-    """Tokens that a window of pretraining feeds: the pin, else the model's context, up to MOST_WINDOW."""
+    """Tokens in a pretraining window: the pinned length, else the model's context, at most MOST_WINDOW."""
     pinned = train.max_seq_length if train is not None else None
     return pinned or min(model.max_positions or MOST_WINDOW, MOST_WINDOW)
 
 
 def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
-    """Windows per update of a pretraining on ``tokens`` tokens; a power of two."""
+    """Windows per step of a pretraining on ``tokens`` tokens; a power of two."""
     return 2 ** max(0, round(math.log2(tokens_per_update(model.parameters, tokens) / length)))
 
 
 def tokens_per_update(parameters: int, tokens: int) -> int:
-    """Tokens of an update of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
+    """Tokens per step of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
 
-    ``parameters`` N, ``tokens`` D over the whole training; so few that there are LEAST_PRETRAIN_UPDATES, where that
-    leaves LEAST_UPDATE_TOKENS: with fewer, the optimizer takes longer than the gradient.
+    N is ``parameters``, D ``tokens`` over the whole training. A short training takes smaller steps, to have at least
+    LEAST_PRETRAIN_UPDATES; below LEAST_UPDATE_TOKENS, the optimizer would take longer than the gradient.
     """
     fitted = 0.292 * (6.0 * parameters * tokens) ** 0.3271
     return int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train) -> int:
-    """Three passes; more for little data, up to eight, so that there are 300 updates; one above 50,000 rows."""
+    """Three epochs; up to eight for little data, to reach 300 steps; one above 50,000 rows."""
     per_epoch = updates_per_epoch(rows, rows_per_update)
     return train.num_epochs or max(usual_epochs(rows), min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
 
 
 def usual_epochs(rows: int) -> int:
-    """Passes over data that are not few."""
+    """Epochs if the data is not small."""
     return 1 if rows > 50_000 else 3
 
 
 def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[LoraSettings, dict[str, str]]:
-    """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank); and the reasons."""
+    """LoRA settings with reasons: rank by the size of the data, all blocks, all linear layers, scale 2."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
         raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
     unknown = unknown_targets(model, tuple(pins.targets or ()))
@@ -193,18 +193,18 @@ def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[L
         raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
     rank = 16 if data.train.rows >= 1000 or model.hidden_size < 1024 else 8
     texts = {
-        "rank": f"{rank}: enough for {data.train.rows} rows; the learning rate does not depend on it",
+        "rank": f"{rank}: enough for {data.train.rows:,} rows; the learning rate does not depend on it",
         "scale": "2: alpha = 2 x rank; the learning rate is chosen together with it",
-        "dropout": "0: few passes over the data do not need it",
+        "dropout": "0: not needed for few epochs",
         "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
-        "targets": "all linear layers: only attention learns less (LoRA without regret)",
+        "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
     reasons = {f"lora.{key}": text if getattr(pins, key) is None else SET for key, text in texts.items()}
     return resolve_lora(pins, LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,))), reasons
 
 
 def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
-    """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
+    """Lengths to try: the pinned one; else one that truncates no row, then one that truncates at most 1 row in 200."""
     limit, pinned = model.max_positions or 2**20, train.max_seq_length
     if pinned is not None and pinned > limit:
         raise ConfigError(f"train.max_seq_length is {pinned}.", expected=f"at most {limit}, the model's context")
@@ -215,9 +215,9 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
 
 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
-    """The pin, or what suits machine and base; None: the type that the base is stored in.
+    """The pinned type, or the one for machine and base; None: the stored type of the base.
 
-    A model that is trained whole is computed in bfloat16 on a GPU, if that is not slower: its weights stay float32.
+    Pretraining computes in bfloat16 on a GPU, unless that is slower; the weights stay float32.
     """
     if train.method == PRETRAIN and machine.backend != "cpu":
         return train.compute_dtype or machine.compute_dtype or "bfloat16"
@@ -225,9 +225,9 @@ def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str |
 
 
 def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = False) -> str | None:
-    """float32 for a base in bfloat16 on a machine that was found to be slower in that; no other base is cast.
+    """float32 for a bfloat16 base, if the machine computes faster in float32; other bases are not cast.
 
-    ``dequantized``: a quantized base is not multiplied as one (train.dequantize_base).
+    ``dequantized``: a quantized base is dequantized first (train.dequantize_base).
     """
     if not model.in_bfloat16:
         return None
@@ -236,8 +236,8 @@ def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = Fals
 
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
-    """All candidates that differ, in the order of their expected speed."""
-    fits = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
+    """All different candidates, fastest first."""
+    fits = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole step are identical
     for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
             fit = _fit(question, size, length, checkpointing, dequantize)
@@ -246,7 +246,7 @@ def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
 
 
 def best_fit(question: PlannedTraining) -> Fit:
-    """The first that fits by the closed form, at the first length at which one does; raises MachineError where none."""
+    """The fastest candidate that fits by the closed form, at the first such length; else raises MachineError."""
     all_fits = list[Fit]()
     for length in question.lengths:
         fits = candidates_at(question, length)
@@ -258,19 +258,19 @@ def best_fit(question: PlannedTraining) -> Fit:
 
 
 def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
-    """The error when no dry run ended well within the budget."""
+    """The error if no dry run stayed within the budget."""
     budget, first = f"the budget of {size_text(budget_bytes)}", f"close other programs and run '{run_again()}' again"
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
     return MachineError(
         "No configuration fits: every dry run ran out of memory.",
         expected=f"a process within {budget}",
-        do=f"{first}, or take shorter rows (train.max_seq_length)",
+        do=f"{first}, or shorten rows (train.max_seq_length)",
     )
 
 
 def nothing_fits(question: PlannedTraining, fits: list[Fit]) -> MachineError:
-    """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
+    """The error if no candidate is predicted to fit: what the smallest one needs, and what would fit instead."""
     least, train = min(fits, key=lambda fit: fit.peak_bytes), question.train
     tokens = least.micro_batch.tokens
     instead = what_would_fit(least.but(tokens=tokens, largest=None))
@@ -293,11 +293,11 @@ def _fit(question: PlannedTraining, batch_size: int, length: int, checkpointing:
 def _relative_cost(
     question: PlannedTraining, rows_per_update: int, mean_tokens: float, shape: Shape, backend: Backend
 ) -> float:
-    """The cost of a token in a micro-batch of rows of mean length."""
+    """Cost per token in a micro-batch of rows of mean length."""
     rows = max(1.0, min(shape.total / mean_tokens, rows_per_update))
     counts = int(rows), ROWS_PER_UPDATE
     shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
-    if backend.method == PRETRAIN:  # windows have pieces enough for all
+    if backend.method == PRETRAIN:  # windows can be split for all shards
         shards = usual_shards = shards_of(question.model, shape, backend)
     tokens = rows * mean_tokens / shards
     passes = 2 + backend.checkpointing
@@ -307,14 +307,14 @@ def _relative_cost(
 
 
 def _sizes(question: PlannedTraining) -> list[int]:
-    """Micro-batches to try, the largest first."""
+    """Micro-batch sizes to try, largest first."""
     train = question.train
     most = max(1, question.rows.usual_per_update // (train.gradient_accumulation or 1))
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 
 def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
-    """Whether to recompute blocks, and whether to dequantize the base."""
+    """Pairs to try: whether to recompute activations, and whether to dequantize the base."""
     train, on_cpu = question.train, question.machine.backend == "cpu"
     dequantized_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
     choices = dequantized_first if train.dequantize_base is None else [train.dequantize_base]

@@ -1,4 +1,4 @@
-"""Preflight checks as values, the report of them, and those of software, machine and shell; none changes anything."""
+"""Preflight checks, their report, and the checks of software, machine and shell; none changes anything."""
 
 import dataclasses
 import difflib
@@ -40,36 +40,36 @@ DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "tr
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
-SLOW_GFLOPS = 10.0  # of float32 products; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
-SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # used swap that says that the machine is short of memory already
-# An idle 8 GB M1 has 54 and more; with 44, 11 of 24 GB did not fit (john-rocky/apple-silicon-llm-bench #7).
+SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
+SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # with this much swap in use, the machine is already short of memory
+# An idle 8 GB M1 has 54 or more; at 44, a run of 11 GB did not fit in 24 GB (john-rocky/apple-silicon-llm-bench #7).
 LITTLE_FREE_PERCENT = 45
 LEVELS = {1: "normal", 2: "warning", CRITICAL: "critical"}
 PANIC_HOURS = 72
-WATCHDOG_SINCE = 26  # macOS: GPU work that keeps the screen waiting is ended (mlx#3267)
+WATCHDOG_SINCE = 26  # since this macOS, GPU work that blocks the screen is killed (mlx#3267)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check and its verdict. A critical one that fails stops the pipeline; skipped, it leaves a question open."""
+    """One check and its verdict. A critical check stops the pipeline if it fails; if skipped, the result is open."""
 
-    id: str  # stable, to be named in preflight.downgrade
+    id: str  # stable; preflight.downgrade names it
     name: str
     status: str
     critical: bool
     found: str
     needed: str = ""  # the threshold
-    source: str = ""  # where the value was read
-    remedy: str = ""  # one thing to do, a command where there is one
+    source: str = ""  # where the value comes from
+    remedy: str = ""  # one thing to do, if possible a command
 
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """preflight_report.json: today's readings."""
+    """Content of preflight_report.json."""
 
     schema: int
     status: str  # pass, fail, open
-    exit_code: int  # 0 pass, 1 a critical check failed, 2 one could not be answered
+    exit_code: int  # 0: pass, 1: a critical check failed, 2: a critical check was skipped
     level: str
     seconds: float
     passed: int
@@ -87,7 +87,7 @@ def verdict(
     identifier: str, name: str, ok: bool, critical: bool, found: str, needed: str = "", source: str = "",
     remedy: str = "",
 ) -> Check:  # fmt: skip
-    """Pass, or fail when critical and warn when not."""
+    """A check that passes if ``ok``; else it fails if critical, or warns."""
     status = PASS if ok else FAIL if critical else WARN
     return Check(identifier, name, status, critical, found, needed, source, "" if ok else remedy)
 
@@ -96,24 +96,24 @@ def graded(
     identifier: str, name: str, value: float, thresholds: tuple[float, float], found: str, needed: str, source: str,
     remedy: str,
 ) -> Check:  # fmt: skip
-    """Fail below the first threshold, warn below the second."""
+    """A critical check that fails below the first threshold and warns below the second."""
     status = FAIL if value < thresholds[0] else WARN if value < thresholds[1] else PASS
     return Check(identifier, name, status, True, found, needed, source, "" if status == PASS else remedy)
 
 
 def skipped(identifier: str, name: str, why: str, *, critical: bool = False) -> Check:
-    """Not executed. ``critical``: this level asks for it, and it could not be answered."""
+    """A check that was not made. ``critical``: this level requires its answer."""
     return Check(identifier, name, SKIP, critical, f"not checked: {why}")
 
 
 def from_error(identifier: str, name: str, error: SafetrainError) -> Check:
-    """A failed check that says what the error says."""
+    """A failed check with the error's text."""
     parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
     return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)
 
 
 def require_known(identifiers: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that no check has."""
+    """Raise ConfigError for an unknown check ID."""
     for identifier in identifiers:
         if identifier not in names:
             near = difflib.get_close_matches(identifier.upper(), names, n=1)
@@ -126,7 +126,7 @@ def require_known(identifiers: Sequence[str], names: Sequence[str]) -> None:
 
 
 def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check]:
-    """Failures of the named checks as warnings."""
+    """Turn failures of the named checks into warnings."""
     return [_lowered(check) if check.id in identifiers else check for check in checks]
 
 
@@ -139,7 +139,7 @@ def _lowered(check: Check) -> Check:
 def summarise(
     checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None
 ) -> PreflightReport:
-    """Count the verdicts, with today's readings."""
+    """The report: counted verdicts and current readings."""
     memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else Path()
     count = {status: sum(check.status == status for check in checks) for status in MARKS}
     critical = sum(check.status == FAIL and check.critical for check in checks)
@@ -164,18 +164,18 @@ def summarise(
 
 
 def failure(report: PreflightReport) -> PreflightError:
-    """The error that ends the pipeline: which checks failed or could not be answered, and what to do."""
+    """The error that stops the pipeline: which checks failed or were not possible, and what to do."""
     failed = [check.id for check in report.checks if check.status == FAIL]
     unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
     if report.exit_code == 2:
-        return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see their lines above")
+        return PreflightError(2, f"Checks not possible: {', '.join(unanswered)}.", do="see their lines above")
     matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
-    anyway = f", or take it as a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
+    anyway = f", or make it a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
     return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
 
 
 def render(report: PreflightReport) -> str:
-    """The report as text: mark, check and finding; below a check that did not pass, what is needed and the remedy."""
+    """The report as text: mark, check and finding; below a failed check or warning, the requirement and the remedy."""
     lines = []
     for check in report.checks:
         lines.append(f"{MARKS[check.status]} {check.id:<16} {check.found}")
@@ -191,7 +191,7 @@ def render(report: PreflightReport) -> str:
 
 
 def software_checks() -> list[Check]:
-    """Python, and every dependency with its version."""
+    """Check the versions of Python and all dependencies."""
     ok = sys.version_info >= MIN_PYTHON
     needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
     return [
@@ -207,13 +207,13 @@ def _dependency(name: str) -> Check:
         return Check(identifier, name, FAIL, True, NOT_INSTALLED, "installed", source, "run 'make clean && make'")
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if name == "mlx" and numbers < MIN_MLX:
-        why = "0.32 or newer; before it a GPU out of memory aborts the process"
+        why = "0.32 or newer; older versions abort if the GPU runs out of memory"
         return Check(identifier, name, FAIL, True, version, why, source, "run 'make clean && make'")
     return Check(identifier, name, PASS, True, version, source=source)
 
 
 def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
-    """Chip, memory, backend, BLAS."""
+    """Check chip, memory, backend and BLAS."""
     memory = psutil.virtual_memory()
     gpu = machine.backend != "cpu"
     cores = f"{machine.chip}, {machine.physical_cores} cores, {machine.architecture}"
@@ -224,7 +224,7 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
     checks = [
         Check("HW-CHIP", "chip", PASS, False, cores),
         graded("HW-RAM", "memory", machine.memory_budget_bytes, (LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES), room, needed,
-               "the system, less what others need", "close other programs, or raise the limits that ENV-* name"),
+               "free memory, minus a reserve", "close other programs, or raise the limits that ENV-* name"),
         verdict("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, "Metal on a Mac", "mlx",
                 "install mlx's Metal wheels: 'make clean && make'"),
     ]  # fmt: skip
@@ -238,7 +238,7 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
 
 
 def environment_checks(static_bytes: int) -> list[Check]:
-    """What the container, the shell and the rest of the machine take away."""
+    """Check limits of container and shell, and memory used by other programs."""
     memory = mac_checks() if sys.platform == "darwin" else [_swap_check()]
     return [_cgroup_check(static_bytes), _ulimit_check(static_bytes), *memory]
 
@@ -261,10 +261,12 @@ def _ulimit_check(static_bytes: int) -> Check:
     if not limited:
         return Check("ENV-ULIMIT", "ulimit", PASS, True, "no limit", source="getrlimit")
     flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
-    least += psutil.Process().memory_info().vms if flag == "-v" else 0  # it counts what libraries map, and never touch
+    least += (
+        psutil.Process().memory_info().vms if flag == "-v" else 0
+    )  # it also counts memory that libraries map but never use
     status = FAIL if limited[flag] < least else WARN
     return Check("ENV-ULIMIT", "ulimit", status, True, f"ulimit {flag} is {size(limited[flag])}",
-                 f"no limit, at least {size(least)}; a failed allocation is a crash in mlx on CPU", "getrlimit",
+                 f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails", "getrlimit",
                  f"ulimit {flag} unlimited")  # fmt: skip
 
 
@@ -277,7 +279,7 @@ def _swap_check() -> Check:
 
 
 def mac_checks() -> list[Check]:
-    """All checks, by today's readings."""
+    """Make the checks that only macOS has."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     checks = [
         pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT)),
@@ -287,10 +289,10 @@ def mac_checks() -> list[Check]:
 
 
 def pressure_check(level: int, free_percent: int) -> Check:
-    """Whether the machine is short of memory already, by macOS itself.
+    """Check macOS's own measure of memory pressure.
 
-    Swap in use says nothing: macOS swaps what is idle while half of its memory is free, and enlarges swap as it goes.
-    Level 2 says little: it stays on 8 GB machines that have 46 % free.
+    Swap in use means nothing: macOS swaps idle pages even with half of its memory free, and enlarges swap on demand.
+    Level 2 means little: 8 GB machines stay there with 46 % free.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
     reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "not known"
@@ -300,20 +302,20 @@ def pressure_check(level: int, free_percent: int) -> Check:
 
 
 def power_check(plugged: bool, percent: float) -> Check:
-    """A laptop on battery."""
+    """Warn about a laptop on battery."""
     text = "mains" if plugged else f"battery, {percent:.0f} %"
     return verdict("MAC-POWER", "power", plugged, False, text, "mains", "psutil", "plug it in, and leave the lid open")
 
 
 def watchdog_check(version: str, panics: Sequence[Path]) -> Check:
-    """Kernel panics of the last days, of which GPU work is a known cause (mlx#3186), and what macOS 26 does to it."""
+    """Warn about recent kernel panics, which GPU work can cause (mlx#3186)."""
     watched = int(version.partition(".")[0] or 0) >= WATCHDOG_SINCE
     text = f"macOS {version}"
     if watched:
-        text += " may end GPU work while the screen is in use (the training then goes on in shorter pieces)"
+        text += " may kill GPU work while the screen is in use (training then continues with shorter GPU calls)"
     if panics:
         names = ", ".join(path.name for path in panics[-3:])
         text += f"; {counted(len(panics), 'kernel panic')} in {PANIC_HOURS} hours: {names}"
-    return verdict("MAC-WATCHDOG", "GPU watchdog", not panics, False, text, "no kernel panic of late",
-                   str(REPORTS), "let the display sleep while it trains; a training that is cut "
-                   "off continues with the same command")  # fmt: skip
+    return verdict("MAC-WATCHDOG", "GPU watchdog", not panics, False, text, "no recent kernel panic",
+                   str(REPORTS), "let the display sleep during training; after a crash, "
+                   "the same command resumes the run")  # fmt: skip

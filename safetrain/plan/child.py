@@ -1,6 +1,6 @@
-"""Runs one of the project's own modules as a child process, and remembers its answer. A child may die; we may not.
+"""Run one of the project's own modules as a child process, which may die, and cache its answer.
 
-An answer is void once the code that measured it, a package or Python itself is another.
+A cached answer becomes invalid if the measuring code, a package or Python changes.
 """
 
 import contextlib
@@ -23,28 +23,28 @@ from safetrain.core.signals import handling
 from safetrain.core.storage.files import cache_directory, keep_text, read_record, write_record
 
 TRACEBACK = "Traceback (most recent call last)"
-WATCH_SECONDS = 0.1  # between looks at a child's memory
-GRACE_SECONDS = 3.0  # to end by itself: killed at once, it may leave wired GPU memory (omlx#2184)
+WATCH_SECONDS = 0.1  # between two readings of a child's memory
+GRACE_SECONDS = 3.0  # to exit after SIGTERM: SIGKILL at once may leave GPU memory wired (omlx#2184)
 PASSED_CAP = "its memory passed"
 KILLED = "killed by signal"
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
-# On CPU a failed allocation is a crash, or a thread that cannot be started; SIGKILL is the kernel's OOM killer.
+# On CPU a failed allocation crashes mlx or prevents a thread from starting; SIGKILL comes from the OOM killer.
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 Kind = TypeVar("Kind")
-# Of core: what decides how much an update takes.
+# Files of core that decide the memory of a step.
 CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
-NOT_INSTALLED = "not installed"  # in the place of a version
+NOT_INSTALLED = "not installed"  # instead of a version
 
 
 class ChildFailed(Exception):
-    """The child ended badly, or its answer could not be read; the message says how."""
+    """The child failed, or its answer cannot be read; the message gives the reason."""
 
 
 def room_bytes(own_limit_bytes: int | None = None) -> int | None:
-    """The most that a child may take on macOS, where no limit of a process covers Metal's memory.
+    """Memory limit for a child on macOS, where process limits do not cover Metal's memory.
 
-    Elsewhere None: the child limits itself (engine/backend.py: ``keep_to_room``).
+    None on other systems: the child limits itself (engine/backend.py: ``keep_to_room``).
     """
     if sys.platform != "darwin":
         return None
@@ -56,7 +56,7 @@ def room_bytes(own_limit_bytes: int | None = None) -> int | None:
 def run_json(
     module: str, arguments: list[str], timeout_seconds: float, most_bytes: int | None = None
 ) -> dict[str, Any]:
-    """The last line of ``python -m module arguments`` as JSON; raises ChildFailed."""
+    """Run ``python -m module arguments`` and read its last line as JSON; raises ChildFailed."""
     lines, ended = run_lines(module, arguments, timeout_seconds, most_bytes)
     if ended:
         raise ChildFailed(ended)
@@ -69,9 +69,9 @@ def run_json(
 def run_lines(
     module: str, arguments: list[str], timeout_seconds: float, most_bytes: int | None = None
 ) -> tuple[list[str], str]:
-    """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well.
+    """Run ``python -m module arguments``: the lines it printed, and how it failed (empty on success).
 
-    It is ended when it takes more memory than ``most_bytes``.
+    The child is stopped if it uses more memory than ``most_bytes``.
     """
     command = [sys.executable, "-m", module, *arguments]
     open_output = functools.partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
@@ -90,14 +90,14 @@ def run_lines(
 
 
 def ran_out_of_memory(ended: str) -> bool:
-    """Whether a child that ended so has run out of memory, as far as that is known."""
+    """Whether this end of a child means that it ran out of memory, as far as that is known."""
     if ended.startswith(KILLED):
         return any(ended.startswith(f"{KILLED} {number:d}") for number in MEMORY_SIGNALS)
     return any(word in ended.lower() for word in OUT_OF_MEMORY)
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes: int | None) -> str:
-    """How the child ended, or why it has to."""
+    """Wait for the child: how it failed or why it must be stopped; empty on success."""
     deadline = time.monotonic() + timeout_seconds
     while (remaining := deadline - time.monotonic()) > 0:
         try:
@@ -112,7 +112,7 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end, then make it."""
+    """Send SIGTERM, then SIGKILL if the process does not exit."""
     process.terminate()
     try:
         process.wait(GRACE_SECONDS)
@@ -121,9 +121,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _last_words(stderr: str) -> str:
-    """The last line that is not indented: an error's first line, not where it was or what to do about it.
+    """The last line that is not indented: an error's first line, without its place or remedy.
 
-    A whole traceback is kept in a file, which is named.
+    A traceback is saved to a file, which the text names.
     """
     last = next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
     file = keep_text(stderr) if TRACEBACK in stderr else ""
@@ -131,10 +131,10 @@ def _last_words(stderr: str) -> str:
 
 
 def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
-    """Run a command on this terminal; its exit code, 128 plus the signal when one ended it.
+    """Run a command in this terminal and return its exit code; 128 plus the number of a signal that killed it.
 
-    A Ctrl-C reaches the child from the terminal, and we wait for it to save its state: ``subprocess.run`` would kill
-    it a quarter of a second later. SIGTERM reaches only us, so it is passed on.
+    The terminal sends Ctrl-C to the child too, and this process waits until the child has saved its state:
+    ``subprocess.run`` would kill it after a quarter of a second. SIGTERM reaches only this process, which forwards it.
     """
     process = subprocess.Popen(command, stdout=stdout)
     with handling({signal.SIGINT: lambda _number: None, signal.SIGTERM: process.send_signal}):
@@ -144,25 +144,25 @@ def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
 
 @functools.cache
 def engine_code() -> str:
-    """Hash of the source that decides what an update takes and how the engine answers."""
+    """Hash of the source that decides the memory of a step and the engine's answers."""
     package = Path(__file__).parent.parent
     files = [*(package / "engine").rglob("*.py"), *(package / "core" / name for name in CORE_CODE)]
     return digest_of(*(file.read_text(encoding="utf-8") for file in sorted(files)))
 
 
 def digest_of(*words: str) -> str:
-    """A short hash of all of them."""
+    """A short hash of all words."""
     return hashlib.blake2b("\n".join(words).encode(), digest_size=12).hexdigest()
 
 
 def answers_about(kind: str, *words: str) -> Path:
-    """Where answers of this kind are kept that hold for these words, this Python, these packages and this code."""
+    """Path of cached answers of this kind for these words, this Python, these packages and this code."""
     versions = [f"{name} {version_of(name)}" for name in PACKAGES]
     return cache_directory() / kind / digest_of(sys.executable, *words, engine_code(), *versions)
 
 
 def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
-    """An earlier answer; None if it is missing or of another form."""
+    """Read a cached answer; None if it is missing or unreadable."""
     try:
         return read_record(path, kind)
     except (OSError, ValueError, TypeError):
@@ -170,7 +170,7 @@ def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
 
 
 def keep_answer(path: Path, answer: object) -> None:
-    """Write a dataclass down; where the cache cannot be written, it is measured again next time."""
+    """Write a dataclass to the cache; without a writable cache, it is measured again next time."""
     with contextlib.suppress(OSError):
         write_record(path, answer)
 

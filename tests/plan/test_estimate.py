@@ -230,10 +230,10 @@ def test_the_command_says_by_its_exit_code_whether_it_fits(monkeypatch: pytest.M
     assert code("models/encyclopedia-3m", "--machine", "m1-8gb", "--ranks", "4", "--link-gbps", "10") == 0
     assert code("models/encyclopedia-3m", "--memory-gb", "0.15", "--machine", "m1-8gb", "--batch-size", "64") == 1
     for words, why in {
-        ("--pretrain", "10m", "models/encyclopedia-3m"): "named twice",
-        ("--pretrain", "10m", "--machine", "m1-8gb", "--all-machines"): "One machine or all",
-        ("--all-machines",): "about pretraining",
-        ("--tokens-per-parameter", "20"): "about pretraining",
+        ("--pretrain", "10m", "models/encyclopedia-3m"): "given twice",
+        ("--pretrain", "10m", "--machine", "m1-8gb", "--all-machines"): "exclude each other",
+        ("--all-machines",): "only to pretraining",
+        ("--tokens-per-parameter", "20"): "only to pretraining",
     }.items():
         with pytest.raises(ConfigError, match=why):
             code(*words)

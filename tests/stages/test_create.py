@@ -20,14 +20,14 @@ def test_the_first_stage_makes_the_model_that_is_not_there(tmp_path: Path) -> No
     assert missing.returncode == 4
     assert "does not exist" in missing.stderr
     said = workspace.succeed(*STAGE, "model.create=10m")
-    assert "models/new is new" in said
+    assert "created models/new: " in said
     assert "untrained" in said
     folder = workspace.folder / "models/new"
     before = read_model_files(folder).fingerprint
     again = workspace.succeed(*STAGE, "model.create=10m", "train.seed=8")
-    assert "using models/new, which exists already: 9," in again
+    assert "using the existing model models/new: 9," in again
     assert read_model_files(folder).fingerprint == before
-    assert "without it, model.create=85m makes one" in workspace.succeed(*STAGE, "model.create=85m")
+    assert "to create one from this text (model.create=85m)" in workspace.succeed(*STAGE, "model.create=85m")
 
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"

@@ -1,1 +1,1 @@
-"""Memory: what a run takes, what it may take, and what earlier runs have shown."""
+"""Memory that a run needs, the memory available to it, and what the system reports about it."""

@@ -1,7 +1,8 @@
-"""The memory of a run: the prediction of mlx's peak, whether it fits, and the memory limit of mlx.
+"""Memory of a run: predict mlx's peak, decide whether it fits, and set mlx's memory limit.
 
-Arithmetic on a model's headers (core/memory/terms.py). The plan chooses by it; ``train``, the guard on each rung and
-the training process check by it. (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
+The prediction is arithmetic on a model's headers (core/memory/terms.py). The plan chooses with it; ``train``,
+the guard on each rung and the training process check with it.
+(measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
 """
 
 import math
@@ -28,23 +29,23 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, PlannedMemory, TrainSettings
 
-# The factor on estimated terms; counted ones need none (measured on Linux CPU: the closed form is 7 to 35 % above the
+# The factor on estimated terms; exact terms need none (measured on Linux CPU: the closed form is 7 to 35 % above the
 # peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
 MARGIN = 1.15
-# Under its memory limit mlx gets by with this share of what is estimated (benchmarks/bench_memory_accuracy: the closed
-# form is 10 to 46 % above the least). A run that does not fit even then is not worth a dry run.
+# Under a memory limit, mlx can run with this share of the estimated terms (benchmarks/bench_memory_accuracy: the closed
+# form is 10 to 46 % above the minimum). A run that does not fit even then is not worth a dry run.
 LEAST_SHARE = 0.7
-OPTIMIZER_COPIES = 3  # of one block's numbers while the optimizer works on it (measured: 1.7 to 2.7)
-OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
+OPTIMIZER_COPIES = 3  # copies of one block's numbers during its optimizer update (measured: 1.7 to 2.7)
+OVERSTEP_SHARE = 0.02  # of the prediction: mlx exceeds its limit by one allocation
 
 
 @dataclass(frozen=True)
 class RunMemory:
     """The memory of mlx's allocator in a run, in bytes."""
 
-    terms: tuple[MemoryTerm, ...]  # of the closed form
+    terms: tuple[MemoryTerm, ...]  # from the closed form
     peak_bytes: int
-    needed_bytes: int  # the peak, with a margin where it is not measured
+    needed_bytes: int  # the peak, plus a margin unless it is measured
     mlx_limit_bytes: int
 
 
@@ -63,9 +64,9 @@ def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend:
 
 
 def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
-    """What an optimizer step holds: the gradient of all trained weights, and copies of one block's numbers.
+    """Memory of the optimizer step: the gradient of all trained weights, and copies of one block's numbers.
 
-    Of a model that is trained whole, the embedding counts as a block.
+    In pretraining, the embedding counts as a block.
     """
     trained = FLOAT32 * trained_parameters(model, lora, backend.method)
     block = trained / lora.num_layers
@@ -75,24 +76,24 @@ def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> in
 
 
 def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
-    """The sum of the terms."""
+    """Sum of the terms, in bytes."""
     return sum(term.size_bytes for term in terms)
 
 
 def with_margin(terms: tuple[MemoryTerm, ...], factor: float = MARGIN) -> int:
-    """The predicted peak as it is compared with a budget, in bytes of mlx's allocator.
+    """The predicted peak to compare with a budget, in bytes of mlx's allocator.
 
-    ``factor`` is on what is estimated; what is counted needs none.
+    ``factor`` multiplies the estimated terms; exact terms need no margin.
     """
     total, exact = total_bytes(terms), sum(term.size_bytes for term in terms if term.exact)
     return exact + int((total - exact) * factor)
 
 
 def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
-    """For mx.set_memory_limit: the predicted peak, or what the budget leaves, whichever is less.
+    """The value for mx.set_memory_limit: the smaller of the predicted peak and mlx's budget.
 
-    Never the budget itself: mlx would let its memory grow up to it. A little less, because mlx oversteps its limit by
-    one allocation.
+    It is never the budget alone, because mlx lets its memory grow up to the limit; and a little less, because mlx
+    exceeds its limit by one allocation.
     """
     most = min(peak_bytes, budget.mlx_bytes)
     return max(1, most - int(OVERSTEP_SHARE * most))
@@ -116,9 +117,9 @@ def memory_of_run(
     budget: MemoryBudget,
     planned: PlannedMemory | None,
 ) -> RunMemory:
-    """The memory of a run: as measured, if the dry run covers it; else scaled from it, or only by the closed form.
+    """The memory of a run: as measured if the dry run covers it, else scaled from the dry run or from the closed form.
 
-    ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when model or backend cannot take the settings.
+    ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError if model or backend do not support the settings.
     """
     require_trainable(settings.method, quantized=model.quantization_bits is not None)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
@@ -133,7 +134,7 @@ def memory_of_run(
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
     peak = _scaled(planned.peak_bytes, then, terms)
-    if planned.covers(settings, largest):  # it met the largest update of several orders of the rows, not of one
+    if planned.covers(settings, largest):  # the dry run ran the largest update of several row orders
         own = planned.own_order
         peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, planned.peak_bytes)
         peak = min(peak, budget.mlx_bytes)
@@ -141,7 +142,7 @@ def memory_of_run(
 
 
 def _scaled(measured_bytes: int, then: tuple[MemoryTerm, ...], now: tuple[MemoryTerm, ...]) -> int:
-    """What was measured, for another run: what is counted is exact, the rest in proportion to what is estimated."""
+    """Scale a measured peak to another run: exact terms are exchanged, the rest scales with the estimated terms."""
     exact_then, exact_now = (sum(term.size_bytes for term in terms if term.exact) for terms in (then, now))
     estimated_then, estimated_now = total_bytes(then) - exact_then, total_bytes(now) - exact_now
     share = estimated_now / estimated_then if estimated_then else 1.0
@@ -149,12 +150,12 @@ def _scaled(measured_bytes: int, then: tuple[MemoryTerm, ...], now: tuple[Memory
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
-    """Whether rows are padded to rectangles: always on a GPU, on CPU where packing is not known to work."""
+    """Whether rows are padded to rectangles: always on a GPU; on CPU only if packing is not known to work."""
     return backend_name != "cpu" or not is_known(model.model_type)
 
 
 def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
-    """Raise MachineError when a run does not fit: pins on the command line were never planned for."""
+    """Raise MachineError if a run does not fit: the plan does not know settings of the command line."""
     if memory.needed_bytes > budget.mlx_bytes:
         raise does_not_fit(memory.terms, settings.batch_size, padded(largest.longest), budget, memory.needed_bytes)
 
@@ -171,7 +172,7 @@ def _terms(
 
 
 def require_trainable(method: str, *, quantized: bool) -> None:
-    """Raise ConfigError where quantized weights themselves are to be trained."""
+    """Raise ConfigError if a method would train quantized weights directly."""
     if method in WHOLE and quantized:
         raise ConfigError(
             "Quantized weights cannot be trained in full.",
@@ -202,7 +203,7 @@ def does_not_fit(
     instead: Sequence[str] = (),
     memory_limit_gb: float | None = None,
 ) -> MachineError:
-    """The error for a configuration whose mlx needs ``needed_bytes``; ``instead``: what would fit."""
+    """The error for a configuration in which mlx needs ``needed_bytes``; ``instead``: changes that would fit."""
     usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)

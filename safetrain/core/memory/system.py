@@ -1,10 +1,10 @@
-"""What the system says of memory: limits of a container, numbers and reports of macOS, the footprint of a process.
+"""Memory readings of the system: container limits, macOS values and reports, the footprint of a process.
 
-Functions on files take a folder or a text, so that recorded ones can be read on any system.
+Functions that read files take a folder or a text, so that recorded files can be read on any system.
 
-A footprint is what the system charges to a process. On macOS that is not the resident memory, which leaves out
-compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB resident with 4.7 GB of weights in use); phys_footprint, which
-Activity Monitor shows as "Memory", has both.
+A footprint is the memory that the system charges to a process. On macOS it differs from resident memory, which leaves
+out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB resident with 4.7 GB of weights in use); phys_footprint,
+which Activity Monitor shows as "Memory", includes both.
 """
 
 import ctypes
@@ -23,23 +23,23 @@ import psutil
 ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
 REPORTS = Path("/Library/Logs/DiagnosticReports")
-RETIRED = "Retired"  # a folder in there that older reports are moved to
-PRESSURE_LEVEL = "kern.memorystatus_vm_pressure_level"  # XNU kern_memorystatus_notify.c, readable by everybody
-FREE_PERCENT = "kern.memorystatus_level"  # of memory, as `memory_pressure -Q` prints it
+RETIRED = "Retired"  # the subfolder to which macOS moves older reports
+PRESSURE_LEVEL = "kern.memorystatus_vm_pressure_level"  # XNU kern_memorystatus_notify.c, readable by all users
+FREE_PERCENT = "kern.memorystatus_level"  # free memory in percent, as `memory_pressure -Q` prints it
 WARNING, CRITICAL = 2, 4  # pressure levels; 1 is normal, 0 is unknown
-# Reasons of a kill that say nothing of memory (XNU kern_memorystatus.c, memorystatus_kill_cause_name).
+# Kill reasons that are not about memory (XNU kern_memorystatus.c, memorystatus_kill_cause_name).
 NOT_FOR_MEMORY = ("vnode-limit", "idle-exit", "diagnostic", "disk-space-shortage", "jettisoned")
 POLL_SECONDS = 0.1
 STATUS = Path("/proc/self/status")
 RUSAGE_INFO_V4 = 4  # the first version with a lifetime peak, macOS 10.12
-RUSAGE_BYTES = 512  # more than any version has
-# XNU bsd/sys/resource.h, struct rusage_info_v4: uint8_t ri_uuid[16], then uint64_t fields, of which ri_phys_footprint
-# is the eighth and ri_lifetime_max_phys_footprint the 29th.
+RUSAGE_BYTES = 512  # larger than any version of the struct
+# XNU bsd/sys/resource.h, struct rusage_info_v4: uint8_t ri_uuid[16], then uint64_t fields, in which
+# ri_phys_footprint is the eighth and ri_lifetime_max_phys_footprint the 29th.
 UUID_BYTES, FOOTPRINT_FIELD, MOST_FIELD = 16, 7, 28
 
 
 def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> list[Path]:
-    """Folders of this process's memory groups, its own first, then those around it; version 2 or 1, or none."""
+    """Folders of this process's memory cgroups (version 2 or 1), innermost first; empty without cgroups."""
     if not mine.is_file():
         return []
     groups: list[Path] = []
@@ -57,7 +57,7 @@ def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> 
 
 
 def memory_limit_bytes(groups: list[Path]) -> int | None:
-    """The smallest limit of these groups, None without one."""
+    """The smallest limit of these groups; None without a limit."""
     limits = []
     for group in groups:
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -68,7 +68,7 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 
 
 def memory_room_bytes(groups: list[Path]) -> int | None:
-    """Memory that the groups still allow: the smallest of limit minus use, without file cache; None without a limit."""
+    """Memory that the groups still allow: the smallest limit minus use (file cache excluded); None without a limit."""
     rooms = []
     for group in groups:
         limit = memory_limit_bytes([group])
@@ -79,7 +79,7 @@ def memory_room_bytes(groups: list[Path]) -> int | None:
 
 
 def _file_cache_bytes(group: Path) -> int:
-    """Pages of files, which the kernel gives back: a file read twice is on its active list."""
+    """Size of the file cache, which the kernel can reclaim; files read twice are on its active list."""
     fields = dict(line.split(maxsplit=1) for line in _text(group / "memory.stat").splitlines() if " " in line)
     for prefix in ("total_", ""):  # version 1 counts the groups inside only under total_
         sizes = [fields.get(f"{prefix}{name}", "") for name in ("inactive_file", "active_file")]
@@ -89,9 +89,9 @@ def _file_cache_bytes(group: Path) -> int:
 
 
 def oom_kills(groups: list[Path]) -> int:
-    """How many processes of the innermost group the kernel has killed for lack of memory, ever.
+    """Count the processes of the innermost group that the kernel has ever killed for lack of memory.
 
-    The groups around it would count the same kills again, and those of neighbours.
+    Outer groups would count the same kills again, and those of other groups.
     """
     total = 0
     for group in groups[:1]:
@@ -102,7 +102,7 @@ def oom_kills(groups: list[Path]) -> int:
 
 
 def sysctl_number(name: str) -> int:
-    """A 32-bit number of the kernel; 0 where it does not know the name."""
+    """Read a 32-bit kernel value; 0 if the kernel does not know the name."""
     value, size = ctypes.c_int(0), ctypes.c_size_t(4)
     if ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
         return 0
@@ -110,7 +110,7 @@ def sysctl_number(name: str) -> int:
 
 
 def sysctl_text(name: str) -> str:
-    """A short text of the kernel; empty where it does not know the name."""
+    """Read a short kernel text; empty if the kernel does not know the name."""
     answer, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
     if ctypes.CDLL(None).sysctlbyname(name.encode(), answer, ctypes.byref(size), None, 0) != 0:
         return ""
@@ -118,7 +118,7 @@ def sysctl_text(name: str) -> str:
 
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
-    """Reports written since a time of the wall clock, by name; hidden files and unreadable folders are left out."""
+    """Reports written since a wall-clock time, sorted by name; hidden files and unreadable folders are left out."""
     reports = [path for place in (folder, folder / RETIRED) for path in place.glob(pattern)]
     return sorted(path for path in reports if path.name[0] != "." and _written(path) >= since_seconds)
 
@@ -126,9 +126,9 @@ def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) ->
 def killed_for_memory(
     pid: int, since_seconds: float, wait_seconds: float = 0.0, folder: Path = REPORTS
 ) -> tuple[str, ...]:
-    """Which reports say that the system killed this process for lack of memory, and why, in words.
+    """Find the reports that the system killed this process for lack of memory; a text with the reason for each.
 
-    The report is written seconds after the kill: ``wait_seconds`` is how long one is waited for.
+    macOS writes the report seconds after the kill: ``wait_seconds`` is the time to wait for one.
     """
     deadline = time.monotonic() + wait_seconds
     while not (kills := tuple(_kills(pid, since_seconds, folder))) and time.monotonic() < deadline:
@@ -144,15 +144,15 @@ def _kills(pid: int, since_seconds: float, folder: Path) -> Iterator[str]:
 
 
 def jetsam_reason(report: str, pid: int) -> str:
-    """Why a JetsamEvent report says that a process was killed; empty when it lists it as a bystander, or not at all.
+    """The kill reason that a JetsamEvent report gives for a process; empty if that process was not killed.
 
-    A line of JSON, then the report as JSON. It lists all processes; those that were killed have a reason (Apple:
+    A report is a line of JSON, then the body as JSON. It lists all processes; killed ones have a reason (Apple:
     "Identifying high-memory use with jetsam event reports").
     """
     try:
         processes = json.loads(report.partition("\n")[2])["processes"]
         return next((str(each["reason"]) for each in processes if each.get("pid") == pid and each.get("reason")), "")
-    except (ValueError, KeyError, TypeError, AttributeError):  # cut off, or of another form
+    except (ValueError, KeyError, TypeError, AttributeError):  # truncated, or in another format
         return ""
 
 
@@ -171,7 +171,7 @@ def _text(path: Path) -> str:
 
 
 def footprint_bytes(pid: int) -> int:
-    """Memory of a process now: phys_footprint on macOS, elsewhere what is resident; 0 when it is gone."""
+    """Current memory of a process: phys_footprint on macOS, else resident memory; 0 if the process has ended."""
     if sys.platform == "darwin":
         return _ask_macos(pid)[0]
     try:
@@ -181,17 +181,17 @@ def footprint_bytes(pid: int) -> int:
 
 
 def most_footprint_bytes() -> int:
-    """The most memory that this process has had so far."""
+    """Peak memory of this process so far."""
     if sys.platform == "darwin":
         return _ask_macos(os.getpid())[1]
     match = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text(encoding="utf-8")) if STATUS.is_file() else None
-    if match is not None:  # ru_maxrss starts with the parent's there
+    if match is not None:  # on Linux, ru_maxrss starts with the parent's peak
         return 1024 * int(match[1])
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def parse_rusage(content: bytes) -> tuple[int, int]:
-    """Bytes charged now, and the most since the start, by a struct rusage_info_v4 (or a later one)."""
+    """Read current and peak footprint, in bytes, from a struct rusage_info_v4 (or a later version)."""
 
     def field(number: int) -> int:
         return int(struct.unpack_from("<Q", content, UUID_BYTES + 8 * number)[0])

@@ -1,4 +1,4 @@
-"""What a training keeps in memory, term by term, from a model's headers. core/memory/estimate.py adds it up."""
+"""The memory terms of a training, computed from a model's headers; core/memory/estimate.py adds them up."""
 
 import math
 import os
@@ -11,23 +11,23 @@ from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, is_target
 
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
-ADAPTED_LAYERS = 7  # linear layers of a block, at most
-CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
+ADAPTED_LAYERS = 7  # most linear layers in a block
+CHUNK_BYTES = 64 * 2**20  # logits, their softmax and their gradient in memory at one time
 MIN_CHUNK_TOKENS = 32
-MOST_SHARDS = 4  # of a micro-batch that are computed side by side on CPU; each has its own chunk
-MOST_GRADIENT_BYTES = 2**30  # of all shards of a model that is trained whole; where one has so much, there is one
-MATRIX_COPIES = 3  # of the gradient of a trained head: summed, of the chunk at hand, and of the one before
+MOST_SHARDS = 4  # most shards of a micro-batch computed in parallel on CPU; each has its own chunk
+MOST_GRADIENT_BYTES = 2**30  # gradients of all shards in pretraining; a larger model has one shard
+MATRIX_COPIES = 3  # of a trained head's gradient: the sum, the current chunk's, the previous chunk's
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
-WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
-CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
+WHOLE_LOGIT_COPIES = 10  # including copies for capping and gathering (measured: 9.8)
+CHUNKS_ALIVE = 2  # mlx starts the next chunk before it frees the previous one (measured)
 OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (measured: bench_memory_estimate)
-TILES_ALIVE = 2  # at the least: of scores and of their gradients
-LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of a dequantized head, which is dequantized slice by slice
+TILES_ALIVE = 2  # at least: one of scores, one of their gradients
+LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # a head is dequantized slice by slice
 FLOAT32 = 4
 NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
-FLOATS = ("F32", "F16", "BF16")  # in the headers of weight files
-KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
-LEAST_WIDTH = 64  # of a model's matrices
+FLOATS = ("F32", "F16", "BF16")  # names in the headers of weight files
+KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that the optimizer keeps per trained number
+LEAST_WIDTH = 64  # smallest width of a model's matrices
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,22 @@ class Tiles:
     """The size of the tiles in which attention scores are computed."""
 
     most_queries: int
-    short_queries: int  # in rows of at most ``most_queries``: half of a tile on the diagonal is computed in vain
-    most_bytes: int  # of one tile's scores, or of one key head's where that is more
+    short_queries: int  # for rows of at most ``most_queries``: half of a diagonal tile is wasted work
+    most_bytes: int  # scores of one tile, or of one key head if that is more
 
     def queries(self, width: int) -> int:
-        """Queries of a row that are scored together."""
+        """Queries of a row in one tile."""
         return min(width, self.short_queries if width <= self.most_queries else self.most_queries)
 
     def lines(self, groups: int, width: int, number_bytes: int) -> int:
-        """How many key heads, over all rows, are computed together; each serves ``groups`` query heads."""
+        """Key heads, over all rows, in one tile; each serves ``groups`` query heads."""
         return max(1, self.most_bytes // (groups * self.queries(width) * width * number_bytes))
 
 
-# A GPU wants few tiles (a dozen kernels each), a CPU few useless scores (measured: benchmarks/bench_attention).
+# A GPU needs few tiles (a dozen kernels each), a CPU few wasted scores (measured: benchmarks/bench_attention).
 CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
-# mlx's own backward pass on Metal: its tiles, of all heads and of all rows that it is given; of so many bytes, or one
-# row's where that is more (read from mlx-metal 0.32.4). On CUDA it has none; where there is none, ours are used.
+# mlx's own backward pass on Metal has tiles over all heads and rows, up to these bytes, or one row's if that is more
+# (read from mlx-metal 0.32.4). CUDA has no such kernel: the tiles above are used.
 METAL_TILES_ALIVE, METAL_QUERIES, MOST_METAL_BYTES = 3, 1024, 256 * 2**20
 METAL_HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # 512 on some GPUs
 
@@ -62,8 +62,8 @@ class Shape:
     rows: int
     tokens: int
     accumulates: bool
-    all_tokens: int = 0  # of all rows together; 0: they are all as long as the longest
-    labels: int | None = None  # of all rows; None: every token is one
+    all_tokens: int = 0  # total of all rows; 0: every row is as long as the longest
+    labels: int | None = None  # total of all rows; None: every token is a label
 
     @property
     def total(self) -> int:
@@ -71,16 +71,16 @@ class Shape:
         return self.all_tokens or self.rows * self.tokens
 
 
-# The factor on each estimated term, on the safe side (measured: benchmarks/bench_memory_estimate)
+# The factor on each estimated term, chosen conservatively (measured: benchmarks/bench_memory_estimate)
 COEFFICIENTS = {
-    "stored activations": 1.15,  # that blocks keep for the backward pass, or their inputs, where recomputed
+    "stored activations": 1.15,  # kept by blocks for the backward pass; only block inputs if recomputed
     "attention scores": 1.3,
     "block in its backward pass": 2.0,  # its activations and their gradients
     "logits and loss": 1.3,  # of one shard of a micro-batch
-    "logits of other shards": 1.0,  # that are computed at the same time
-    "head, dequantized": 1.0,  # one for all shards
-    "gradient of the head": 1.0,  # that is trained, for each shard
-    "gradient so far": 0.5,  # when the loss is computed
+    "logits of other shards": 1.0,  # computed at the same time
+    "head, dequantized": 1.0,  # shared by all shards
+    "gradient of the head": 1.0,  # of a trained head, for each shard
+    "gradient so far": 0.5,  # while the loss is computed
     "a block's weights, dequantized": 1.5,
     "gradient": 1.2,
     "slice of the head being dequantized": 3.0,
@@ -89,7 +89,7 @@ COEFFICIENTS = {
 
 @dataclass(frozen=True)
 class Backend:
-    """What the estimate must know of where and how it runs."""
+    """Where and how a training computes, as far as the estimate depends on it."""
 
     compute_bytes: int  # of one number in the residual stream
     dequantize_base: bool
@@ -97,8 +97,8 @@ class Backend:
     method: str = "lora"
     checkpointing: bool = False
     optimizer: str = "adam"
-    compute_dtype: str | None = None  # that a GPU casts the base's numbers to; None: they stay as they are stored
-    metal_attention: bool = False  # mlx's own, in both passes
+    compute_dtype: str | None = None  # to which a GPU casts the base; None: the stored type
+    metal_attention: bool = False  # mlx's own kernel, in both passes
 
 
 def backend_of(
@@ -114,7 +114,7 @@ def backend_of(
     """The backend called cpu, metal or cuda, for this model."""
     compute_dtype = None if name == "cpu" else compute_dtype
     compute_bytes = NUMBER_BYTES[compute_dtype] if compute_dtype else model.compute_bytes
-    cast = method == PRETRAIN and compute_dtype is not None  # for each pass; the weights themselves are float32
+    cast = method == PRETRAIN and compute_dtype is not None  # for each pass; the weights stay float32
     if name == "cpu" or (method in WHOLE and not cast):
         compute_bytes = FLOAT32
     return Backend(
@@ -132,23 +132,23 @@ def usable_cores() -> int:
 
 
 def padded(tokens: int) -> int:
-    """Tokens per row once padded."""
+    """Tokens of a row after padding."""
     return -(-tokens // WIDTH_STEP) * WIDTH_STEP
 
 
 def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
-    """Labels whose logits each of ``shards`` that run at the same time may have in memory at one time."""
+    """Labels in one chunk of logits, if ``shards`` shards run at the same time."""
     return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
 def work_phases(
     model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend
 ) -> tuple[tuple[MemoryTerm, ...], ...]:
-    """The terms of an update, beside what is always there, at the four moments of which one is the peak: the head is
-    dequantized, the loss is computed, the top block goes backward, the lowest trained block goes backward.
+    """The temporary terms of a step at the four moments that can be the peak: the head is dequantized, the loss is
+    computed, the top block's backward pass, the lowest trained block's backward pass.
 
-    At the loss and at the top block the activations of all blocks are there; with recomputing only the inputs of all
-    and the activations of one. Each shard has its own gradient. (measured: timelines of mlx's active memory)
+    At the loss and at the top block, the activations of all blocks are in memory; with recomputation only the inputs
+    of all blocks and the activations of one. Each shard has its own gradient. (measured: timelines of mlx memory)
     """
     block = activation_bytes(model, shape, backend.compute_bytes)
     block += adapter_activation_bytes(model, lora, shape, backend)
@@ -157,7 +157,7 @@ def work_phases(
     shards, blocks, head = shards_of(model, shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
     logits, all_kept = logit_bytes(model, shape, backend), 0 if backend.checkpointing else blocks * scores
-    is_whole = backend.method == PRETRAIN  # of its gradient, what is there at the loss is counted: the head's
+    is_whole = backend.method == PRETRAIN  # at the loss, only the head's gradient exists
     loss = {
         "stored activations": blocks * one,
         "attention scores": all_kept,
@@ -181,13 +181,13 @@ def work_phases(
 
 
 def _terms_of(sizes: Mapping[str, int]) -> tuple[MemoryTerm, ...]:
-    """The terms, each times its coefficient; those of 0 bytes are left out."""
+    """Multiply each term by its coefficient; terms of 0 bytes are left out."""
     scaled = ((name, int(sizes.get(name, 0) * factor)) for name, factor in COEFFICIENTS.items())
     return tuple(MemoryTerm(name, size) for name, size in scaled if size)
 
 
 def shards_of(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Shards of a micro-batch that are computed at the same time; windows have pieces enough for all."""
+    """Shards of a micro-batch that are computed at the same time; windows can be split for all shards."""
     if backend.method == PRETRAIN:
         most = shards_at_once(MOST_SHARDS, on_cpu=backend.computes_in_float32)
         return min(most, most_shards_of_whole(model.parameters))
@@ -195,40 +195,40 @@ def shards_of(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
 
 def most_shards_of_whole(parameters: int) -> int:
-    """Shards of a model that is trained whole: each has a gradient as large as the model."""
+    """Most shards in pretraining: each has a gradient as large as the model."""
     return max(1, MOST_GRADIENT_BYTES // (FLOAT32 * parameters))
 
 
 def matrix_bytes(model: ModelFiles) -> int:
-    """The embedding, or the head, in float32."""
+    """Size of the embedding, or of the head, in float32."""
     return FLOAT32 * model.vocab_size * model.hidden_size
 
 
 def shards_at_once(rows: int, *, on_cpu: bool) -> int:
-    """On CPU one per core, but no more than rows; on a GPU one."""
+    """Parallel shards: on CPU one per core, but at most one per row; on a GPU one."""
     return min(MOST_SHARDS, usable_cores(), rows) if on_cpu else 1
 
 
 def dequantizes_per_use(model: ModelFiles, backend: Backend) -> bool:
-    """Whether weights are dequantized at each use: on CPU, where the base is kept quantized."""
+    """Whether weights are dequantized at each use: on CPU, if the base stays quantized."""
     return backend.computes_in_float32 and not backend.dequantize_base and model.quantization_bits is not None
 
 
 def head_bytes(model: ModelFiles, backend: Backend) -> int:
-    """The dequantized head, in float32, that all shards of a micro-batch share."""
+    """Size of the dequantized float32 head, which all shards of a micro-batch share."""
     return matrix_bytes(model) if dequantizes_per_use(model, backend) else 0
 
 
 def head_slice_bytes(head_bytes: int) -> int:
-    """The slice of the head that is dequantized at one time."""
+    """Size of the slice of the head that is dequantized at one time."""
     return min(head_bytes, max(LEAST_HEAD_SLICE_BYTES, head_bytes // MOST_HEAD_SLICES))
 
 
 def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """One block's weights in float32, for each shard: each shard dequantizes them for itself."""
+    """Size of one block's weights in float32 for all shards: each shard dequantizes its own copy."""
     if not dequantizes_per_use(model, backend):
         return 0
-    blocks = Counter[int]()  # of a mixture, the first blocks may have no experts
+    blocks = Counter[int]()  # in a mixture of experts, the first blocks may have none
     for block, _, tensor in in_blocks(model):
         if tensor.bits:
             blocks[block] += tensor.weights
@@ -237,7 +237,7 @@ def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
 def base_bytes(model: ModelFiles, backend: Backend) -> int:
     """Bytes of the base: as stored or cast, scales and biases of quantized weights included, or all dequantized."""
-    if backend.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for a pass
+    if backend.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for each pass
         return 0 if backend.compute_bytes == FLOAT32 else backend.compute_bytes * model.parameters
     if backend.dequantize_base or (backend.computes_in_float32 and model.quantization_bits is None):
         return model.parameters * (FLOAT32 if backend.computes_in_float32 else backend.compute_bytes)
@@ -249,7 +249,7 @@ def base_bytes(model: ModelFiles, backend: Backend) -> int:
 
 
 def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
-    """Numbers that are trained: the adapter, all of the top blocks for full fine-tuning, or the whole model."""
+    """Count of trained numbers: the adapter, the top blocks (full fine-tuning), or the whole model (pretraining)."""
     if method == PRETRAIN:
         return model.parameters
     if method != "full":
@@ -259,11 +259,11 @@ def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> in
 
 
 def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
-    """What the optimizer keeps between updates (mlx/optimizers/optimizers.py: ``init_single``).
+    """Size of the optimizer's state (mlx/optimizers/optimizers.py: ``init_single``).
 
-    Adam keeps two moments of each number, SGD and Muon one. A model that is trained whole by Muon has Adam's two of
-    what is no matrix inside a block (engine/optimizer.py). Adafactor keeps a mean for each row and column of a
-    matrix: of an adapter about one number in ``rank``.
+    Adam keeps two moments per number, SGD and Muon one. In pretraining with Muon, everything except the matrices of
+    blocks is trained with Adam (engine/optimizer.py). Adafactor keeps a mean for each row and column of a matrix: for
+    an adapter about one number in ``rank``.
     """
     trained = trained_parameters(model, lora, backend.method)
     if backend.optimizer != "adafactor":
@@ -276,10 +276,10 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
 
 
 def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool = False) -> int:
-    """Numbers in the adapter: rank x (inputs + outputs) of every matrix it is put on, each expert counted; for DoRA
-    also a length for each of its outputs.
+    """Count of numbers in the adapter: rank x (inputs + outputs) of every target matrix, experts included; for DoRA
+    also a length for each output.
 
-    By the names and shapes in the weight files; where these name no layers, by the seven matrices of a Llama block.
+    Names and shapes come from the weight files; if these name no layers, from the seven matrices of a Llama block.
     """
     total = 0
     for block, name, weight in adapted_weights(model):
@@ -293,7 +293,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
 
 
 def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
-    """The ``targets`` that are the name of no matrix in the weight files; none where the files name no layers."""
+    """The ``targets`` that match no matrix in the weight files; empty if the files name no layers."""
     names = [name for _, name, _ in adapted_weights(model)]
     return [t for t in targets if names and not any(is_target(name, t) for name in names)]
 
@@ -305,7 +305,7 @@ def _llama_lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
 
 
 def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
-    """Bytes that one block with LoRA keeps for its backward pass, attention scores apart.
+    """Bytes that one block with LoRA keeps for its backward pass, without attention scores.
 
     Per token: the block's input, two norms, the attention's sum and output (5 hidden), queries and keys before and
     after rotation and values (2 query + 3 key/value), the attention's result (1 query), and gate, up, activated gate
@@ -317,7 +317,7 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
 
 
 def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
-    """Bytes that a block's adapters keep: x A of each; with dropout its inputs and masks; what DoRA scales."""
+    """Bytes that a block's adapters keep: x A of each; with dropout, inputs and masks; with DoRA, scaled outputs."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
     token_bytes = 0 if backend.method in WHOLE else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
@@ -329,9 +329,9 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
 
 
 def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
-    """What a block keeps of its scores: one float32 a query and head, from which the backward pass computes them again.
+    """Bytes that a block keeps of its scores: one float32 per query and head, to recompute them later.
 
-    Models with their own attention (gemma2) keep the whole score matrices: capped, masked, and as probabilities.
+    Models with their own attention (gemma2) keep whole score matrices: capped, masked, and as probabilities.
     """
     if model.model_type in OWN_ATTENTION:
         return OWN_SCORE_COPIES * FLOAT32 * model.num_heads * shape.total * shape.tokens
@@ -339,9 +339,9 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
 
 
 def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """The tiles of scores, and of their gradients, that a backward pass holds in all shards.
+    """Size of the score tiles and their gradients that a backward pass holds in all shards.
 
-    mlx's own on Metal has beside them the gradients of queries, keys and values in float32.
+    mlx's own kernel on Metal also holds the gradients of queries, keys and values in float32.
     """
     groups, width = model.num_heads // model.num_kv_heads, shape.tokens
     if backend.metal_attention:
@@ -355,14 +355,14 @@ def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
 
 def metal_row_bytes(heads: int, width: int, number_bytes: int) -> int:
-    """The tiles of a row in mlx's own backward pass on Metal."""
+    """Size of a row's tiles in mlx's own backward pass on Metal."""
     return METAL_TILES_ALIVE * heads * min(METAL_QUERIES, width) ** 2 * number_bytes
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Logits of one shard, which are computed for labels only, a chunk at a time; at worst every token is a label.
+    """Size of one shard's logits, computed for labels only, a chunk at a time; at worst every token is a label.
 
-    A model whose head cannot be separated from the rest (``whole_logits``) computes those of all tokens at once.
+    A model whose head cannot be called separately (``whole_logits``) computes the logits of all tokens at once.
     """
     shards = shards_of(model, shape, backend)
     if model.whole_logits:
