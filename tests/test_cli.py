@@ -177,7 +177,7 @@ def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelError, match="The hub cannot be reached") as caught:
         fetch_model("owner/name", tmp_path / "models")
-    assert "where:    http://127.0.0.1:9\n  do:       is this machine connected" in str(caught.value)
+    assert "where:    http://127.0.0.1:9\n  do:       check the internet connection" in str(caught.value)
     (tmp_path / "models" / ".name.partial").mkdir(parents=True)  # of a download that was interrupted
     with pytest.raises(ModelError, match=r"did not finish[^$]*name.partial\n.*it continues"):
         fetch_model("owner/name", tmp_path / "models")

@@ -1,4 +1,4 @@
-"""The closed form for one training: what it needs by the headers, whether that fits, and what would fit instead."""
+"""The closed form for one training: its memory, whether that fits, and what would fit instead."""
 
 import dataclasses
 import functools
@@ -23,16 +23,16 @@ from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowe
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm
 
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
-LEAST_RANK, HALVED_BLOCKS, LEAST_TOKENS = 8, 2, 128  # as far down as the remedies go
+LEAST_RANK, HALVED_BLOCKS, LEAST_TOKENS = 8, 2, 128  # lowest values that remedies suggest
 SHORTEST_ROWS = 64
 FEWER_BITS = (4, 3, 2)
-BITS_OF_SCALES = 0.5  # for each weight: two 16-bit numbers for 64
+BITS_OF_SCALES = 0.5  # per weight: two 16-bit numbers for 64 weights
 SMALLEST_BASE_MILLIONS = 1.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A training as far as memory is concerned, ``rows`` of up to ``tokens`` tokens at a time."""
+    """The part of a training that decides memory: micro-batches of ``rows`` rows of up to ``tokens`` tokens."""
 
     model: ModelFiles
     machine: Machine
@@ -41,11 +41,11 @@ class Estimate:
     checkpointing: bool = False
     dequantize: bool = False
     optimizer: str = "adam"
-    compute_dtype: str | None = None  # None: as the base is stored
+    compute_dtype: str | None = None  # None: the stored type of the base
     accumulates: bool = True  # an update has several micro-batches
     rows: int = 1
     tokens: int = 512
-    largest: Shape | None = None  # micro-batch of the rows that there are; None: all rows are as long as they may be
+    largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
 
     @property
     def micro_batch(self) -> Shape:
@@ -54,7 +54,7 @@ class Estimate:
 
     @functools.cached_property
     def backend(self) -> Backend:
-        """How it computes."""
+        """Backend settings of this training."""
         return backend_of(
             self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
             optimizer=self.optimizer, compute_dtype=self.compute_dtype,
@@ -77,36 +77,36 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the machine's budget."""
+        """Whether the memory is within the machine's budget."""
         return with_margin(self.terms) <= self.machine.memory_budget.mlx_bytes
 
     @property
     def may_fit(self) -> bool:
-        """Whether it is worth a dry run: mlx gets by with less under its memory limit."""
+        """Whether a dry run is worthwhile: under a memory limit, mlx can run with less."""
         return with_margin(self.terms, LEAST_SHARE) <= self.machine.memory_budget.mlx_bytes
 
     @property
     def cheapest(self) -> "Estimate":
-        """The same training with as little memory as it can take."""
+        """The same training with the least memory."""
         return self.but(checkpointing=True, dequantize=False)
 
     def but(self, **changes: Any) -> "Estimate":
-        """The same, but for these fields."""
+        """The same training with these fields changed."""
         return dataclasses.replace(self, **changes)
 
     def with_blocks(self, count: int) -> "Estimate":
-        """The same with the top ``count`` blocks trained."""
+        """The same training of the top ``count`` blocks."""
         return self.but(lora=dataclasses.replace(self.lora, num_layers=count))
 
     @property
     def as_planned(self) -> "Estimate":
-        """With its base left quantized where it fits only so, as recommend_config would choose."""
+        """The training as recommend_config would choose it: the base stays quantized if only that fits."""
         quantized = self.but(dequantize=False)
         return quantized if not self.fits and quantized.fits else self
 
     @property
     def largest_batch(self) -> int:
-        """The largest micro-batch of rows this long that fits, 0 if none does."""
+        """The largest micro-batch of rows of this length that fits; 0 if none fits."""
         return next((rows for rows in BATCHES if self.but(rows=rows).fits), 0)
 
 
@@ -114,9 +114,9 @@ def estimate_of(
     model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, *, num_layers: int | None = None,
     **options: Any,
 ) -> Estimate:  # fmt: skip
-    """A requested training, its base dequantized on a CPU; ``options`` are other fields of Estimate.
+    """The requested training; on a CPU its base is dequantized. ``options`` are other fields of Estimate.
 
-    Raises ConfigError for what cannot be trained so.
+    Raises ConfigError for settings that cannot be trained.
     """
     lora = LoraSettings(rank, 2.0, 0.0, num_layers or model.num_layers, (ALL_LINEAR,))
     dequantize = machine.backend == "cpu" and model.quantization_bits is not None
@@ -131,7 +131,7 @@ def estimate_of(
 
 
 def _require_choice(key: str, value: str | None) -> None:
-    """Raise ConfigError for an option with a value that the key ``train.<key>`` does not admit."""
+    """Raise ConfigError if the key ``train.<key>`` does not allow the value."""
     choices = next(field for field in dataclasses.fields(Train) if field.name == key).metadata[CHOICES]
     allowed = describe_allowed("train", key)
     if value not in choices and not (value is None and allowed.endswith("or null")):
@@ -139,10 +139,10 @@ def _require_choice(key: str, value: str | None) -> None:
 
 
 def remedies(estimate: Estimate) -> list[tuple[str, Estimate]]:
-    """What to change where a training does not fit: keys, each with all before it, down to the first that fits.
+    """Changes to make a training fit: each key includes the changes before it; the list ends at the first that fits.
 
-    In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
-    cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
+    The cheapest come first: a smaller micro-batch, a quantized base, recomputation and a slower type cost time; a lower
+    rank, fewer blocks and shorter rows limit what the model can learn.
     """
     steps = list[tuple[str, Estimate]]()
     for key, less in _steps(estimate):
@@ -153,7 +153,7 @@ def remedies(estimate: Estimate) -> list[tuple[str, Estimate]]:
 
 
 def _steps(run: Estimate) -> Iterator[tuple[str, Estimate]]:
-    """Each key with its value, and the training with it."""
+    """Each key with its value, and the training changed so."""
     while run.rows > 1:
         run = run.but(rows=run.rows // 2)
         yield f"train.batch_size={run.rows}", run
@@ -178,23 +178,23 @@ def _steps(run: Estimate) -> Iterator[tuple[str, Estimate]]:
 
 
 def what_would_fit(run: Estimate) -> list[str]:
-    """Single changes that would each make the smallest form of a training fit, with the memory needed then."""
+    """Single changes that each make the smallest form of a training fit, with the memory needed then."""
     if fewer := _first(run.but(rows=rows) for rows in range(run.rows - 1, 0, -1)):
-        return [_told(f"train.batch_size={fewer.rows}", fewer)]
+        return [_with_memory(f"train.batch_size={fewer.rows}", fewer)]
     one, texts = run.but(rows=1), list[str]()
     lengths = range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
     if shorter := _first(one.but(tokens=tokens) for tokens in lengths):
-        texts.append(_told(f"train.max_seq_length={shorter.tokens}", shorter))
+        texts.append(_with_memory(f"train.max_seq_length={shorter.tokens}", shorter))
     if fewer := _first(one.with_blocks(count) for count in range(run.lora.num_layers - 1, 0, -1)):
-        texts.append(_told(f"lora.num_layers={fewer.lora.num_layers}", fewer))
+        texts.append(_with_memory(f"lora.num_layers={fewer.lora.num_layers}", fewer))
     may_quantize = run.model.quantization_bits is None and run.method not in WHOLE  # quantized weights stay frozen
     if may_quantize and (quantized := _first(_quantized(one, bits) for bits in FEWER_BITS)):
         folder, bits = run.model.folder, quantized.model.quantization_bits
-        texts.append(_told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", quantized))
+        texts.append(_with_memory(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", quantized))
     return texts or [_smaller_base(one)]
 
 
-def _told(change: str, run: Estimate) -> str:
+def _with_memory(change: str, run: Estimate) -> str:
     return f"{change} ({size_text(run.needed_bytes)})"
 
 
@@ -207,13 +207,13 @@ def _quantized(run: Estimate, bits: int) -> Estimate:
     scales = BITS_OF_SCALES * (2 if run.compute_dtype == "float32" else 1)
     size = int(run.model.parameters * (bits + scales) / 8)
     model = dataclasses.replace(run.model, static_bytes=size, quantization_bits=bits)
-    if run.compute_dtype is not None:  # the size is known: no header says that a tensor is cast
+    if run.compute_dtype is not None:  # the size is final: no tensor counts as cast
         model = dataclasses.replace(model, tensors=tuple(dataclasses.replace(t, dtype="U32") for t in model.tensors))
     return run.but(model=model, dequantize=False)
 
 
 def _smaller_base(run: Estimate) -> str:
-    """The size of a base that fits, in proportion: weights, adapter and activations shrink with it."""
+    """The size of a base that fits, by proportion: weights, adapter and activations shrink with it."""
     budget = run.machine.memory_budget
     share = budget.mlx_bytes / max(1, run.needed_bytes - budget.process_bytes)
     millions = share * run.model.parameters / 1e6

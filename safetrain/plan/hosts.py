@@ -1,6 +1,6 @@
-"""Whether several ranks can train together: the machines of train.hostfile, and room for those that share this one.
+"""Check that several ranks can train together: the machines of train.hostfile, and memory for ranks on this machine.
 
-Preflight runs ``python -m safetrain.plan.hosts MODEL`` on every other machine by ssh: it prints what must be equal.
+Preflight runs ``python -m safetrain.plan.hosts MODEL`` on every other machine by ssh; it prints what must be equal.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ CONNECT_SECONDS, ANSWER_SECONDS = 10, 60
 MOST_AT_ONCE = 32
 NOT_REACHED = 255  # ssh's own exit code; any other is the command's
 PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
-DATA, MODEL, NONE_THERE = "data/validated", "base model", "none"  # of these two, facts are digests
+DATA, MODEL, NONE_THERE = "data/validated", "base model", "none"  # facts that are digests
 Facts = dict[str, str]
 
 
 def is_shared(train: Train) -> bool:
-    """Whether these checks apply."""
+    """Whether a training has several ranks or a hostfile."""
     return train.ranks > 1 or train.hostfile is not None
 
 
@@ -53,7 +53,7 @@ def facts_here(model: Path) -> Facts:
 
 
 def host_checks(train: Train, model: Path) -> tuple[list[Check], Hosts | None]:
-    """The hostfile, and every other machine that it names; and where the ranks are, None where the file is wrong."""
+    """Check the hostfile and every other machine in it; the hosts are None if the file is invalid."""
     try:
         hosts = hosts_of(train.hostfile, train.ranks)
     except ConfigError as error:
@@ -70,7 +70,7 @@ def host_checks(train: Train, model: Path) -> tuple[list[Check], Hosts | None]:
 
 
 def ask_host(name: str, model: Path) -> Facts | str:
-    """Its facts, by ssh without a password, in the same folder with the same Python as here; or why not."""
+    """Ask a machine for its facts by ssh (no password, same folder and Python as here); a text if it fails."""
     passed = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
     there = shlex.join(["env", *passed, sys.executable, "-m", MODULE, str(model)])
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
@@ -80,7 +80,7 @@ def ask_host(name: str, model: Path) -> Facts | str:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=ANSWER_SECONDS, check=False,
         )  # fmt: skip
-        if process.returncode == 0:  # a login may print something before the answer
+        if process.returncode == 0:  # login scripts may print text before the answer
             return {str(key): str(value) for key, value in json.loads(process.stdout.strip().splitlines()[-1]).items()}
     except subprocess.TimeoutExpired:
         return f"ssh: no answer within {ANSWER_SECONDS} s"
@@ -100,7 +100,7 @@ def _reached(answers: Mapping[str, Facts | str]) -> Check:
                    "each answers ssh without a password, and has the project", "train.hostfile",
                    f"ssh-copy-id {unreached}, until 'ssh -o BatchMode=yes {unreached} true' works"
                    if unreached is not None
-                   else f"put the project and its environment there too, in {Path.cwd()}")  # fmt: skip
+                   else f"install the project and its environment there too, in {Path.cwd()}")  # fmt: skip
 
 
 def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
@@ -116,7 +116,7 @@ def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:
 
 
 def differences(name: str, there: Facts, here: Facts) -> list[str]:
-    """The facts in which a machine differs from this one, in words."""
+    """Describe the facts in which a machine differs from this one."""
     others = {key: there.get(key, NONE_THERE) for key in here if there.get(key, NONE_THERE) != here[key]}
     return [
         f"{name} has {'no' if theirs == NONE_THERE else 'another'} {key}"
@@ -127,9 +127,9 @@ def differences(name: str, there: Facts, here: Facts) -> list[str]:
 
 
 def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> list[Check]:
-    """Whether ranks that share this machine have a core each, and each a training that fits its share of the memory.
+    """Check that each rank on this machine has a core, and that its training fits its share of the memory.
 
-    Those on CUDA have a device each. Raises ConfigError where the pins contradict the model.
+    CUDA ranks have a device each. Raises ConfigError if pinned settings contradict the model.
     """
     ranks, cores = hosts.ranks_here, usable_cores()
     if ranks < 2 or inputs.machine.backend == "cuda":
@@ -145,7 +145,7 @@ def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> l
     return [
         verdict("RANKS-CORES", "cores for ranks", cores >= ranks, False,
                 f"{counted(ranks, 'rank')} on {counted(cores, 'core')}", "a core for each rank on this machine",
-                "the system", f"train.ranks={cores}: more only wait for each other"),
+                "the system", f"train.ranks={cores}: more ranks than cores only wait for each other"),
         verdict("RANKS-ROOM", "memory for ranks", fits, True, text,
                 f"at most {size_text(share)}, the budget shared by {count}",
                 "the closed form, machine.json", "lower train.ranks, or put ranks on other machines"),

@@ -1,4 +1,4 @@
-"""Downloads a model from the Hugging Face hub: room on the disk first, complete folder or none afterwards."""
+"""Download a model from the Hugging Face hub: check disk space first, and leave a complete folder or none."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ from safetrain.core.model.files import SOURCE, read_model_files, source_of
 from safetrain.core.storage.files import require_room, write_text
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-SPARE_BYTES = 2**30  # for its other files, and for the machine to go on
+SPARE_BYTES = 2**30  # for the other files, and as a reserve
 FREE = "free some disk space, or choose another folder with --into"
 
 
 def fetch_model(hub_id: str, into: Path) -> Path:
     """Download ``hub_id`` into a new folder below ``into``; continues an interrupted download.
 
-    All its files come from one commit, which is written down: what the hub calls main may change meanwhile.
+    All files come from one commit, which is recorded, because the main branch may change during the download.
 
-    Raises ModelError when the hub has no such model or cannot be reached, DiskFullError when the disk is too small.
+    Raises ModelError if the hub lacks the model or cannot be reached, DiskFullError if the disk is too small.
     """
     import httpx2
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -49,8 +49,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
             raise ModelError(
                 f"The hub cannot be reached: {error}",
                 where=constants.ENDPOINT,
-                do="is this machine connected to the internet? Without: copy the model's folder into "
-                f"{into} from a machine that is",
+                do=f"check the internet connection; offline, copy the model's folder from another machine into {into}",
             ) from None
         raise ModelError(
             f"The download of {hub_id} did not finish: {error}",
@@ -64,15 +63,15 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
 
 def _require_same_source(folder: Path, hub_id: str) -> None:
-    """A folder of this name that came from elsewhere is not mistaken for the requested model."""
+    """Raise ModelError if a folder of this name holds another model."""
     source = source_of(folder)
     if source[:1] != [hub_id]:
         raise ModelError(
-            "There is another model of this name.",
+            "The folder holds another model of this name.",
             where=str(folder),
             expected=hub_id,
             got=f"{' '.join(source) or 'unknown'} by {SOURCE}",
-            do="move that folder away, or fetch into another one with --into",
+            do="move that folder away, or choose another one with --into",
         )
 
 

@@ -1,4 +1,4 @@
-"""Machines to plan for: this one, of which a child process reads mlx's facts, and those that conf/machine describes."""
+"""Machines to plan for: this one, probed by a child process, and those that conf/machine describes."""
 
 import difflib
 import os
@@ -37,13 +37,15 @@ from safetrain.plan.child import (
 from safetrain.plan.speed import Link, Speed
 
 TIMEOUT_SECONDS = 600
-BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
-PROCESS_GROWTH_BYTES = 64 * 2**20  # by which Python and libraries grow in a training (measured, Linux CPU)
-NOISY_SPEED = 0.5  # a smaller change of the measured speed is noise
-LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise: train looks again when it starts
+BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # rounding steps that hide noise
+PROCESS_GROWTH_BYTES = 64 * 2**20  # growth of Python and libraries during training (measured, Linux CPU)
+NOISY_SPEED = 0.5  # smaller changes of the measured speed are noise
+LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise; train checks again when it starts
 PROFILES = Path("conf/machine")
 HERE = "this machine"
-CPU_SHARE = 0.5  # of the speed of a matrix product, in training (measured: benchmarks/bench_throughput, 0.4 to 0.6)
+CPU_SHARE = (
+    0.5  # training speed, as a share of a matrix product's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
+)
 MEASURE = "to measure it: safetrain stage recommend_config"
 USUAL_LINK = Link(1.0)
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
@@ -52,14 +54,14 @@ ANY_CPU = replace(ANY_GPU, chip="a CPU", backend="cpu")
 
 @dataclass(frozen=True)
 class Probe:
-    """What the engine's probe said; ``loads`` and ``trains`` are None if no model was given."""
+    """The answer of the engine's probe; ``loads`` and ``trains`` are None if no model was given."""
 
     backend: str
     device: str
     working_set_bytes: int
     device_total_bytes: int
     device_free_bytes: int
-    process_bytes: int  # of a process that has loaded mlx and the engine, and no model
+    process_bytes: int  # of a process with mlx and the engine, without a model
     blas: str
     blas_is_fast: bool
     blas_reason: str
@@ -69,12 +71,12 @@ class Probe:
     load_seconds: float = 0.0
     compute_dtype: str | None = None  # as in core/records/reports.py
     quantized_compute_dtype: str | None = None
-    trains: bool | None = None  # whether a gradient comes through it
+    trains: bool | None = None  # whether the backward pass works
     train_error: str = ""
 
 
 def read_machine_now(probe: Probe) -> Machine:
-    """The machine as it is at this moment."""
+    """The machine's current properties."""
     device_bytes = probe.device_free_bytes if probe.backend == "cuda" else probe.working_set_bytes
     process_bytes = -(-(probe.process_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
     budget = budget_bytes(probe.backend, device_bytes, read_memory(), process_bytes)
@@ -99,17 +101,17 @@ def read_machine_now(probe: Probe) -> Machine:
 
 
 def measured_machine(module: str) -> Machine:
-    """This machine by the answer of ``python -m module``; raises MachineError where mlx does not work."""
+    """Probe this machine with ``python -m module``; raises MachineError if mlx does not work."""
     probe, why = ask_engine(module, None, "quick", None)
     if probe is None:
-        raise MachineError(f"mlx does not work here: {why}", do="safetrain preflight says more")
+        raise MachineError(f"mlx does not work here: {why}", do="run safetrain preflight for details")
     return read_machine_now(probe)
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
-    """``now``, with values of ``before`` where the two differ by noise only, so that no plan changes for it.
+    """``now``, but with values of ``before`` where they differ only by noise, so that plans do not change.
 
-    A type that was once measured to be slow stays so for the same device and mlx.
+    A measured compute type is kept for the same device and mlx version.
     """
     if before is None:
         return now
@@ -128,7 +130,7 @@ def settle(now: Machine, before: Machine | None) -> Machine:
 
 
 def chip_name() -> str:
-    """The processor's own name, or its architecture where the system does not tell."""
+    """The processor's name, or its architecture if the system gives no name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -142,10 +144,10 @@ def chip_name() -> str:
 
 
 def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:
-    """The answer of ``python -m module``; None and the reason where mlx does not work.
+    """Run the probe ``python -m module``; None and the reason if mlx does not work.
 
-    Whether the model loads and trains is tried once for this model and installation. A model larger than the memory
-    that is left is not loaded: the checks say so, and the machine does not swap.
+    Loading and training are tried once per model and installation, then cached. A model larger than the memory budget
+    is not loaded, so that the machine does not swap; the checks report it.
     """
     path = answer_path(model.fingerprint) if model else None
     cached = read_answer(path, Probe) if path else None
@@ -173,13 +175,13 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
 
 
 def answer_path(model_fingerprint: str) -> Path:
-    """Where the answer for this model on this machine is kept."""
+    """Path of the cached answer for this model on this machine."""
     words = (model_fingerprint, chip_name(), str(usable_cores()), *_graphics())
     return answers_about("probes", *words).with_suffix(".json")
 
 
 def _graphics() -> list[str]:
-    """What decides whether mlx finds a GPU, and how much of its memory it may have: macOS 26 allows more than 15."""
+    """Facts that decide whether mlx finds a GPU and how much memory it may use (macOS 26 allows more than 15)."""
     if sys.platform == "darwin":
         return [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -188,24 +190,24 @@ def _graphics() -> list[str]:
 
 @dataclass(frozen=True)
 class Profile:
-    """A machine that is only described."""
+    """A machine described in conf/machine."""
 
     name: str
     chip: str
     backend: str
     total_memory_gb: float
-    usable_memory_gb: float  # what its device lets one process use: the working set of Metal, what is free of a GPU
+    usable_memory_gb: float  # limit for one process: Metal's working set, or a GPU's free memory
     source: str
-    usable_memory_gb_macos_26: float | None = None  # where macOS 26 gives more
-    compute_dtype: str | None = None  # of a base in bfloat16, where that is emulated
-    tflops: float | None = None  # 10^12 operations a second in training, as measured or assumed; None: not known
+    usable_memory_gb_macos_26: float | None = None  # if macOS 26 allows more
+    compute_dtype: str | None = None  # for a bfloat16 base, if the GPU emulates bfloat16
+    tflops: float | None = None  # training speed in 10^12 operations per second, measured or assumed; None: unknown
     watts: float | None = None  # under load
-    usd_per_hour: float | None = None  # of one that can be rented
+    usd_per_hour: float | None = None  # rent, if it can be rented
 
 
 @dataclass(frozen=True)
 class TrainingPlace:
-    """Where to train: ``ranks`` machines, linked. Without a ``profile`` it is this one."""
+    """Where to train: on ``ranks`` linked machines; without a ``profile``, like this one."""
 
     name: str
     machine: Machine
@@ -214,7 +216,7 @@ class TrainingPlace:
     link: Link = USUAL_LINK
 
     def speed(self, model: ModelFiles, method: str) -> Speed:
-        """Its speed in this training: by its operations a second where it is only described."""
+        """Training speed; for a described machine from its tflops."""
         if self.profile is None:
             return speed_here(model, self.machine, method)
         tflops, where = self.profile.tflops, PROFILES / f"{self.name}.yaml"
@@ -222,7 +224,7 @@ class TrainingPlace:
         return Speed(tflops, known)
 
     def of_all(self, each: str) -> float:
-        """Watts, or USD an hour, of all ranks; 0: not known."""
+        """Watts, or USD per hour, of all ranks; 0 if unknown."""
         return self.ranks * (getattr(self.profile, each, None) or 0)
 
 
@@ -230,10 +232,10 @@ def place_of(
     name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
     link: Link = USUAL_LINK, probe_module: str = "",
 ) -> TrainingPlace:  # fmt: skip
-    """A machine of conf/machine, or this one where ``name`` is None; raises ConfigError where it is not known.
+    """A machine of conf/machine, or this one if ``name`` is None; raises ConfigError for an unknown name.
 
-    This one is as preflight wrote it down, else ``probe_module`` asks it now (about two seconds); MachineError where
-    mlx does not work.
+    This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds); raises
+    MachineError if mlx does not work.
     """
     profile = read_profile(name) if name else None
     if profile:
@@ -247,12 +249,12 @@ def place_of(
 
 
 def profiles() -> Path:
-    """The folder of machines: this project's own, else the program's."""
+    """The folder of machine files: the project's own, else the one shipped with safetrain."""
     return PROFILES if PROFILES.is_dir() else paths.shipped(str(PROFILES))
 
 
 def profile_names(folder: Path | None = None) -> list[str]:
-    """Machines that conf/machine describes; raises ConfigError where there are none."""
+    """Names of the machines in conf/machine; raises ConfigError if there are none."""
     folder = folder or profiles()
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if not names:
@@ -261,7 +263,7 @@ def profile_names(folder: Path | None = None) -> list[str]:
 
 
 def read_profile(name: str, folder: Path | None = None) -> Profile:
-    """A machine by its name; raises ConfigError with the names there are."""
+    """Read a machine by name; raises ConfigError with the known names."""
     folder = folder or profiles()
     names, path = profile_names(folder), folder / f"{name}.yaml"
     if name not in names:
@@ -270,11 +272,11 @@ def read_profile(name: str, folder: Path | None = None) -> Profile:
             f"Unknown machine {name}.",
             where=str(folder),
             expected=f"one of {', '.join(names)}",
-            do=f"did you mean {near[0]}?" if near else f"add {path}, or say --memory-gb",
+            do=f"did you mean {near[0]}?" if near else f"add {path}, or use --memory-gb",
         )
     value = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(value, dict):
-        raise ConfigError("A machine is a few keys.", where=str(path))
+        raise ConfigError("A machine file must contain keys with values.", where=str(path))
     try:
         return Profile(name=name, **{str(key): setting for key, setting in value.items()})
     except TypeError as error:
@@ -282,7 +284,7 @@ def read_profile(name: str, folder: Path | None = None) -> Profile:
 
 
 def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
-    """The record that preflight would write there, its budget by preflight's own rules for an idle machine."""
+    """The record that preflight would write on this machine when idle; the budget follows preflight's rules."""
     newer = profile.usable_memory_gb_macos_26 if macos_26 else None
     usable, total = int((newer or profile.usable_memory_gb) * GIB), int(profile.total_memory_gb * GIB)
     if profile.backend == "metal":
@@ -296,7 +298,7 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
 
 
 def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
-    """By a dry run of this model and method, where there was one; else by the speed of a matrix product on a CPU."""
+    """Training speed here: from a dry run of this model and method, else from a CPU's matrix-product speed."""
     try:
         planned = read_recommendation(paths.RECOMMENDED_CONFIG)
     except ConfigError:
@@ -305,16 +307,16 @@ def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
         plan_key = (planned.planned_model, planned.planned_method, planned.planned_backend)
         if plan_key == (str(model.folder), method, machine.backend):
             rows = planned.batch_size * planned.gradient_accumulation
-            source = f"measured: {planned.step_seconds:.3g} s an update of {rows} rows, a dry run"
+            source = f"measured: {planned.step_seconds:.3g} s per update of {rows} rows, dry run"
             return Speed(None, source, planned.step_seconds, rows, planned.max_seq_length)
     if tflops := assumed_tflops(machine):
-        source = f"assumed: {tflops:.2g} TFLOP/s, half of the speed of a matrix product that preflight measured"
+        source = f"assumed: {tflops:.2g} TFLOP/s, half of the matrix-product speed that preflight measured"
         return Speed(tflops, f"{source}; {MEASURE}")
     return Speed(None, f"not known; {MEASURE}")
 
 
 def assumed_tflops(machine: Machine) -> float | None:
-    """10^12 operations a second of a training, by what preflight measured; None: not known."""
+    """Training speed in 10^12 operations per second, from preflight's measurement; None if unknown."""
     if machine.backend != "cpu" or not machine.gemm_gflops:
         return None
     return CPU_SHARE * machine.gemm_gflops / 1000

@@ -1,4 +1,4 @@
-"""The checks before a training: each is a function from facts to a verdict, and none changes anything."""
+"""The checks before a training: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
 import shutil
@@ -59,9 +59,9 @@ def examine(
     dry_run_module: str,
     say: Callable[[str], None],
 ) -> tuple[list[Check], Machine | None]:
-    """Every check of preflight.level, and the machine, None where mlx does not work.
+    """Make all checks of preflight.level and read the machine; None if mlx does not work.
 
-    ``folder`` is the model's, ``before`` the machine as it was last found; the modules are the engine's.
+    ``folder`` is the model's, ``before`` the machine of the last preflight; the modules belong to the engine.
     """
     train, lora, level = config.train, config.lora, config.preflight.level
     checks = software_checks()
@@ -80,7 +80,7 @@ def examine(
     machine = settle(read_machine_now(probe), before)
     checks += [*engine_checks(machine, probe), *last]
     if model is None:
-        checks += _open(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "the model is not whole")
+        checks += _open(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "the model is incomplete")
         return checks, machine
     checks += [load_check(probe, level), train_check(model, probe)]
     checks.append(static_check(model, machine))
@@ -92,7 +92,7 @@ def examine(
 
 
 def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
-    """The files with their counts, and whether the rows are as long as the model can take."""
+    """Check the number of rows in each split, and their lengths against the model's context."""
     reading = f"{report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows from {report.source}"
     ok = min(report.train.rows, report.valid.rows, report.test.rows) > 0
     status = FAIL if not ok else WARN if report.warnings else PASS
@@ -101,20 +101,20 @@ def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
                   "at least one row in each", source,
                   "" if status == PASS else f"see checkpoints_qlora/{source}")  # fmt: skip
     lengths = report.train.lengths
-    text = f"half of the rows up to {lengths.p50} tokens, 99.5 % up to {lengths.p99_5}, the longest {lengths.max}"
+    text = f"row length: median {lengths.p50} tokens, p99.5 {lengths.p99_5}, max {lengths.max}"
     short = longest_allowed is None or lengths.max <= longest_allowed
     longer = verdict("DATA-LENGTH", "row length", short, False, text, f"at most {longest_allowed} tokens",
                      "train.max_seq_length or the model's context",
-                     "shorten the rows: what is beyond is cut")  # fmt: skip
+                     "shorten the rows: longer ones are truncated")  # fmt: skip
     return [files, longer]
 
 
 def model_checks(model: ModelFiles, level: str) -> list[Check]:
-    """Complete, and of a known kind."""
+    """Check that the model is complete and its architecture known."""
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
     files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, "
     is_known_shape = is_known(model.model_type)
-    unknown = f"{model.model_type}: no closed form of its memory, a dry run measures it"
+    unknown = f"{model.model_type}: memory cannot be estimated; a dry run measures it"
     kind = model.model_type if is_known_shape else unknown
     return [
         Check("MODEL-FILES", "model complete", PASS, True, files + size(model.static_bytes), source="file headers"),
@@ -125,28 +125,28 @@ def model_checks(model: ModelFiles, level: str) -> list[Check]:
 
 
 def load_check(probe: Probe, level: str) -> Check:
-    """Whether mlx-lm opens the model and one token goes through a block of each kind."""
+    """Check that mlx-lm loads the model and that a forward pass works through each kind of block."""
     if probe.loads is None:
-        why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
+        why = "level quick does not load the model" if level == "quick" else "it is larger than the memory budget"
         return skipped("MODEL-LOAD", "model loads", why)
-    text = f"loads in {probe.load_seconds:.1f} s, forward pass works (tried once for model and installation)"
+    text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
     text = text if probe.loads else probe.load_error
-    return verdict("MODEL-LOAD", "model loads", probe.loads, True, text, "opens, with finite logits", "mlx-lm",
+    return verdict("MODEL-LOAD", "model loads", probe.loads, True, text, "loads, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
 
 
 def train_check(model: ModelFiles, probe: Probe) -> Check:
-    """Whether the model can be trained here: some have kernels without a gradient, or tokens that see later ones."""
+    """Check that the model can be trained: some have kernels without gradient, or attention to later tokens."""
     if probe.trains is None:
-        return skipped("MODEL-TRAIN", "model trains", "no token went through the model")
+        return skipped("MODEL-TRAIN", "model trains", "no forward pass was made")
     works = "backward pass works for every kind of block"
     text = works if probe.trains else f"{model.model_type}: {probe.train_error}"
-    return verdict("MODEL-TRAIN", "model trains", probe.trains, True, text, "a gradient for each, no look ahead",
+    return verdict("MODEL-TRAIN", "model trains", probe.trains, True, text, "a gradient for each, causal attention",
                    "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
 def static_check(model: ModelFiles, machine: Machine) -> Check:
-    """Whether even the weights fit."""
+    """Check that the weights fit the memory budget."""
     fits = model.static_bytes < machine.memory_budget_bytes
     return verdict("MEM-STATIC", "weights fit", fits, True, f"weights {size(model.static_bytes)}",
                    f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
@@ -154,13 +154,15 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
 
 
 def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
-    """The training as recommend_config plans it: an error if it does not fit."""
+    """Check that the training planned by recommend_config fits."""
     process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     text = f"{size(planned.predicted_peak_bytes + process)}"
     text += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
-    if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
+    if (
+        footprint is not None and peak is not None
+    ):  # include the process, like the prediction; its footprint leaves out GPU memory
         measured = footprint if planned.planned_backend == "cpu" else peak + process
         text += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
     most = f"at most {size(planned.memory_budget_bytes)}"
@@ -169,13 +171,13 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     if by_dry_run and not planned.verified:
         return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {text}", critical=True)
     if over:
-        text += "; it errs on the safe side, and recommend_config's dry run decides"
+        text += "; the estimate is conservative, recommend_config's dry run decides"
     return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, text, most, source)
 
 
 def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
     if data is None or model is None:
-        return skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)
+        return skipped("DISK-FREE", "disk", "the needed space depends on data and model", critical=True)
     try:
         return disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))
     except ConfigError as error:
@@ -183,7 +185,7 @@ def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | N
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
-    """Free disk for so much."""
+    """Check that the disk has room for these bytes."""
     free = shutil.disk_usage(folder).free
     needed = f"{size(needed_bytes)} for checkpoints and adapter, better {size(needed_bytes + SPARE_DISK_BYTES)}"
     return graded("DISK-FREE", "disk", free, (needed_bytes, needed_bytes + SPARE_DISK_BYTES), f"{size(free)} free",
@@ -192,10 +194,10 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
 
 
 def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
-    """A warning if the last training ended badly and none has finished since.
+    """Warn if the last training crashed and none has finished since.
 
-    A failure where an unfinished run is there that ``planned`` cannot continue, because model or rows differ: train
-    would refuse it (exit code 7). The settings of ``planned`` are not compared.
+    The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse it
+    (exit code 7). The settings of ``planned`` are not compared.
     """
     return _other_run_check(output, planned) or _death_check(output)
 
@@ -209,17 +211,17 @@ def _other_run_check(output: Path, planned: RunIdentity | None) -> Check | None:
     if not differences:
         return None
     text = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
-    return Check("RUN-PREV", "previous run", FAIL, True, text, "the same data and model, or no such run", POINTER,
-                 "safetrain discard (it throws that run away), or go back to its data and model")  # fmt: skip
+    return Check("RUN-PREV", "previous run", FAIL, True, text, "the same data and model, or no unfinished run", POINTER,
+                 "safetrain discard (deletes that run), or use its data and model again")  # fmt: skip
 
 
 def _death_check(output: Path) -> Check:
     source = "postmortem.json"
     if (output / FLIGHT / MARKER).is_file():
-        return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",
+        return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and was not diagnosed",
                      "", source, "safetrain diagnose")  # fmt: skip
     death, pointer = read_postmortem(output), output / POINTER
-    # training_state.json is not an output of DVC, so its time is that of the last training here
+    # training_state.json is not an output of DVC, so its time is the last training's
     finished_since = death is not None and is_finished(output) and pointer.stat().st_mtime > death.ended_seconds
     if death is None or finished_since:
         return Check("RUN-PREV", "previous run", PASS, False, "no crash since the last finished run", source=source)
@@ -229,7 +231,7 @@ def _death_check(output: Path) -> Check:
 
 
 def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
-    """The model's files; a failed check where they are not whole."""
+    """Read the model's files; if they are incomplete, make a failed check."""
     try:
         model = read_model_files(folder)
     except ModelError as error:
@@ -238,7 +240,7 @@ def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
 
 
 def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, list[Check]]:
-    """What validate_data has found, and the rows; a failed check where it has not run or found no rows."""
+    """Read the data report and the rows; if validate_data has not run or found no rows, make a failed check."""
     try:
         data = read_data_report(paths.DATA_REPORT)
         require_data_of(data, config.data.path)
@@ -246,13 +248,13 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
     except (ConfigError, DataError) as error:
         return None, None, [from_error("DATA-FILES", "data", error)]
     limits = [config.train.max_seq_length, model.max_positions if model else None]
-    if config.train.method == PRETRAIN:  # windows cut nothing off
+    if config.train.method == PRETRAIN:  # windows truncate nothing
         limits = []
     return data, rows, data_checks(data, min((limit for limit in limits if limit), default=None))
 
 
 def _identity(model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentity | None:
-    """Of the training that is planned; None where it is not known."""
+    """Identity of the planned training; None if model or rows are missing."""
     if model is None or rows is None:
         return None
     return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "", order_fingerprint())
@@ -261,7 +263,7 @@ def _identity(model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentit
 def _fit_checks(
     train: Train, lora: Lora, inputs: PlanInputs, runner: DryRunner, hosts: Hosts | None
 ) -> Iterator[Check]:
-    """Whether what recommend_config plans fits, by a dry run that is remembered, or is made now; and that of ranks."""
+    """Check that the plan of recommend_config fits, by a cached or new dry run; the same for ranks."""
     is_known_shape = is_known(inputs.model.model_type)
     if is_known_shape or runner.module:
         try:
@@ -270,7 +272,9 @@ def _fit_checks(
         except (ConfigError, DataError, ModelError, MachineError) as error:
             yield from_error("MEM-FIT", "training fits", error)
     else:
-        yield skipped("MEM-FIT", "training fits", "of an unknown architecture a dry run decides: recommend_config")
+        yield skipped(
+            "MEM-FIT", "training fits", "the architecture is unknown; the dry run of recommend_config decides"
+        )
     try:
         yield from room_checks(hosts, inputs, train, lora) if hosts and is_known_shape else ()
     except ConfigError as error:
@@ -278,5 +282,5 @@ def _fit_checks(
 
 
 def _open(identifiers: Sequence[str], why: str) -> list[Check]:
-    """Questions of this level that something else left open."""
+    """Skip checks that this level requires but an earlier failure prevents."""
     return [skipped(identifier, identifier, why, critical=True) for identifier in identifiers]

@@ -1,4 +1,4 @@
-"""The configuration around a way to run micro-batches, with a reason for every value."""
+"""The recommended configuration for a candidate, with a reason for every value."""
 
 import math
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from safetrain.plan.candidates import (
 )
 from safetrain.plan.speed import TOKENS_PER_PARAMETER, count_text, passes_for, wanted_tokens
 
-CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
+CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on
 FULL_RATE_FACTOR = 10
 HIGHEST_PRETRAIN_RATE = 4e-3
 
 
 def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
-    """The whole configuration around a way to run micro-batches; not measured yet."""
+    """The whole configuration for a candidate, before any measurement."""
     machine, model, train, lora = question.machine, question.model, question.train, question.lora
     reasons = {**question.why_lora, **_reasons_of_fit(fit, question)}
     epochs = _passes(question, fit.rows_per_update, reasons)
@@ -75,9 +75,9 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
 
 
 def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, train: Train) -> Iterator[str]:
-    """What `recommend_config` prints: every value with its reason, what it takes, and what the length cuts off.
+    """Lines that `recommend_config` prints: values with reasons, memory and time, and truncated rows.
 
-    A key that a person set is printed as set, though recommended_config.json does not depend on all of them.
+    A pinned key is printed with its pinned value, although recommended_config.json does not depend on all of them.
     """
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
@@ -88,22 +88,22 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, tra
         yield f"{name:<22} {text!s:<12} {reason}"
     peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
     whole, budget = peak + recommendation.process_memory_bytes, recommendation.memory_budget_bytes
-    yield f"predicted: mlx {size_text(peak)}, the process {size_text(whole)} of {size_text(budget)} (closed form)"
+    yield f"predicted peak: mlx {size_text(peak)}, process {size_text(whole)} of {size_text(budget)} (closed form)"
     if measured is None:
         yield "not measured: no dry run was made"
     else:
         process = size_text(recommendation.measured_footprint_bytes or measured)
         above = f"{100 * (peak / measured - 1):+.0f} %"
-        yield f"measured in a dry run: mlx {size_text(measured)}, the process {process}; the closed form says {above}"
+        yield f"dry-run peak: mlx {size_text(measured)}, process {process}; the closed form is off by {above}"
     if recommendation.total_seconds is not None:
         in_all = duration_text(recommendation.total_seconds)
-        yield f"about {recommendation.step_seconds:.2f} s an update, {in_all} in all, with validations and evaluation"
+        yield f"about {recommendation.step_seconds:.2f} s per step, {in_all} in total with validations and evaluation"
     if recommendation.planned_method != PRETRAIN:
         yield from cut_lines(rows, recommendation.max_seq_length)
 
 
 def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
-    """The rows, tokens and labels that the length cuts; empty if it cuts no row."""
+    """Describe the rows, tokens and labels that the length truncates; empty if it truncates no row."""
     for name, before in (("train", rows.train.documents), ("valid", rows.valid)):
         cut = before.cut(length)
         if not cut.cut_rows:
@@ -111,30 +111,30 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
         tokens, rest = (int(each.lengths.sum(dtype=np.int64)) for each in (before, cut))
         labels = int(before.label_counts.sum(dtype=np.int64))
         yield (
-            f"{name}: {length} tokens cut {cut.cut_rows} of {len(before)} rows, {100 * (1 - rest / tokens):.2f} % of "
-            f"the tokens, {100 * cut.lost_labels / max(1, labels):.2f} % of those that are trained on"
+            f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows: {100 * (1 - rest / tokens):.2f} % "
+            f"of the tokens and {100 * cut.lost_labels / max(1, labels):.2f} % of the labels are lost"
         )
 
 
 def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
-    """Disk for a training with these pins and the recommended adapter; raises ConfigError as ``ask`` does."""
+    """Disk space for a training with these pins and the recommended adapter; raises ConfigError like ``ask``."""
     lora, _ = recommended_lora(data, model, pins)
     return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
-    """Disk for the checkpoints of ``trained`` float32 weights with two moments, and for the best weights."""
+    """Disk space for checkpoints of ``trained`` float32 weights with two moments, and for the best weights."""
     checkpoints = keep_checkpoints + KEPT_BESIDE
     return (checkpoints * 4 + 1) * FLOAT32 * trained + checkpoints * 2**20
 
 
 def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
-    """The reasons for length, batch size, recomputing, dequantizing, the type and accumulation."""
+    """Reasons for length, batch size, recomputation, dequantizing, compute type and accumulation."""
     train, model = question.train, question.model
     recompute = "less memory for a third more time" if fit.checkpointing else "not needed: stored activations fit"
     rows, usual = fit.rows_per_update, "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
-        usual = f"{rows * fit.length} tokens, by the operations of the whole training (DeepSeek's fit)"
+        usual = f"{rows * fit.length:,} tokens, from the operations of the whole training (DeepSeek's fit)"
     together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
     return {
         "max_seq_length": _why_length(fit, question),
@@ -152,41 +152,43 @@ def _why_length(fit: Fit, question: PlannedTraining) -> str:
         return SET
     if question.train.method == PRETRAIN:
         most = f", and at most {MOST_WINDOW}" if length == MOST_WINDOW else ""
-        return f"the model's context{most}: documents follow one another in windows of it, nothing is cut off"
+        return f"the model's context{most}: documents are packed into windows, nothing is truncated"
     if longest <= length:
-        return f"the longest row has {longest:,} tokens: none is cut (lengths are multiples of {WIDTH_STEP})"
+        return (
+            f"the longest row has {longest:,} tokens, so nothing is truncated (lengths are multiples of {WIDTH_STEP})"
+        )
     by_context = length == question.model.max_positions
-    limit = "the model's context" if by_context else "what fits; at most 1 row in 200 is cut"
-    return f"the longest row has {longest:,} tokens and is cut: {limit}"
+    limit = "the model's context" if by_context else "to fit the memory; at most 1 row in 200 is truncated"
+    return f"the longest row has {longest:,} tokens and is truncated: {limit}"
 
 
 def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
     budget = size_text(question.budget.total_bytes)
     predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.tokens} tokens"
-    return f"{SET}; {predicted}" if question.train.batch_size else f"the fastest that fits: {predicted}"
+    return f"{SET}; {predicted}" if question.train.batch_size else f"the fastest size that fits: {predicted}"
 
 
 def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     if fit.dequantize:
-        return "the dequantized weights fit, and on CPU quantized ones are dequantized again at each use"
+        return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
     if question.model.quantization_bits is None:
         return "the base is not quantized"
     if question.machine.backend != "cpu":
         return "the GPU multiplies quantized weights directly"
-    return "left quantized, the rest fits"
+    return "kept quantized to save memory"
 
 
 def _why_compute_dtype(train: Train, machine: Machine, model: ModelFiles) -> str:
-    """The reason, in words."""
+    """The reason for the compute type."""
     if train.compute_dtype is not None:
         return SET
     if train.method == PRETRAIN and machine.backend != "cpu":
-        return "what a pass computes in; the weights themselves are float32"
+        return "type of the computation; the weights stay float32"
     if machine.backend == "cpu":
-        return "a CPU computes everything in float32, whatever the base is stored in"
+        return "a CPU always computes in float32"
     if compute_dtype_of(train, machine, model) is not None:
-        return "this GPU emulates bfloat16, in which the base is stored; layers in float32 were measured to be faster"
-    return "the type that the base is stored in: nothing is known to be faster here"
+        return "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
+    return "the type of the stored base; no other type is known to be faster here"
 
 
 def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:
@@ -207,14 +209,14 @@ def _why_epochs(rows: int, rows_per_update: int, train: Train) -> str:
         return SET
     epochs, per_epoch = epochs_for(rows, rows_per_update, train), updates_per_epoch(rows, rows_per_update)
     ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
-    note = "; what validates best is kept" if epochs > usual_epochs(rows) else ""
-    return f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{note}"
+    note = "; the step with the best validation is kept" if epochs > usual_epochs(rows) else ""
+    return f"{epochs} passes of {per_epoch:,} updates over {rows:,} rows{ended}{note}"
 
 
 def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, reasons: dict[str, str]) -> int | None:
-    """The pin, or updates in which a new model sees what it wants; None where the passes end before."""
+    """The pinned steps, or the steps to reach the wanted tokens; None if the epochs end earlier."""
     train, rows = question.train, question.rows
-    reasons["max_steps"] = "num_epochs decides" if train.max_steps is None else SET
+    reasons["max_steps"] = "not set: num_epochs applies" if train.max_steps is None else SET
     if train.method != PRETRAIN or train.max_steps is not None or train.num_epochs is not None:
         return train.max_steps
     target = wanted_tokens(question.model.parameters)
@@ -223,7 +225,7 @@ def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, rea
     if steps >= total_updates(rows.count, rows_per_update, epochs, None):
         return None
     reasons["max_steps"] = (
-        f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} a parameter), {update_tokens:,} an update"
+        f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} per parameter), {update_tokens:,} per step"
     )
     return steps
 
@@ -237,18 +239,20 @@ def _learning_rate(question: PlannedTraining, fit: Fit, updates: int, reasons: d
 
 
 def _intervals(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[str, str]) -> dict[str, int]:
-    """Warm-up and intervals, in optimizer updates. A validation reads no more tokens than are trained between two."""
+    """Warm-up and intervals, in steps. A validation reads no more tokens than training between two validations."""
     trained = "weights" if question.train.method in WHOLE else "adapter"
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
     fed_tokens = fit.rows_per_update * min(fit.length, question.rows.mean_tokens)
     least = min(updates, math.ceil(question.rows.valid_tokens / fed_tokens / log) * log)
-    reasons["warmup_steps"] = f"5 % of {updates} updates"
-    reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
+    reasons["warmup_steps"] = f"5 % of {updates:,} steps"
+    reasons["save_steps"] = f"every {interval} steps, about a tenth of the run: a crash costs at most that"
     reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
     if least > interval:
-        reasons["eval_steps"] = f"a validation reads {question.rows.valid_tokens} tokens: as many as are trained before"
-    reasons["log_steps"] = f"every {log} updates" if log > 1 else "every update: there are few"
+        reasons["eval_steps"] = (
+            f"a validation reads {question.rows.valid_tokens:,} tokens; training reads as many between two"
+        )
+    reasons["log_steps"] = f"every {log} steps" if log > 1 else "every step, as there are few"
     steps = {"save_steps": interval, "eval_steps": max(interval, least), "log_steps": log}
     return {"warmup_steps": usual_warmup(updates), **steps}
 
@@ -256,17 +260,17 @@ def _intervals(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[
 def learning_rate_for(
     model: ModelFiles, lora: LoraSettings, method: str, rows_per_update: int, reasons: dict[str, str]
 ) -> float:
-    """scale x rate = 4e-4 to width 2560, 2e-4 to 5120, 1e-4 above; more below 2048; root of the batch relative to 16.
+    """Learning rate, from scale x rate = 4e-4 up to width 2560, 2e-4 up to 5120, 1e-4 above; times sqrt(batch / 16).
 
-    First-order, Adam sees scale x rate, so the two are chosen together (QLoRA, Unsloth, tinker's sweeps bracket the
-    values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family. It never
-    depends on how much memory there is. Full fine-tuning wants a tenth (LoRA without regret, Thinking Machines 2025).
+    To first order, Adam's step depends on scale x rate, so both are chosen together (QLoRA, Unsloth and tinker's sweeps
+    bracket the values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for Llama.
+    It never depends on the memory. Full fine-tuning needs a tenth (LoRA without regret, Thinking Machines 2025).
     """
     width, per_update = model.hidden_size, f"for {rows_per_update} rows per update"
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
     product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
     if method == "full":
-        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, {per_update}"
+        reasons["learning_rate"] = f"width {width}: a tenth of the rate for LoRA, {per_update}"
         return float(f"{product / FULL_RATE_FACTOR:.2g}")
     rate, scale = float(f"{product / lora.scale:.2g}"), lora.scale
     together = f"scale x rate = {rate * scale:.2g}"
@@ -275,13 +279,13 @@ def learning_rate_for(
 
 
 def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
-    """0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times the root of the update relative to its formula's."""
+    """Learning rate of pretraining: 0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times sqrt(batch / fitted batch)."""
     operations = 6.0 * parameters * tokens
     usual = 0.292 * operations**0.3271
     rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
     rate = float(f"{min(rate, HIGHEST_PRETRAIN_RATE):.2g}")
     reasons["learning_rate"] = (
-        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens} of them an "
-        "update (DeepSeek's fit)"
+        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens:,} per "
+        "step (DeepSeek's fit)"
     )
     return rate

@@ -1,7 +1,7 @@
-"""Chooses how to run micro-batches: the closed form orders the candidates, dry runs with the model itself decide.
+"""Choose how to run micro-batches: the closed form orders the candidates, dry runs with the real model decide.
 
-The best by the closed form is tried; two more at the most, while a faster one can pay for its dry run. A dry run is a
-process that may die; its answer is remembered in the user's cache folder.
+The best candidate by the closed form is tried first, then at most two more, if a faster one can pay for its dry run.
+A dry run is a process that may die; its answer is cached in the user's cache folder.
 """
 
 import dataclasses
@@ -61,52 +61,52 @@ from safetrain.plan.child import (
 )
 from safetrain.plan.recommend import DRY_RUN, recommendation_of
 
-MOST_DRY_RUNS, MOST_MORE = 8, 2  # in all; after one that has passed
-LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training where that is longer
-MOST_FIRST_SECONDS = 300.0  # for the first dry run, where a smaller micro-batch takes less
-LESS_AFTER_A_DEATH = 0.85  # after a dry run out of memory, only candidates of this share of its peak are tried
-UNCERTAIN, LIKELY = 1.1, 0.5  # predicted ratios of speed are a tenth off; half of the possible saving is likely
-ALIKE = 1.1  # measured speeds that differ by less: so do two dry runs of the same training on a busy machine
-SPARED = 0.02  # of train.memory_limit_gb is kept from dry runs: two processes never take quite the same
-START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # a process until mlx is loaded; the base, as kept in memory
-FLOPS_PER_WEIGHT = 4  # and token: one product forward, one backward; weights of the base get no gradient
+MOST_DRY_RUNS, MOST_MORE = 8, 2  # in total; after one that has passed
+LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training if that is longer
+MOST_FIRST_SECONDS = 300.0  # for the first dry run, if a smaller micro-batch is faster
+LESS_AFTER_A_DEATH = 0.85  # after an out-of-memory dry run, only candidates with this share of its peak are tried
+UNCERTAIN, LIKELY = 1.1, 0.5  # predicted speed ratios are off by a tenth; half of the possible saving is likely
+ALIKE = 1.1  # speeds within this ratio count as equal: two dry runs on a busy machine differ as much
+SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: no two processes use the same memory
+START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # start of a process with mlx; loading of the base
+FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weights have no gradient
 ATTAINED = 0.5  # a training's share of the speed of a large product (measured: benchmarks/bench_throughput)
-LARGEST_MADE = 2.5  # largest updates in a dry run, its validation among them; 1.5 where they are slow
-PROVED_TOKENS, PROOF_PASSES = 2**12, 3  # by the adapter check, at the most (engine/proof.py)
-MOST_SECONDS = 3600.0  # of a dry run
+LARGEST_MADE = 2.5  # largest updates in a dry run, including its validation; 1.5 if they are slow
+PROVED_TOKENS, PROOF_PASSES = 2**12, 3  # most tokens of the adapter check, and its passes (engine/proof.py)
+MOST_SECONDS = 3600.0  # time limit of a dry run
 CAP_SLACK = 1.15
 PREFIX = "dry-run-"
 
 
 @dataclass(frozen=True)
 class DryRunner:
-    """What to make dry runs with."""
+    """How to make dry runs."""
 
-    module: str  # of the engine; empty: none is made, what is remembered counts
-    machine: str  # what answers are remembered for
+    module: str  # of the engine; empty: only cached answers are used
+    machine: str  # answers are cached for this machine
     say: Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A dry run's measurements, or why they are missing."""
+    """A dry run's measurements, or the reason why they are missing."""
 
     measured: DryRun | None
-    ended: str  # how the process ended without an answer
+    ended: str  # how the process failed
     ran_out_of_memory: bool  # as far as that is known
-    seconds: float  # that it took, with Python's own start
+    seconds: float  # of the process, including Python's start
 
 
 def machine_text(machine: Machine) -> str:
-    """The machine as dry runs depend on it."""
+    """The properties of a machine that dry runs depend on."""
     return f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
 
 
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) -> Recommendation:
-    """The fastest configuration that passes a dry run; of all lengths, the first at which one passes.
+    """The fastest configuration that passes a dry run, at the first length at which one passes.
 
-    Not ``verified`` where a dry run failed for another reason than memory, or where the runner makes none. Raises
-    MachineError where nothing fits, ConfigError as ``ask`` does.
+    It is not ``verified`` if a dry run failed for another reason than memory, or if the runner makes none. Raises
+    MachineError if nothing fits, ConfigError like ``ask``.
     """
     remove_remains(paths.OUTPUT)
     question = ask(inputs, train, lora)
@@ -131,12 +131,12 @@ class _Search:
     def __init__(self, question: PlannedTraining, lora: Lora, rows_digest: str, runner: DryRunner) -> None:
         self._question, self._lora, self._rows_digest, self._runner = question, lora, rows_digest, runner
         self.passed = list[tuple[Fit, Recommendation]]()
-        self.made, self._more = 0, 0  # dry runs in all, and after one that has passed
+        self.made, self._more = 0, 0  # dry runs in total, and after one that has passed
         self._spent_seconds = self._last_seconds = 0.0
-        self._most_bytes = math.inf  # of a predicted peak that is still worth a dry run
+        self._most_bytes = math.inf  # largest predicted peak that is still worth a dry run
 
     def try_out(self, fits: list[Fit]) -> Fit | None:
-        """Make dry runs until enough is known; the candidate to use unmeasured, where one gave no answer."""
+        """Make dry runs until a choice is possible; if one gave no answer, return a candidate to use unmeasured."""
         for fit in sorted(fits, key=self._lateness):
             if fit.peak_bytes > self._most_bytes or (self.passed and not self._pays(fit)):
                 continue
@@ -148,14 +148,14 @@ class _Search:
             if answer is None:  # the runner makes none
                 return fit
             if answer.measured is None and not answer.ran_out_of_memory:
-                self._runner.say(f"not measured: the dry run ended with {answer.ended}")
+                self._runner.say(f"not measured: the dry run failed: {answer.ended}")
                 sure = (each for each in fits if each.fits)
                 return next(sure, min(fits, key=lambda each: each.peak_bytes))
             self._take(fit, answer)
         return None
 
     def _take(self, fit: Fit, answer: Answer) -> None:
-        """Keep what a dry run has shown, and say why a candidate did not pass."""
+        """Record a dry run's answer; if the candidate did not pass, print why."""
         measured = answer.measured
         self._last_seconds = answer.seconds if measured is None else measured.own_seconds
         self._spent_seconds += self._last_seconds
@@ -163,12 +163,12 @@ class _Search:
         if measured is not None and (recommendation := _with_measured(self._question, fit, measured)).verified:
             self.passed.append((fit, recommendation))
             return
-        why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
+        why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
         self._runner.say(f"{counted(fit.rows, 'row')} of {fit.length} tokens: {why}")
         self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
 
     def _pays(self, fit: Fit) -> bool:
-        """Whether another dry run is likely to save more than it takes, within planning's share of the training."""
+        """Whether another dry run probably saves more time than it costs, within planning's share of the training."""
         best, recommendation = _fastest(self.passed)
         training = (recommendation.step_seconds or 0.0) * _updates_of(self._question, recommendation)
         saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
@@ -176,7 +176,7 @@ class _Search:
         return within and self._last_seconds < saved
 
     def _lateness(self, fit: Fit) -> float:
-        """Where in the order it is tried: 0 unless its dry run takes more than planning may, then its seconds."""
+        """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may."""
         dry_run_seconds, step_seconds = _expected_seconds(self._question, fit)
         training = step_seconds * _updates_of(self._question, recommendation_of(self._question, fit))
         most = max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training))
@@ -194,7 +194,7 @@ class _Search:
 
 
 def _expected_seconds(question: PlannedTraining, fit: Fit) -> tuple[float, float]:
-    """Times of a dry run and of a step of mean size, by the speed of a large product; 0 where that is not known."""
+    """Seconds of a dry run and of a mean step, from the speed of a large matrix product; 0 if that is unknown."""
     model, machine = question.model, question.machine
     if not machine.gemm_gflops:
         return 0.0, 0.0
@@ -216,10 +216,10 @@ def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:
 
 
 def _whole_seconds(question: PlannedTraining, plan: Recommendation, step_seconds: float) -> float:
-    """Time of all steps, validations, the adapter check and the evaluation after them.
+    """Time of all steps, validations, the adapter check and the evaluation.
 
-    A pass without a gradient takes half of a token's time in training, or a third where that recomputes blocks or
-    trains all weights.
+    A forward pass takes half of a token's training time, or a third if training recomputes activations or trains all
+    weights.
     """
     updates = _updates_of(question, plan)
     training = step_seconds * updates
@@ -228,12 +228,12 @@ def _whole_seconds(question: PlannedTraining, plan: Recommendation, step_seconds
     forward_seconds = step_seconds / fed_tokens / (2 + (plan.gradient_checkpointing or question.train.method in WHOLE))
     validations, valid_tokens = 1 + math.ceil(updates / plan.eval_steps), question.rows.valid_tokens
     read_tokens = validations * valid_tokens + PROOF_PASSES * min(PROVED_TOKENS, valid_tokens)
-    evaluation = max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training)  # that it may take
+    evaluation = max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training)  # its time limit
     return training + forward_seconds * read_tokens + evaluation
 
 
 def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Recommendation:
-    """Verified if the whole process kept to the budget; on a GPU, whose memory is its own, if mlx did."""
+    """Add a dry run's measurements; verified if the process stayed within the budget (on a GPU: if mlx did)."""
     machine = question.machine
     if machine.backend == "cpu":
         enough = measured.footprint_bytes <= machine.memory_budget_bytes
@@ -255,7 +255,7 @@ def _with_measured(question: PlannedTraining, fit: Fit, measured: DryRun) -> Rec
 
 
 def _fastest(passed: list[tuple[Fit, Recommendation]]) -> tuple[Fit, Recommendation]:
-    """Of those that are about as fast as the fastest, by rows a second, the one that was expected to be."""
+    """Of the candidates about as fast as the fastest (rows per second), the one with the lowest predicted cost."""
     seconds_per_row = [(plan.step_seconds or math.inf) / fit.rows_per_update for fit, plan in passed]
     least = ALIKE * min(seconds_per_row)
     alike = [each for each, seconds in zip(passed, seconds_per_row, strict=True) if seconds <= least]
@@ -263,16 +263,16 @@ def _fastest(passed: list[tuple[Fit, Recommendation]]) -> tuple[Fit, Recommendat
 
 
 def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seconds: float = 0.0) -> Answer | None:
-    """Make the largest updates of the job under its limits; the answer is remembered for these ``rows`` (a digest).
+    """Run the largest updates of the job under its limits; the answer is cached for ``rows`` (a digest).
 
-    ``seconds``: how long it is expected to take, which is printed beforehand. None where the runner makes no dry runs.
+    ``seconds``: the expected time, which is printed first. Returns None if the runner makes no dry runs.
     """
     path = answers_about("dry_runs", model.fingerprint, runner.machine) / f"{_key_of(job, rows)}.json"
     cached = read_answer(path, Answer)
     if cached is not None or not runner.module:
         return cached
     about = f", about {duration_text(seconds)}" if seconds else ""
-    runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
+    runner.say(f"dry run of the largest updates{about}: {memory_shape(job.settings)}")
     with scratch_folder(paths.OUTPUT) as scratch:
         file = scratch / "job.json"
         write_record(file, job)
@@ -282,8 +282,8 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     answer = _answer_of(lines, ended, time.monotonic() - began)
     if answer.measured is not None:
         peak = size_text(answer.measured.peak_bytes)
-        runner.say(f"dry run: {answer.measured.update_seconds:.2f} s an update, peak {peak}")
-    # A process that the kernel killed, or that has no own limit, may have died of other programs' memory.
+        runner.say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {peak}")
+    # If the kernel killed the process, or it has no own limit, other programs may have caused it.
     limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
     if answer.measured is not None or own_fault:
@@ -292,16 +292,15 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
 
 
 def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> int | None:
-    """The most that a dry run may take on macOS, as in child.py; elsewhere None.
+    """Memory limit of a dry run on macOS, as in child.py; None on other systems.
 
-    Without train.memory_limit_gb it is the budget and a little more: mlx holds buffers that it does not use, up to its
-    limit.
+    Without train.memory_limit_gb it is a little above the budget: mlx keeps unused buffers up to its limit.
     """
     return own_limit_bytes or int(CAP_SLACK * budget_bytes) or None if platform == "darwin" else None
 
 
 def _key_of(job: TrainJob, rows: str) -> str:
-    """A hash of all that decides what is measured; learning rate and intervals do not."""
+    """A hash of all settings that affect the measurement; learning rate and intervals do not."""
     settings = dataclasses.replace(
         job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
         max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
@@ -318,14 +317,14 @@ def _answer_of(lines: list[str], ended: str, seconds: float) -> Answer:
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A folder for the length of the block: in ``parent``, where there is room for checkpoints, if that is there."""
+    """A temporary folder, if possible in ``parent``, which has room for checkpoints."""
     prefix = f"{PREFIX}{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as folder:
         yield Path(folder)
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove the folders of plans that were killed: no process has the number in their names."""
+    """Remove folders of killed plans: the process whose number they carry no longer exists."""
     for folder in parent.glob(f"{PREFIX}*"):
         process = folder.name.removeprefix(PREFIX).partition("-")[0]
         if not (process.isdecimal() and psutil.pid_exists(int(process))):

@@ -1,4 +1,4 @@
-"""`safetrain selftest`: judges one pass of a model, or reports this machine on one screen, without names and paths."""
+"""`safetrain selftest`: check one pass of a model, or report this machine on one screen, without names or paths."""
 
 import platform
 import sys
@@ -21,12 +21,12 @@ FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
 PACKAGES = ("mlx", "mlx-lm", "safetrain")
 SECTIONS = ("product", "attention", "training")
 COLUMNS, LABEL = 80, 11
-FENCE = "```"  # so that a forge keeps the columns
+FENCE = "```"  # keeps the columns aligned in an issue
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison: its name, what was found, whether it passed."""
+    """One comparison: name, result, and whether it passed."""
 
     name: str
     found: str
@@ -36,29 +36,29 @@ class Comparison:
 def selftest(
     module: str, model: Path, rows: int, tokens: int, limit_bytes: int | None = None
 ) -> tuple[Comparison, ...]:
-    """Run one pass of ``model`` in a child, ``python -m module``, and judge it; raises MachineError when it dies.
+    """Run one pass of ``model`` in a child, ``python -m module``, and check it; raises MachineError if the child fails.
 
-    The child takes no more memory than a training may, and no more than ``limit_bytes``.
+    The child is limited to a training's memory and to ``limit_bytes``.
     """
     arguments = ["--pass", str(model), str(rows), str(tokens), *([] if limit_bytes is None else [str(limit_bytes)])]
     try:
         result = run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(limit_bytes))
     except ChildFailed as error:
         raise MachineError(
-            f"The self-test did not come to its end: {error}",
+            f"The self-test did not finish: {error}",
             where=f"{model}, {counted(rows, 'row')} of up to {counted(tokens, 'token')}",
-            do="fewer or shorter rows (--rows, --tokens), if it ran out of memory; "
+            do="if it ran out of memory, use fewer or shorter rows (--rows, --tokens); "
             "'safetrain preflight' checks the machine",
         ) from None
     return judge(result)
 
 
 def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
-    """The comparisons, and the figures that have no reference. A GPU may multiply float32 numbers in 19 bits (TF32)."""
+    """The comparisons, and figures without a reference. A GPU may multiply float32 numbers in 19 bits (TF32)."""
     limit = FLOAT32_TOLERANCE if found["on_cpu"] else TF32_TOLERANCE
     limit = limit if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
     reference = f"mlx-lm's layers and plain cross-entropy (at most {limit:.0e})"
-    layout = "as one list, without padding" if found["packs_rows"] else "as padded rectangles"
+    layout = "packed, without padding" if found["packs_rows"] else "as padded rectangles"
     figures = [
         ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers"),
         ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),
@@ -72,7 +72,7 @@ def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
 
 
 def report_lines(probe: str, model: Path) -> Iterator[str]:
-    """The report, line by line as it is measured by ``python -m probe``, a section each time."""
+    """Yield the report line by line; ``python -m probe`` measures each section."""
     yield FENCE
     yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
     last = ""
@@ -84,7 +84,7 @@ def report_lines(probe: str, model: Path) -> Iterator[str]:
 
 
 def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
-    """Labels and texts. A section whose child dies says so; lines without its label are a library's."""
+    """Yield labels and texts. A section reports that its child failed; lines without its label come from libraries."""
     is_macos, cores = sys.platform == "darwin", psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     system = f"macOS {platform.mac_ver()[0]}" if is_macos else f"{platform.system()} {platform.release()}"
     yield "system", f"{system}, {platform.machine()}, {chip_name()}, {counted(cores, 'core')}"
@@ -102,7 +102,7 @@ def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
 
 
 def _device(probe: Probe) -> str:
-    """The backend, and the memory limits that preflight takes from it."""
+    """Describe the backend and its memory limits."""
     machine, memory = read_machine_now(probe), psutil.virtual_memory()
     sizes = {
         "memory": memory.total,
@@ -118,5 +118,5 @@ def _device(probe: Probe) -> str:
 
 
 def _failed(ended: str) -> str:
-    """How a child ended and the kind of error; what the error says may name a path, so it is left out."""
+    """How a child failed, and the kind of error; its message is left out because it may contain a path."""
     return f"FAILED: {': '.join(ended.split(': ')[:2])}" if ended.startswith("exit code") else f"FAILED: {ended}"

@@ -75,8 +75,8 @@ def test_hosts_are_asked_by_ssh_and_compared(ssh: Path) -> None:
     [
         ("gone", "No route to host", "'ssh -o BatchMode=yes gone true' works"),
         ("asks", "Permission denied", "ssh-copy-id asks"),
-        ("bare", "can't cd", "put the project"),
-        ("mute", "cannot be read", "put the project"),
+        ("bare", "can't cd", "install the project"),
+        ("mute", "cannot be read", "install the project"),
     ],
 )
 def test_a_host_that_does_not_answer_fails_with_what_ssh_said(ssh: Path, name: str, why: str, do: str) -> None:

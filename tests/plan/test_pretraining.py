@@ -81,7 +81,7 @@ def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
     assert chosen.max_steps == -(-wanted // update)
     assert chosen.warmup_steps == usual_warmup(chosen.max_steps)
     reason = chosen.reasons["max_steps"]
-    assert "20 a parameter" in reason
+    assert "20 per parameter" in reason
 
 
 def test_too_little_text_and_pins_set_no_other_end() -> None:
@@ -129,7 +129,7 @@ def test_a_window_longer_than_the_context_is_refused() -> None:
 def test_the_reasons_are_those_of_a_training_from_scratch() -> None:
     texts = pretraining(10**9, num_epochs=9).reasons
     assert "context" in texts["max_seq_length"]
-    assert "none is cut" not in texts["max_seq_length"]
+    assert "so nothing is truncated" not in texts["max_seq_length"]
     assert "adapter" not in "".join(texts.values())
 
 

@@ -218,7 +218,7 @@ def test_one_long_row_does_not_set_the_length_when_it_does_not_fit() -> None:
     chosen = plan(data=outlier, model=qwen_7b(), machine=machine(24, "metal"))
     assert chosen.max_seq_length == 512
     reason = chosen.reasons["max_seq_length"]
-    assert "longest row has 30,000 tokens and is cut" in reason
+    assert "longest row has 30,000 tokens and is truncated" in reason
 
 
 def test_a_pinned_accumulation_keeps_the_rows_per_update() -> None:

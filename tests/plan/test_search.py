@@ -152,7 +152,7 @@ def test_a_dry_run_that_fails_for_another_reason_rejects_nothing(monkeypatch: py
     monkeypatch.setenv("DRY_RUN", "broken")
     chosen, said = planned()
     assert (chosen.batch_size, chosen.verified) == (16, False)
-    assert "not measured: the dry run ended with exit code 1: ImportError: no such thing" in said
+    assert "not measured: the dry run failed: exit code 1: ImportError: no such thing" in said
 
 
 def test_what_is_predicted_not_to_fit_is_refused() -> None:

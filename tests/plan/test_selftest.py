@@ -34,7 +34,7 @@ def test_a_wrong_gradient_fails() -> None:
 
 
 def test_a_death_is_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="did not come to its end"):
+    with pytest.raises(MachineError, match="did not finish"):
         selftest(MODULE, tmp_path / "nowhere", 1, 8)
 
 
