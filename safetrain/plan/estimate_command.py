@@ -1,4 +1,4 @@
-"""`safetrain info` and `safetrain estimate`: what training takes, here or on a machine that is only described."""
+"""`safetrain info` and `safetrain estimate`: memory and time of a training, here or on a described machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ from safetrain.plan.speed import (
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 RECOMPUTED = "train.gradient_checkpointing=true"
-STORE_BYTES_PER_TOKEN = 5  # an id of 32 bits, and whether it is a label (core/data/store.py)
+STORE_BYTES_PER_TOKEN = 5  # a 32-bit token ID and a label flag (core/data/store.py)
 JOULES_PER_KWH, HOUR_SECONDS = 3.6e6, 3600
 UNKNOWN = "-"
 
 
 def print_info(console: Console, model: ModelFiles) -> None:
-    """Parameters, shapes, sizes; and the least that training one row of it takes, by the closed form."""
+    """Print parameters, shapes and sizes, and the least memory to train one row, by the closed form."""
     on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
     _print_model(console, on_gpu)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
@@ -59,12 +59,12 @@ def print_info(console: Console, model: ModelFiles) -> None:
 
 
 def print_estimate(console: Console, estimate: Estimate, name: str) -> bool:
-    """One training term by term, then what fits at each length. Returns whether it fits."""
+    """Print one training term by term, then the batch that fits at each length. Returns whether it fits."""
     model, machine, planned = estimate.model, estimate.machine, estimate
     _print_model(console, estimate)
     if not is_known(model.model_type):
         raise ModelError(
-            f"The architecture {model.model_type} has no closed form: what its layers keep is not guessed.",
+            f"The architecture {model.model_type} is unknown: its memory cannot be estimated.",
             got=f"weights of {size(model.static_bytes)}",
             do="safetrain preflight --level certify, which makes a dry run",
         )
@@ -83,14 +83,14 @@ def print_estimate(console: Console, estimate: Estimate, name: str) -> bool:
 
 
 def print_remedies(console: Console, estimate: Estimate) -> None:
-    """What to change, step by step, down to the first that fits; where none does, what else would fit."""
+    """Print changes step by step, up to the first that fits; if none does, print what else would fit."""
     steps = remedies(estimate)
     table = _titled_table(console, "what to change, each step with those above it")
     for key, run in steps:
         table.add_row(key, size(run.needed_bytes), "fits" if run.fits else "does not fit")
     console.print(table)
     if steps and steps[-1][1].fits:
-        keys = dict(key.partition("=")[::2] for key, _ in steps)  # of each key, the last value
+        keys = dict(key.partition("=")[::2] for key, _ in steps)  # the last value of each key
         console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}", highlight=False)
         return
     other = " or ".join(what_would_fit(estimate.cheapest.but(rows=1, accumulates=True)))
@@ -98,7 +98,7 @@ def print_remedies(console: Console, estimate: Estimate) -> None:
 
 
 def _print_model(console: Console, estimate: Estimate) -> None:
-    """The model in one line."""
+    """Print the model in one line."""
     model = estimate.model
     bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
     trained = trained_parameters(model, estimate.lora, estimate.method)
@@ -108,7 +108,7 @@ def _print_model(console: Console, estimate: Estimate) -> None:
 
 
 def _titled_table(console: Console, title: str, columns: tuple[str, ...] = ()) -> Table:
-    """A plain table under its title, which is printed at once: a table's own wraps at the table's width."""
+    """Print a title and return an empty table; rich would wrap a table's own title at the table's width."""
     console.print(f"\n{title}", style="italic", highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in columns:
@@ -117,7 +117,7 @@ def _titled_table(console: Console, title: str, columns: tuple[str, ...] = ()) -
 
 
 def _print_terms(console: Console, run: Estimate, title: str) -> None:
-    """One training, term by term."""
+    """Print one training, term by term."""
     table = _titled_table(console, title)
     table.add_column("")
     table.add_column("", justify="right")
@@ -138,7 +138,7 @@ def _print_verdict(console: Console, *, fits: bool) -> None:
 
 
 def _print_grid(console: Console, estimate: Estimate) -> None:
-    """The largest micro-batch for each length."""
+    """Print the largest micro-batch for each length."""
     columns = ("tokens per row", "activations kept", "recomputed")
     table = _titled_table(console, "rows that fit at a time", columns)
     stored = estimate.but(checkpointing=False)
@@ -154,12 +154,12 @@ def _lengths(model: ModelFiles) -> list[int]:
 
 
 def _rows_text(rows: int) -> str:
-    """The number, none, or that more than the largest that was tried may fit."""
+    """The number of rows as text; "or more" at the largest size that is tried."""
     return "-" if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
 
 
 def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
-    """The gain of the ranks of ``place`` for fine-tuning with updates of 16 rows, or of more that are asked for."""
+    """Print the speed-up by the ranks of ``place``, for steps of 16 rows, or of more if requested."""
     model, ranks, link, rows = run.model, place.ranks, place.link, max(run.rows, ROWS_PER_UPDATE)
     trained = trained_parameters(model, run.lora, run.method)
     flops = rows * run.tokens * flops_per_token(model, run.tokens, trained, recompute=run.checkpointing)
@@ -189,7 +189,7 @@ def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
 
 @dataclass(frozen=True)
 class PretrainingEstimate:
-    """What pretraining a model would take at a place; None is what is not known."""
+    """Time, memory and cost of pretraining a model at a place; None if unknown."""
 
     place: TrainingPlace
     tokens: int
@@ -200,21 +200,21 @@ class PretrainingEstimate:
     kwh: float | None  # of all ranks
     usd: float | None
     speed_source: str
-    needed_bytes: int  # for one window at a time, in the way that fits, or that takes least
+    needed_bytes: int  # for one window, with stored activations if they fit, else recomputed
     rows: int  # windows that fit at a time with stored activations
     rows_recomputed: int
     checkpoint_bytes: int
 
     @property
     def fits(self) -> bool:
-        """Whether one window does, at the least."""
+        """Whether at least one window fits."""
         return bool(self.rows or self.rows_recomputed)
 
 
 def print_pretraining(
     console: Console, name: str, places: Sequence[TrainingPlace], tokens_per_parameter: float, keep_checkpoints: int
 ) -> bool:
-    """What pretraining takes at each place: all about one, a line for each of several. Returns whether it fits."""
+    """Print the estimate for each place: details for one, a line each for several. Returns whether one fits."""
     model, now = model_to_pretrain(name), datetime.now().astimezone()
     estimates = [estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints) for each in places]
     if len(estimates) > 1:
@@ -225,9 +225,9 @@ def print_pretraining(
 
 
 def model_to_pretrain(name: str) -> ModelFiles:
-    """A folder or config.json, or a size as 400m, with the shape that `safetrain create` gives it.
+    """The model of a folder or config.json, or of a size such as 400m with the shape that `safetrain create` uses.
 
-    Raises ConfigError for a name that is neither, ModelError for a folder without a model.
+    Raises ConfigError for any other name, ModelError for a folder without a model.
     """
     if Path(name).exists():
         return read_model_plan(Path(name))
@@ -246,7 +246,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
 def estimate_pretraining(
     model: ModelFiles, place: TrainingPlace, tokens_per_parameter: float, keep_checkpoints: int
 ) -> PretrainingEstimate:
-    """Tokens, operations, memory, time and disk; raises ConfigError for a quantized model."""
+    """Estimate tokens, operations, memory, time and disk; raises ConfigError for a quantized model."""
     length, tokens = window_length(model), wanted_tokens(model.parameters, tokens_per_parameter)
     window = estimate_of(model, place.machine, PRETRAIN, tokens=length)
     rows, recomputed = window.largest_batch, window.cheapest.largest_batch
@@ -270,7 +270,7 @@ def estimate_pretraining(
 def _print_pretraining(
     console: Console, model: ModelFiles, estimate: PretrainingEstimate, tokens_per_parameter: float, now: datetime
 ) -> None:
-    """All of it, for one place."""
+    """Print all details for one place."""
     place = estimate.place
     on = f"{place.ranks} x {place.name}" if place.ranks > 1 else place.name
     title = f"{model.folder.name} from scratch, on {on} ({place.machine.backend})"
@@ -314,7 +314,7 @@ def _known(value: float | None, form: str, by: str, key: str) -> str:
 
 
 def _print_places(console: Console, model: ModelFiles, estimates: Sequence[PretrainingEstimate], now: datetime) -> None:
-    """A line for each place."""
+    """Print a line for each place."""
     first, place = estimates[0], estimates[0].place
     together = f", on {place.ranks} of it at {place.link.gbps:g} Gbit/s" if place.ranks > 1 else ""
     console.print(

@@ -96,12 +96,12 @@ def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (ShapeRequest(), "size of the model is not said"),
+        (ShapeRequest(), "size of the model is missing"),
         (ShapeRequest(hidden=100, layers=1), "cannot be quantized"),
         (ShapeRequest(hidden=64, layers=1, heads=64), "cannot be divided"),
-        (ShapeRequest(1_000_000, vocabulary=100_000), "No model of this size"),
+        (ShapeRequest(1_000_000, vocabulary=100_000), "No shape fits this size"),
         (ShapeRequest(1_000_000, vocabulary=100), "too small"),
-        (ShapeRequest(1_000_000, hidden=64, layers=3), "leave one of them out"),
+        (ShapeRequest(1_000_000, hidden=64, layers=3), "leave out one of them"),
     ],
 )
 def test_an_impossible_shape_is_refused(asked: ShapeRequest, said: str) -> None:

@@ -1,8 +1,8 @@
-"""A new, untrained language model as a folder in the Hugging Face layout: config, tokenizer, and weights drawn by seed.
+"""Create an untrained language model as a folder in the Hugging Face layout: config, tokenizer, random weights.
 
 The same seed gives the same bytes on every machine and with every NumPy: the stream of Philox's raw bits is fixed
 (Salmon et al. 2011; NumPy's NEP 19 promises it of bit generators, not of their normal numbers), and 16 of these bits
-choose one of 65,536 quantiles of the normal distribution from a table. So nothing goes through a library's logarithm.
+choose one of 65,536 quantiles of the normal distribution from a table. So no library's logarithm affects the result.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from safetrain.plan.speed import count_text
 
 FREE = "free some space, choose a smaller model, or --dtype bfloat16"
 DTYPES = ("float32", "bfloat16")
-BLOCK = 2**20  # weights that are in memory at a time; a multiple of the four that 64 bits give
+BLOCK = 2**20  # weights in memory at a time; a multiple of 4, as 64 random bits give 4 weights
 SHARD_BYTES = 2 * 2**30
 QUANTILES, EXACT_BITS = 2**16, 20
 RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -52,7 +52,7 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 @dataclass(frozen=True)
 class TokenizerOfText:
-    """A tokenizer is trained on a sample of ``texts``, which are read once; ``where`` names them."""
+    """A request to train a tokenizer on a sample of ``texts``, which are read once; ``where`` names them."""
 
     texts: Iterable[str]
     where: str
@@ -61,7 +61,7 @@ class TokenizerOfText:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The rule: matrices normal around 0, norms 1. ``seed`` and a tensor's name decide its numbers.
+    """Initial weights: matrices normal around 0, norms 1. ``seed`` and a tensor's name decide its numbers.
 
     The standard deviation is sqrt(2 / (5 x width)) ("small init": Nguyen and Salazar 2019, arXiv:1910.05895; taken by
     GPT-NeoX): at a width of 1,000 it is the 0.02 of GPT-2, and narrower models get more, so that logits and the
@@ -85,7 +85,7 @@ class InitialWeights:
         return self.deviation / math.sqrt(2 * self.layers)
 
     def of(self, tensor: TensorHeader) -> Iterator[bytes]:
-        """The bytes of one tensor, some MiB at a time, in the order of a safetensors file."""
+        """Yield the bytes of one tensor, some MiB at a time, in the order of a safetensors file."""
         count = math.prod(tensor.shape)
         if len(tensor.shape) == 1:
             yield _stored(np.ones(count, dtype=np.float32), self.dtype).tobytes()
@@ -102,7 +102,7 @@ class InitialWeights:
 
 @dataclass(frozen=True)
 class CreatedModel:
-    """The created model; ``sample`` and ``trained`` belong to a tokenizer that was trained."""
+    """A created model; ``sample`` and ``trained`` are set if a tokenizer was trained."""
 
     folder: Path
     shape: ModelShape
@@ -120,9 +120,9 @@ def create_model(
     dtype: str = "float32",
     say: Callable[[str], None] = lambda _text: None,
 ) -> CreatedModel:
-    """Write ``folder``, whole or not at all; ``tokenizer`` may be the folder of a model that has one.
+    """Write ``folder`` completely or not at all; ``tokenizer`` may be the folder of a model to copy it from.
 
-    Raises ConfigError where it exists or the shape is impossible, DataError for texts that cannot be read or are too
+    Raises ConfigError if it exists or the shape is impossible, DataError for texts that cannot be read or are too
     few, ModelError for a folder without a tokenizer, DiskFullError.
     """
     require_new(folder)
@@ -134,12 +134,12 @@ def create_model(
         shape = shape_for(dataclasses.replace(request, vocabulary=copied_vocabulary(tokenizer)))
         model = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
         return _written(model, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
-    say(f"{tokenizer.where}: the text is read")
+    say(f"reading {tokenizer.where}")
     sample = read_sample(tokenizer.texts, SAMPLE_BYTES)
     if not sample.sample_bytes:
         raise DataError("The data has no text.", where=tokenizer.where, do="name a file with text, or rows")
     vocabulary = shape_for(request, sample.total_bytes).vocabulary
-    say(f"a tokenizer of {vocabulary:,} tokens is trained")
+    say(f"training a tokenizer of {vocabulary:,} tokens")
     trained = train_tokenizer(sample.texts, vocabulary, split_digits=tokenizer.split_digits)
     if request.vocabulary is not None:
         require_vocabulary(trained, vocabulary, sample.sample_bytes)
@@ -149,7 +149,7 @@ def create_model(
 
 
 def _written(model: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Path], None]) -> CreatedModel:
-    """All files, in a hidden folder that is renamed; with the size of the weights."""
+    """Write all files into a hidden folder, then rename it; returns the model with the size of its weights."""
     config, place = config_of(model.shape, ids, model.weights), model.folder.parent
     tensors = tensors_of(config)
     size = sum(tensor.size_bytes for tensor in tensors)
@@ -167,7 +167,7 @@ def _written(model: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Pa
 
 
 def config_of(shape: ModelShape, ids: SpecialIds, rule: InitialWeights) -> dict[str, object]:
-    """config.json, as transformers and mlx-lm read it."""
+    """Content of config.json for transformers and mlx-lm."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -206,7 +206,7 @@ def normal_quantiles() -> np.ndarray:
 
 
 def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 as it is stored, little-endian; bfloat16 rounded to nearest, ties to even."""
+    """Convert float32 to the stored type, little-endian; bfloat16 is rounded to nearest, ties to even."""
     if TYPE_BYTES[TYPES[dtype]] == 4:
         return values.astype("<f4")
     bits = values.astype("<f4").view("<u4")
@@ -214,7 +214,7 @@ def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def write_weights(folder: Path, tensors: Sequence[TensorHeader], rule: InitialWeights) -> None:
-    """model.safetensors, or shards and their index, as Hugging Face names them; raises OSError."""
+    """Write model.safetensors, or shards with an index, with Hugging Face's names; raises OSError."""
     shards, room = list[list[TensorHeader]](), 0
     for tensor in tensors:
         if not shards or tensor.size_bytes > room:
@@ -251,7 +251,7 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
 
 
 def reasons_of(model: CreatedModel, request: ShapeRequest) -> Iterator[tuple[str, str, str]]:
-    """Every value of a model with its reason: the request and what follows from it."""
+    """Yield every value of a model with its reason."""
     shape, rule = model.shape, model.weights
     share = 100 * shape.embedding / shape.parameters
     yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"

@@ -1,7 +1,6 @@
-"""The shape of a new model: widths that fit a number of parameters, each by a published rule.
+"""The shape of a new Llama model for a number of parameters, by published rules.
 
-All belong to the Llama family. Parameters are counted all together: embeddings, blocks, norms; a matrix that is both
-embedding and head counts once.
+The number of parameters includes embeddings, blocks and norms; a matrix that is both embedding and head counts once.
 """
 
 import bisect
@@ -15,7 +14,7 @@ from safetrain.core.errors import ConfigError
 PRESETS = {"10m": 10_000_000, "85m": 85_000_000, "400m": 400_000_000, "800m": 800_000_000}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-WIDTH_STEP = 64  # groups of 32 and 64 weights then quantize without a rest; 128 from MANY_FEATURES on
+WIDTH_STEP = 64  # divisible into quantization groups of 32 and 64; 128 from MANY_FEATURES on
 MANY_FEATURES = 1024
 WIDEST = 16_384
 HEAD, SMALL_HEAD = 64, 32
@@ -23,16 +22,16 @@ GROUPED_FROM = 384  # features
 UNTIED_FROM = 1_000_000_000  # parameters
 SHORT_CONTEXT, USUAL_CONTEXT = 1024, 2048
 SMALL_MODEL = 50_000_000
-SIZE_MISS = 0.02  # a size that is closer than this counts as met
+SIZE_MISS = 0.02  # a size within this share counts as reached
 LEAST_VOCABULARY = 5 + 256  # special tokens and bytes
-SMALL_VOCABULARY = 1024  # with fewer, texts get as long as their bytes
+SMALL_VOCABULARY = 1024  # with fewer, a text has nearly as many tokens as bytes
 VOCABULARY_STEP, FINE_STEP = 1024, 64
 BYTES_PER_TOKEN, SEEN = 3.5, 20
 
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """What a person has decided; the rest is derived. All are counts, ``context`` in tokens."""
+    """The values that the user sets; the rest is derived. All are counts, ``context`` in tokens."""
 
     parameters: int | None = None
     hidden: int | None = None
@@ -44,7 +43,7 @@ class ShapeRequest:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama. Widths in features, ``context`` in tokens."""
+    """The shape of a Llama model. Widths in features, ``context`` in tokens."""
 
     hidden: int
     layers: int
@@ -59,7 +58,7 @@ class ModelShape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of the head where it is another matrix."""
+        """Parameters of the embedding, plus the head if it is a separate matrix."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -70,27 +69,27 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Parameters of the whole model."""
         return self.embedding + self.layers * self.block + self.hidden
 
 
 def parameters_named(text: str) -> int | None:
-    """The number that ``10m``, ``1.2b`` or ``120000`` say; None for anything else."""
+    """Parse a size such as ``10m``, ``1.2b`` or ``120000``; None for anything else."""
     match = SIZE.fullmatch(text.strip())
     return round(float(match[1]) * UNITS[match[2].lower()]) if match else None
 
 
 def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShape:
-    """The shape that comes nearest to the ``request``; raises ConfigError where there is none.
+    """The shape nearest to the ``request``; raises ConfigError if there is none.
 
-    The best vocabulary is a matter of the text too: ``text_bytes`` of it, or None.
+    The best vocabulary also depends on the size of the text, ``text_bytes`` (None if unknown).
     """
     _refuse_impossible(request)
     shapes = [shape for hidden in _widths(request) if (shape := _of_width(request, hidden, text_bytes)) is not None]
     best = min(shapes, key=lambda shape: _distance(shape, request.parameters), default=None)
     if best is None:
         raise ConfigError(
-            "No model of this size has such widths.",
+            "No shape fits this size and these widths.",
             got=_request_text(request),
             do="ask for more parameters, or a smaller vocabulary",
         )
@@ -98,7 +97,7 @@ def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShap
 
 
 def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
-    """Tokens that suit a model and a text.
+    """Vocabulary size for a model and a text.
 
     By the model: embeddings grow as the 0.83rd power of the rest, 43,000 tokens of width 3,200 at 3 billion (Tao et
     al. 2024, arXiv:2407.13623). By the text: 95 % of the tokens should occur often (Gowda and May 2020,
@@ -125,7 +124,7 @@ def rope_theta_for(context: int) -> float:
 
 
 def _widths(request: ShapeRequest) -> Iterator[int]:
-    """To choose from: wide ones only with heads that can share keys and values."""
+    """Yield candidate widths; wide ones only if their heads can share keys and values."""
     if request.hidden is not None:
         yield request.hidden
     elif request.heads is not None:
@@ -136,7 +135,7 @@ def _widths(request: ShapeRequest) -> Iterator[int]:
 
 
 def _of_width(request: ShapeRequest, hidden: int, text_bytes: int | None) -> ModelShape | None:
-    """The shape of this width; None where it has no layer left."""
+    """The shape of this width; None if no parameters remain for a layer."""
     heads = request.heads or hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
     step = WIDTH_STEP if hidden < MANY_FEATURES else 2 * WIDTH_STEP
     key_heads = heads // (_group(heads) if hidden >= GROUPED_FROM else 1)
@@ -158,7 +157,7 @@ def _of_width(request: ShapeRequest, hidden: int, text_bytes: int | None) -> Mod
 
 
 def _group(heads: int) -> int:
-    """Query heads that share keys and values (Ainslie et al. 2023, arXiv:2305.13245); 1: none can."""
+    """Query heads per key head (Ainslie et al. 2023, arXiv:2305.13245); 1 if they cannot share."""
     return next((size for size in (3, 4, 2) if heads % size == 0 and size < heads), 1)
 
 
@@ -173,14 +172,14 @@ def _distance(shape: ModelShape, parameters: int | None) -> float:
 
 
 def _refuse_impossible(request: ShapeRequest) -> None:
-    """Raise ConfigError for what no model can have."""
+    """Raise ConfigError for an impossible request."""
     size, width, asked = request.parameters, request.hidden or 0, _request_text(request)
     if size is None and None in (request.hidden, request.layers):
         expected = f"one of {', '.join(PRESETS)}; a size as 30m; or --hidden-size and --num-layers"
-        raise ConfigError("The size of the model is not said.", expected=expected)
+        raise ConfigError("The size of the model is missing.", expected=expected)
     if None not in (size, request.hidden, request.layers):
         what = "Width and layers already decide the number of parameters."
-        raise ConfigError(what, got=asked, do="leave one of them out; own instead of a preset")
+        raise ConfigError(what, got=asked, do="leave out one of them, or use own instead of a preset")
     if width % WIDTH_STEP:
         expected = f"--hidden-size: a multiple of {WIDTH_STEP}"
         raise ConfigError("This width cannot be quantized in groups.", expected=expected, got=str(width))

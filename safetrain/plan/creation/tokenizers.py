@@ -1,4 +1,4 @@
-"""The tokenizer of a new model: byte-level BPE of a text, or the one of another model as it is."""
+"""The tokenizer of a new model: byte-level BPE trained on a text, or an unchanged copy of another model's."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from safetrain.core.formatting import size_text
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
-SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)  # in the order of their ids, which begin at 0
+SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)  # in the order of their IDs, from 0
 END_ID, PAD_ID = 0, 1
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -23,13 +23,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-MEASURED_BYTES = 4 * 2**20  # that are tokenized to tell bytes per token
-SAMPLE_BYTES = 64 * 2**20  # of text that a tokenizer is trained on, at most
+MEASURED_BYTES = 4 * 2**20  # tokenized to measure bytes per token
+SAMPLE_BYTES = 64 * 2**20  # most text that a tokenizer is trained on
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Special tokens as config.json names them; None if a tokenizer has none. Several tokens may end a text."""
+    """IDs of special tokens in config.json; None if a tokenizer lacks one. Several tokens may end a text."""
 
     begin: int | None
     end: int | tuple[int, ...] | None
@@ -41,7 +41,7 @@ OWN_IDS = SpecialIds(begin=None, end=END_ID, pad=PAD_ID)
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer.json as text, its tokens, and how many bytes of its text a token has on average."""
+    """A tokenizer.json as text, its number of tokens, and the mean bytes per token of its text."""
 
     definition: str
     tokens: int
@@ -50,7 +50,7 @@ class TrainedTokenizer:
 
 @dataclass(frozen=True)
 class TextSample:
-    """Some of the texts that were read, in their order; all of them where they are few."""
+    """A sample of the texts in their order; all texts if they are few."""
 
     texts: tuple[str, ...]
     sample_bytes: int
@@ -58,9 +58,9 @@ class TextSample:
 
 
 def read_sample(texts: Iterable[str], most_bytes: int) -> TextSample:
-    """At most ``most_bytes`` of the texts, spread evenly.
+    """Sample at most ``most_bytes`` of the texts, spread evenly.
 
-    Each text has a number, by its place, and those with the smallest numbers stay: the same ones each time.
+    A hash of its position ranks each text, and the smallest stay: the same ones each time.
     """
     kept, size, total, limit = list[tuple[int, int, str]](), 0, 0, 2**64
     for place, text in enumerate(texts):
@@ -78,10 +78,10 @@ def read_sample(texts: Iterable[str], most_bytes: int) -> TextSample:
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int, *, split_digits: bool = False) -> TrainedTokenizer:
-    """Byte-level BPE: at most ``vocabulary`` tokens, fewer where the text has no more pairs to join.
+    """Train byte-level BPE with at most ``vocabulary`` tokens, fewer if the text has no more pairs to merge.
 
-    Any text is its tokens again, byte by byte: nothing is normalized, and all 256 bytes are tokens. Digits are joined
-    as the text has them, unless ``split_digits``; every token of one digit suits arithmetic, and makes numbers longer.
+    Decoding restores any text byte by byte: nothing is normalized, and all 256 bytes are tokens. Digits are merged like
+    other text unless ``split_digits``: single digits help arithmetic, but make numbers longer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -97,14 +97,14 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, *, split_digits: bool
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    measured = texts[:: max(1, -(-sum(map(len, texts)) // MEASURED_BYTES))]  # from all over
+    measured = texts[:: max(1, -(-sum(map(len, texts)) // MEASURED_BYTES))]  # spread over the text
     size = sum(len(text.encode("utf-8")) for text in measured)
     count = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in measured)
     return TrainedTokenizer(tokenizer.to_str(pretty=True), tokenizer.get_vocab_size(), size / max(1, count))
 
 
 def write_trained(folder: Path, trained: TrainedTokenizer, context: int) -> None:
-    """tokenizer.json, and tokenizer_config.json with the chat template."""
+    """Write tokenizer.json, and tokenizer_config.json with the chat template."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
@@ -118,7 +118,7 @@ def write_trained(folder: Path, trained: TrainedTokenizer, context: int) -> None
 
 
 def require_vocabulary(trained: TrainedTokenizer, vocabulary: int, sample_bytes: int) -> None:
-    """Raises DataError where a text has too few pairs for the requested tokens."""
+    """Raise DataError if a text has too few pairs for the requested vocabulary."""
     if trained.tokens < vocabulary:
         raise DataError(
             "The text is too small for this vocabulary.",
@@ -129,13 +129,13 @@ def require_vocabulary(trained: TrainedTokenizer, vocabulary: int, sample_bytes:
 
 
 def copied_vocabulary(source: Path) -> int:
-    """Rows of the embedding that a model's tokenizer needs, and its model has; raises ModelError."""
+    """Vocabulary size for a copied tokenizer: the larger of its size and config.json's; raises ModelError."""
     stated = _json(source / "config.json").get("vocab_size")
     return max(ChatTokenizer(source).size, stated if isinstance(stated, int) else 0)
 
 
 def copied_ids(source: Path) -> SpecialIds:
-    """The special tokens of another model: by its config.json, else by its tokenizer; raises ModelError."""
+    """Special tokens of another model, from its config.json, else its tokenizer; raises ModelError."""
     config, tokenizer = _json(source / "config.json"), ChatTokenizer(source)
     values = [config.get(f"{name}_token_id", tokenizer.special_id(name)) for name in ("bos", "eos", "pad")]
     begin, end, pad = (_ids(value) for value in values)
@@ -143,7 +143,7 @@ def copied_ids(source: Path) -> SpecialIds:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files as they are, and the chat template's."""
+    """Copy the tokenizer's files and the chat template."""
     for path in [*(source / name for name in TOKENIZER_FILES), *sorted(source.glob(TEMPLATES))]:
         if path.is_file():
             target = folder / path.relative_to(source)
