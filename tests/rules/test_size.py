@@ -11,16 +11,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 31_790,
-    "program tokens": 236_670,
-    "program files": 197,
-    "files under 60 lines": 20,
-    "dataclasses": 228,
-    "helper modules with one importer": 22,
-    "keys of params.yaml": 66,
-    "test lines": 26_880,
-    "benchmark, tool and recipe lines": 8_320,
-    "docs words": 25_290,
+    "program lines": 29_430,
+    "program tokens": 220_520,
+    "program files": 151,
+    "files under 60 lines": 6,
+    "dataclasses": 203,
+    "helper modules with one importer": 17,
+    "keys of params.yaml": 55,
+    "test lines": 23_040,
+    "benchmark, tool and recipe lines": 7_330,
+    "docs words": 21_920,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
