@@ -74,7 +74,7 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
             raise AlreadyRunningError(
                 f"Another training runs on this machine (process {holder}).",
                 where=str(path),
-                do=f"wait for it, or end it: kill -INT {holder} saves its state first",
+                do=f"wait for it; if it is yours, kill -INT {holder} ends it with its state saved",
             )
         if not leave_name:
             os.ftruncate(descriptor, 0)

@@ -120,8 +120,8 @@ def test_forgetting_is_described_or_its_absence_explained() -> None:
     (said,) = (line for line in describe_evaluation(evaluated()) if line.startswith("Forgetting"))
     assert said.startswith("Forgetting: general text loss +0.15 ± 0.01 nats per token (English +0.12 ± 0.01, Portu")
     assert (
-        "Forgetting not measured: the base model scores below chance on the general text (12.3 nats per token; chance "
-        "is 6.9)." in describe_evaluation(evaluated(general=123.0))
+        "Forgetting not measured: the base model is worse than guessing on the general text (loss 12.3; guessing "
+        "has 6.9)." in describe_evaluation(evaluated(general=123.0))
     )
 
 

@@ -234,7 +234,7 @@ def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
 def describe_proof(proof: Proof) -> str:
     """One line for a terminal."""
     return (
-        f"the saved adapter, opened by {proof.opened_by}, answers the same on {proof.opened.same_answers} of "
-        f"{proof.rows} rows (base: {proof.base.same_answers}), {proof.opened.divergence:.2g} nats per label apart "
-        f"(base: {proof.base.divergence:.2g})"
+        f"adapter check: {proof.opened_by} opens the saved adapter and answers the same on "
+        f"{proof.opened.same_answers} of {proof.rows} rows (base: {proof.base.same_answers}), "
+        f"{proof.opened.divergence:.2g} nats per label apart (base: {proof.base.divergence:.2g})"
     )
