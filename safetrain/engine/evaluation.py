@@ -14,7 +14,6 @@ from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.generation import Continuations
 
-UNMASK = "give data/valid documents whose tokens are trained: in a corpus of tokens, those that its .loss file marks"
 MOST_ROWS = 32  # that are continued together: with more, each token takes longer in proportion
 
 
@@ -33,7 +32,7 @@ def measure_loss(
 
 def nothing_to_measure() -> DataError:
     """The error for rows without a label."""
-    return DataError("There is nothing to measure a loss on: no token is a label.", do=UNMASK)
+    return DataError("No token of the validation rows is a label.", do="give data/valid rows with answers")
 
 
 def row_losses(

@@ -208,10 +208,8 @@ def _why_epochs(rows: int, rows_per_update: int, train: Train) -> str:
     if train.num_epochs is not None:
         return SET
     epochs, per_epoch = epochs_for(rows, rows_per_update, train), updates_per_epoch(rows, rows_per_update)
-    ended = ""
-    if train.max_steps:
-        is_shorter = train.max_steps < epochs * per_epoch
-        ended = f", ended by max_steps = {train.max_steps}" if is_shorter else "; they end before max_steps does"
+    is_ended = 0 < (train.max_steps or 0) < epochs * per_epoch
+    ended = f", ended by max_steps = {train.max_steps}" if is_ended else ""
     note = "; the step with the best validation is kept" if epochs > usual_epochs(rows) else ""
     return f"{epochs} passes of {per_epoch:,} updates over {rows:,} rows{ended}{note}"
 

@@ -1,7 +1,5 @@
 """A finished run's result in a few lines, and the next commands. Pure: it takes a run's records."""
 
-import shutil
-import sys
 from pathlib import PurePath
 
 from safetrain.core.errors import ConfigError
@@ -96,19 +94,12 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     )
 
 
-def _open_report() -> tuple[str, str]:
-    """The command that opens the page here, or the page where no program opens it."""
-    opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
-    page = "checkpoints_qlora/report.html"
-    return (f"{opener} {page}", "") if opener else ("safetrain report", f"the page: {page}")
-
-
 def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
     """Commands for after a pretraining, each with what it is for."""
     longer = f"{command.removesuffix(' repro')} exp run -S" if command.endswith(" repro") else command
     return [
         ('safetrain ask "The "', "it continues a text"),
-        _open_report(),
+        ("safetrain report", "a page with everything"),
         ("safetrain fuse models/mine", "then model.path=models/mine"),
         (f"{_without(longer, 'train.max_steps')} train.max_steps=…", "longer; replaces these results"),
     ]
@@ -120,7 +111,7 @@ def _next(sample: Sample | None, command: str, data: DataReport | None) -> list[
     lines = [
         (f'safetrain ask "{question}" --base', ""),
         ("safetrain chat --compare", "talk with base and tuned"),
-        _open_report(),
+        ("safetrain report", "a page with everything"),
         ("safetrain fuse fused", "merge the adapter into the base"),
     ]
     if command.endswith(" repro"):

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 CEILINGS = {
     "program lines": 29_430,
-    "program tokens": 220_520,
+    "program tokens": 220_530,
     "program files": 151,
     "files under 60 lines": 6,
     "dataclasses": 203,
@@ -20,7 +20,7 @@ CEILINGS = {
     "keys of params.yaml": 55,
     "test lines": 23_040,
     "benchmark, tool and recipe lines": 7_330,
-    "docs words": 21_920,
+    "docs words": 21_930,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

@@ -1,6 +1,8 @@
 """The small records that stages hand to each other in files: what the data is, what the machine is."""
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,17 @@ class SplitReport:
     lengths: LengthQuantiles
     histogram: LengthHistogram
     label_bytes: int = 0  # UTF-8 bytes of all labels without special tokens; 0: unknown
+
+    def share_beyond(self, counts: Sequence[int], length: int) -> float:
+        """Of what ``counts`` of the histogram count, the share beyond ``length`` tokens.
+
+        Inside a bin as if it were filled evenly.
+        """
+        edges = (*self.histogram.edges[:-1], self.lengths.max)
+        beyond = 0.0
+        for (low, high), count in zip(itertools.pairwise(edges), counts, strict=True):
+            beyond += count * min(1.0, max(0.0, (high - length) / (high - low)))
+        return beyond / sum(counts)
 
 
 @dataclass(frozen=True)

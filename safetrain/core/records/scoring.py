@@ -109,8 +109,8 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
         more = improvement(tuned[known_rows], base[known_rows], labels[known_rows])
         return Forgetting(more.nats_per_label, more.plus_minus, "", tuple(parts))
     loss = mean_loss(base, labels) if len(labels) else math.inf
-    scores = "is worse than guessing" if loss > chance else "is hardly better than guessing"
-    why = f"the base model {scores} on the general text (loss {loss:.1f}; guessing has {chance:.1f})"
+    better = "worse" if loss > chance else "hardly better"
+    why = f"the base model is {better} than guessing on the general text (loss {loss:.1f}; guessing has {chance:.1f})"
     if text.left_out and len(text.parts) < LEAST_PIECES * len(PARTS):
         why = f"the tokenizer cannot express {counted(text.left_out, 'piece')} of the general text"
     return Forgetting(None, None, why, tuple(parts))
