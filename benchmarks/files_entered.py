@@ -1,13 +1,13 @@
+# ruff: noqa: E402
 """The files that a row, an update, a recommendation and a death pass through, and how each is entered.
 
     python -m benchmarks.files_entered [row]
 
 With `row` only the way of a row is printed: through a validation of the example, then through the files that are handed
 rows in one update, until its gradient. Noted while they run, on CPU. An update goes from one question whether to stop
-to the next, without a record, validation or checkpoint; a training has all of them. The search is the part of a
-recommendation that decides what to try. A death goes from the end of a killed process to the verdict that is printed,
-with the memory ladder at its end. The way of train.learning_rate goes from the command line to the optimizer, through
-the files that take the number, alone or as they make a record of it.
+to the next, without a record, validation or checkpoint; a training has all of them. A death goes from the end of a
+killed process to the verdict that is printed, with the memory ladder at its end. The way of train.learning_rate goes
+from the command line to the optimizer, through the files that take the number, alone or as they make a record of it.
 """
 
 import contextlib
@@ -22,6 +22,10 @@ from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
+from safetrain.engine.cpu.blas import load_fast_blas
+
+load_fast_blas()  # before anything imports mlx
+
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
 from safetrain.core.data.token_rows import TokenRow, TokenRows
@@ -34,7 +38,6 @@ from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.paths import FLIGHT, RECOMMENDED_CONFIG
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project
@@ -63,7 +66,6 @@ HANDED = (TokenRow, TokenRows, Update, MicroBatch, Shard)  # rows, from the stor
 
 def main() -> None:
     """Trace each and write the table."""
-    load_fast_blas()
     ways = {"a validation": validation(), "its rows in an update": train(whole=False, handed=HANDED)}
     before, after = ways.values()
     more = len(after.keys() - before.keys())
@@ -73,7 +75,7 @@ def main() -> None:
         for way, doors in ways.items():
             print(f"{way}: {', '.join(sorted(doors))}")
         return
-    ways |= {"a recommendation": recommend(), "its search": recommend("Search.")}
+    ways |= {"a recommendation": recommend()}
     ways |= {"an update": train(whole=False), "a training": train(whole=True), "a death": die()}
     ways |= {"train.learning_rate": key()}
     table = list[list[object]]([[f"**a row of JSONL until its gradient: {row}**", "", ""]])
@@ -85,8 +87,8 @@ def main() -> None:
     write_result("files_entered", title, ["file", "entered by", ""], table)
 
 
-def watch(doors: Doors, inside: str = "", handed: tuple[type, ...] = ()) -> None:
-    """From now on note which function of a file another file calls; only below functions whose names begin so.
+def watch(doors: Doors, handed: tuple[type, ...] = ()) -> None:
+    """From now on note which function of a file another file calls.
 
     With types ``handed``, only calls that hand over such a value or give it back.
     """
@@ -100,8 +102,6 @@ def watch(doors: Doors, inside: str = "", handed: tuple[type, ...] = ()) -> None
         if handed and not any(isinstance(each, handed) for each in values):
             return
         above = [each for each, _ in walk_stack(frame.f_back)]
-        if inside and not any(each.f_code.co_qualname.startswith(inside) for each in above):
-            return
         caller = next(filter(None, map(place_of, above)), "")  # mlx and mlx-lm call back
         if caller != file:
             doors[file].add(frame.f_code.co_qualname)
@@ -181,7 +181,7 @@ def die() -> Doors:
     return doors
 
 
-def recommend(inside: str = "") -> Doors:
+def recommend() -> Doors:
     """Of the stage, with nothing pinned."""
     doors = Doors(set)
     with tempfile.TemporaryDirectory() as scratch:
@@ -189,7 +189,7 @@ def recommend(inside: str = "") -> Doors:
         for stage in ("validate_data", "preflight"):
             project.succeed(sys.executable, "-m", f"stages.{stage}")
         os.environ.update(project.environment)
-        watch(doors, inside)
+        watch(doors)
         with contextlib.chdir(project.folder), contextlib.suppress(SystemExit):
             recommend_config()  # which says what is wrong
     sys.setprofile(None)
