@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
-from safetrain.core.formatting import counted, printable, size_text
+from safetrain.core.formatting import counted, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
@@ -34,7 +34,7 @@ def fetch(
     from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)
-    print(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")
+    print_text(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")
 
 
 def convert(
@@ -57,7 +57,7 @@ def convert(
 
     with still_working(f"{source} is quantized"):
         quantize(source, target, bits, group_size)
-    print(f"{target} is written. Use it: model.path: {target} in params.yaml")
+    print_text(f"{target} is written. Use it: model.path: {target} in params.yaml")
 
 
 def fuse(
@@ -85,21 +85,21 @@ def fuse(
 
     job = FuseJob(**material, bits=bits, as_float=as_float, may_lose=may_lose / 100)
     with still_working(f"{out} is made and measured"):
-        report = fuse_adapter(job, _say)
+        report = fuse_adapter(job, print_text)
     chosen, like = report.tried[-1], report.tried[-1].likeness
     share = f"keeps {100 * chosen.kept:.1f} % of what was learnt"
-    print(f"{out} is written: {chosen.name}, {size_text(chosen.size_bytes)}, {share}; {out / REPORT} has the figures")
+    print_text(f"{out} is written: {chosen.name}, {size_text(chosen.size_bytes)}, {share}; figures: {out / REPORT}")
     if like.same_answers < OFTEN_THE_SAME:
         others = report.rows - round(like.same_answers * report.rows)
-        print(
+        print_text(
             f"{others} of {report.rows} answers are not word for word the tuned model's, though no more right ones are "
             "lost than chance explains; for more of them: --may-lose 0.5, or --bits 6"
         )
-    print(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
+    print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
         card(out, adapter, job.base, replace=True)
     except SafetrainError as error:  # the model is whole without it
-        print(printable(f"no model card: {error}"))
+        print_text(f"no model card: {error}")
 
 
 def card(
@@ -118,9 +118,9 @@ def card(
     from safetrain.watch.card import CARD, write_card
 
     remarks = write_card(folder, adapter, model, read_run(), replace=replace)
-    print(f"Wrote the model card {folder / CARD}; read it before you share it.")
+    print_text(f"Wrote the model card {folder / CARD}; read it before you share it.")
     for remark in remarks:
-        print(printable(f"  {remark}"))
+        print_text(f"  {remark}")
 
 
 @export.command("peft")
@@ -143,20 +143,22 @@ def export_peft(
 
     name = base_name or hub_id_of(material["base"]) or str(material["base"])
     with still_working(f"{out} is made and measured"):
-        report = export_peft(PeftExportJob(**material, base_name=name), _say)
+        report = export_peft(PeftExportJob(**material, base_name=name), print_text)
     like, bits = report.exported, report.base_bits
-    print(
+    print_text(
         f"{out} is written and read again: {like.divergence:.1e} nats per label from the tuned model, "
         f"the same answer on {round(like.same_answers * report.rows)} of {report.rows} rows, loss {like.loss:.4f}; "
         f"{out / EXPORT_REPORT} has the figures"
     )
     if bits is not None:
-        print(f"It was trained on a base of {bits} bits, and the figures are for that base, dequantized.")
+        print_text(f"It was trained on a base of {bits} bits, and the figures are for that base, dequantized.")
         print("On the float model that this was quantized from, it computes a little else.")
     if bits is not None and base_name is None:
-        print(f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name")
+        print_text(
+            f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name"
+        )
     else:
-        print(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
+        print_text(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
 
 
 @export.command("gguf")
@@ -190,9 +192,9 @@ def export_gguf(
 
     job = GgufJob(**material, kind=kind.value, may_lose=may_lose / 100)
     with still_working(f"{out} is made and measured"):
-        report = export_gguf(job, _say)
-    print(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
-    print(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
+        report = export_gguf(job, print_text)
+    print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
+    print_text(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
 
 
 @import_.command("peft")
@@ -216,13 +218,13 @@ def import_peft(
         imported, moved, largest = import_peft(source, base, out)
     lora, shape = imported.lora, imported.shape
     if shape.base_name:
-        print(printable(f"The adapter says that it was trained on {shape.base_name}; it is put on {base}."))
+        print_text(f"The adapter says that it was trained on {shape.base_name}; it is put on {base}.")
     kind = "DoRA" if shape.dora else "rsLoRA" if shape.by_root else "LoRA"
-    print(
+    print_text(
         f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
         f"{counted(lora.num_layers, 'block')}; it moves logits by up to {moved:.2g}, of up to {largest:.2g}"
     )
-    print(f'Use it: safetrain ask "..." --adapter {out}')
+    print_text(f'Use it: safetrain ask "..." --adapter {out}')
 
 
 def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None = None) -> dict[str, Any]:
@@ -261,7 +263,3 @@ def _model_of_params() -> Path:
     if not Path("params.yaml").is_file():
         raise ConfigError("The adapter's base model is not known.", do="name its folder with --model")
     return Path(OmegaConf.load("params.yaml").model.path)
-
-
-def _say(text: str) -> None:
-    print(printable(text), flush=True)

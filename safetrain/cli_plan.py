@@ -9,9 +9,9 @@ import typer
 
 from safetrain.cli_project import console, model_of_params, params, require_project, stage_module
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
-from safetrain.core.formatting import printable, size_text
+from safetrain.core.formatting import print_text, size_text
+from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import with_traceback
 
 
 def info(
@@ -66,12 +66,10 @@ def validate(
                 sys.exit(command.fix(paths, fix, tokenizer_model, settings, ",".join(drop or ()), drop_bad=drop_bad))
         command.refuse_idle({"--drop": drop, "--drop-bad": drop_bad}, "Without")
         with still_working("reading and comparing rows"):
-            sys.exit(command.report(
-                console(plain=True), paths, model or model_of_params(), settings, show_mask,
-                as_json=as_json,
-            ))  # fmt: skip
+            chosen = model or model_of_params()
+            sys.exit(command.report(paths, chosen, settings, show_mask, as_json=as_json))
     except SafetrainError as error:
-        print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
+        exit_code_of(error)
         sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)
 
 
@@ -242,8 +240,6 @@ def create(
 
     PRESET is the number of parameters, embeddings included. The command prints the other sizes with their reasons.
     """
-    from rich.table import Table
-
     from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts
     from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
@@ -264,11 +260,7 @@ def create(
     source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
     with still_working(f"creating {folder}"):
         model_made = create_model(folder, request, source, seed, dtype, say_on_terminal)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for row in reasons_of(model_made, request):
-        table.add_row(*row)
-    screen = console(plain=True)
-    screen.soft_wrap = False
-    screen.print(table)
-    print(printable(f"Created {folder}: {size_text(model_made.size_bytes)} of untrained weights."))
+    for name, value, reason in reasons_of(model_made, request):
+        print_text(f"{name:<17} {value:<20} {reason}")
+    print_text(f"Created {folder}: {size_text(model_made.size_bytes)} of untrained weights.")
     print(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

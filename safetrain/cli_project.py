@@ -43,15 +43,15 @@ def model_of_params() -> Path:
     return Path(params().model.path)
 
 
-def console(*, plain: bool = False) -> "Console":
-    """A console that exits quietly when stdout is closed (rich exits 1). ``plain``: print texts as they are."""
+def console() -> "Console":
+    """A console for tables, which exits quietly when stdout is closed (rich exits 1)."""
     from rich.console import Console
 
-    class Told(Console):
+    class QuietConsole(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Told(soft_wrap=True, highlight=not plain, markup=not plain)
+    return QuietConsole(soft_wrap=True, highlight=False)
 
 
 def init(

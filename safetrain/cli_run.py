@@ -10,7 +10,8 @@ import typer
 
 from safetrain.cli_project import params, require_project, stage_module
 from safetrain.core.errors import AlreadyRunningError, ConfigError
-from safetrain.core.formatting import RUN, counted, printable, ran_by
+from safetrain.core.formatting import RUN, counted, print_text, ran_by
+from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import POSTMORTEM
 
@@ -43,7 +44,7 @@ def run(
         if code != 0:
             print(f"error: the stage {name} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
-    print(_result())
+    _print_result()
 
 
 def _set_values(values: dict[str, str | None]) -> None:
@@ -113,12 +114,11 @@ def _start_dvc(command: str, words: list[str] | None) -> None:
     os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
 
 
-def _result() -> str:
+def _print_result() -> None:
     from safetrain.core.run_folder import read_run
     from safetrain.watch.result import describe_result
 
-    activate = Path(".venv/bin/activate").is_file()
-    return printable(describe_result(read_run(), ran_by(), activate=activate))
+    print_text(describe_result(read_run(), ran_by()))
 
 
 def result(
@@ -135,15 +135,14 @@ def result(
 
     require_project()
     if not gate:
-        print(_result())
+        _print_result()
         return
     try:
         thresholds = gate_of(dict(params().get("gate") or {}))
     except ConfigError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code_of(error))
     verdict = results.gate(read_run(), thresholds)
-    print("\n".join([verdict.title, *verdict.reasons]))
+    print_text("\n".join([verdict.title, *verdict.reasons]))
     sys.exit(verdict.exit_code)
 
 
@@ -181,7 +180,7 @@ def diagnose(
     if as_json:
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
         return
-    print(printable(describe(death)))
+    print_text(describe(death))
     if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:
         print("A training has finished since then: safetrain result")
 

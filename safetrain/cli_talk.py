@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import EMPTY_ANSWER, printable
+from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.storage import paths
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def chat(
     by_training = asked.system if system is None else ""
     if sys.stdin.isatty():
         name = f"{asked.folder} with {asked.adapter}" if asked.adapter else str(asked.folder)
-        print(printable(describe(name, by_training, asked.context)), file=sys.stderr)
+        print_text(describe(name, by_training, asked.context), sys.stderr)
     elif by_training:
         say(f"system prompt of all training rows: {by_training}")
     if asked.prompts.continues:
@@ -171,6 +171,6 @@ def serve(
 
     name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
     if asked.system:
-        print(f"system prompt where a chat has none: {printable(asked.system)}", flush=True)
+        print_text(f"system prompt where a chat has none: {asked.system}")
     job = ServeJob(name, asked.folder, asked.adapter, asked.prompts.stop_ids, ids_of, max_new_tokens, host, port)
-    serve_model(job, lambda text: print(printable(text), flush=True))
+    serve_model(job, print_text)

@@ -12,7 +12,7 @@ import typer
 
 from safetrain.cli_project import console, require_project
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import printable, similar_path
+from safetrain.core.formatting import print_text, similar_path
 from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
@@ -102,7 +102,7 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
                 view = look()
                 live.update(MonitorScreen(view), refresh=True)
     finally:
-        print(line_of(view), flush=True)
+        print_text(line_of(view).replace("  ", "\n"))
 
 
 def report(
@@ -175,8 +175,8 @@ def _track(tracker: str, place: str, name: str, every_seconds: float | None) -> 
         raise ConfigError("The name of a run is a folder's name.", got=name, do="choose one without a slash")
     target = trackers.Target(tracker, place, name)
     if every_seconds is not None:
-        trackers.follow(target, every_seconds, lambda text: print(printable(text), flush=True))
+        trackers.follow(target, every_seconds, print_text)
         return
     with console().status(f"sending to {tracker}"):
         line = trackers.export(target)
-    print(printable(line))
+    print_text(line)

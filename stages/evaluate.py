@@ -6,6 +6,7 @@ from safetrain.core.data.general_text import general_text
 from safetrain.core.data.held_out import held_out_in
 from safetrain.core.data.store import open_split
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import (
@@ -45,7 +46,7 @@ def main(config: Pipeline) -> None:
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
     general = general_text(tokenizer, files.vocab_size, files.max_positions, int(GENERAL_TEXT * tokens))
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
-        print(remark)
+        print_text(remark)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.comparison import Examination, Subject
 
@@ -59,10 +60,9 @@ def main(config: Pipeline) -> None:
     evaluation = evaluation_of(held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
     require_other_loss(evaluation.base.loss, evaluation.tuned.loss, "test rows", str(paths.ADAPTERS))
     write_record(paths.EVALUATION, evaluation)
-    for line in describe_evaluation(evaluation):
-        print(line)
+    print_text("\n".join(describe_evaluation(evaluation)))
     for sample in evaluation.samples[:3]:
-        print(describe_sample(sample.question, sample.base, sample.tuned))
+        print_text(describe_sample(sample.question, sample.base, sample.tuned))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import printable
+from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.schema import Pipeline
@@ -26,13 +26,13 @@ def main(config: Pipeline) -> None:
     start_seconds, previous = time.monotonic(), previous_machine()
     downgraded_ids = config.preflight.downgrade or []
     require_known(downgraded_ids, IDS)  # before anything is measured
-    say = functools.partial(print, file=sys.stderr, flush=True)  # the report goes to stdout
+    say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
     checks, machine = examine(config, Path(config.model.path), previous, PROBE, DRY_RUN, say)
     total = machine.total_memory_bytes if machine else None
     checks = downgrade(checks, downgraded_ids)
     report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds, total)
     write_record(paths.PREFLIGHT_REPORT, report)
-    print(printable(render(report)), flush=True)
+    print_text(render(report))
     if report.exit_code:
         raise failure(report)
     if machine is not None and machine != previous:

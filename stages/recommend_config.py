@@ -1,6 +1,5 @@
 """Stage 3: choose the configuration for this data, model and machine, measure it, and write it with its reasons."""
 
-import functools
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from safetrain.core.data.store import store_path
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.reports import Machine, read_data_report, read_machine, require_data_of
@@ -34,14 +34,12 @@ def main(config: Pipeline) -> None:
     data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
     require_data_of(data, config.data.path)
     rows = load_training_rows(model.folder, config.train.max_examples)
-    say = functools.partial(print, flush=True)
-    runner = DryRunner(DRY_RUN, machine_text(machine), say)
+    runner = DryRunner(DRY_RUN, machine_text(machine), print_text)
     recommendation = plan_run(PlanInputs(data, machine, model, rows), config.train, config.lora, runner)
-    for line in recommendation_lines(recommendation, rows, config.train):
-        say(line)
+    print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
     if config.train.method == PRETRAIN:
         for line in _pretraining(recommendation, model, machine, rows):
-            say(line)
+            print_text(line)
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import DataReport, SplitReport
@@ -40,7 +41,7 @@ def main(config: Pipeline) -> None:
     ]
     if report.findings:
         lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all"))
-    print("\n".join(lines))
+    print_text("\n".join(lines))
 
 
 def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
@@ -49,7 +50,7 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
         _create(config, folder, preset)
         return
     files = read_model_files(folder)
-    print(
+    print_text(
         f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
         f"tokens; to create one from this text (model.create={preset}), remove that folder"
     )
@@ -68,7 +69,7 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
     source = TokenizerOfText(texts, config.data.path)
     request = ShapeRequest(parameters_named(preset))
     shape = create_model(folder, request, source, config.train.seed, say=say_on_terminal).shape
-    print(
+    print_text(
         f"created {folder}: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
         f"{shape.vocabulary:,} tokens (model.create={preset})"
     )

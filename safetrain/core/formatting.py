@@ -4,9 +4,17 @@ import difflib
 import os
 import re
 import shlex
+import shutil
+import sys
+import textwrap
 from pathlib import Path
+from typing import TextIO
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
+KEPT = re.compile(  # on one line: what is quoted, what a comment follows, a command
+    r"`[^`]+`|(?<!\w)'[^']+'(?!\w)|.+(?= # )|# .+"
+    r"|\b(?:safetrain|dvc|git)(?: stage| exp)? [a-z]+(?: (?:-|\S+[=/]|[A-Z]{2})\S*)*"
+)
 RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
 EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
@@ -35,6 +43,19 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+
+
+def print_text(text: str, stream: TextIO | None = None) -> None:
+    """Print on stdout, or on ``stream``; on a terminal, wrap at spaces and indent what follows to the last column."""
+    stream, text = stream or sys.stdout, printable(text)
+    print(re.sub(".+", _wrapped, text) if stream.isatty() else text, file=stream, flush=True)
+
+
+def _wrapped(line: re.Match[str]) -> str:
+    glued = KEPT.sub(lambda piece: piece[0].replace(" ", "\0"), line[0])
+    indent = " " * max((gap.end() for gap in re.finditer(" {2,}", line[0][:40])), default=2)
+    return textwrap.fill(glued, shutil.get_terminal_size().columns, subsequent_indent=indent,
+                         break_long_words=False, break_on_hyphens=False).replace("\0", " ")  # fmt: skip
 
 
 def similar_path(path: Path) -> str:

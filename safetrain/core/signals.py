@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, SafetrainError
-from safetrain.core.formatting import printable
+from safetrain.core.formatting import print_text
 from safetrain.core.storage.files import DISK_FULL, with_traceback
 
 
@@ -34,7 +34,7 @@ def exit_code_of(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
     if isinstance(error, KeyboardInterrupt):
-        print("error: interrupted", file=sys.stderr, flush=True)
+        print_text("error: interrupted", sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         what, where = f"No permission: {error.strerror}.", str(error.filename or "")
@@ -44,7 +44,7 @@ def exit_code_of(error: BaseException) -> int:
         error = DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
     if not isinstance(error, SafetrainError):
         raise error
-    print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
+    print_text(f"error: {with_traceback(error)}", sys.stderr)
     return error.exit_code
 
 
@@ -84,7 +84,7 @@ def ending_at_once(what: str) -> Iterator[None]:
         while number := os.read(read_end, 1):
             if number[0] in (signal.SIGINT, signal.SIGTERM):
                 with contextlib.suppress(OSError):
-                    print(f"error: interrupted: {what}", file=sys.stderr, flush=True)
+                    print_text(f"error: interrupted: {what}", sys.stderr)
                 os._exit(128 + number[0])
 
     watcher = threading.Thread(target=watch, daemon=True)

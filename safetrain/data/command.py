@@ -7,10 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, printable
+from safetrain.core.formatting import counted, print_text, printable
 from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.json_rows import Place
 from safetrain.data.repair import repair
@@ -32,15 +30,7 @@ def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
     return [*pieces, (text[start:], None)]
 
 
-def report(
-    console: Console,
-    paths: Sequence[Path],
-    model: Path,
-    settings: DataSettings,
-    show_mask: int | None,
-    *,
-    as_json: bool,
-) -> int:
+def report(paths: Sequence[Path], model: Path, settings: DataSettings, show_mask: int | None, *, as_json: bool) -> int:
     """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
     shown_rows, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
     validation = validate(paths, model, settings, shown_rows=shown_rows, most_places=most_places)
@@ -48,7 +38,7 @@ def report(
         print(_as_json(validation))
     else:
         file = shlex.quote(str(paths[0])) if len(paths) == 1 and not paths[0].is_dir() else "FILE"
-        _print(console, validation, model, file, show_mask=show_mask is not None)
+        _print(validation, model, file, show_mask=show_mask is not None)
     return 1 if validation.has_errors else 0
 
 
@@ -62,7 +52,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
     dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
     copy = repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad)
-    print(printable(copy.summary()))
+    print_text(copy.summary())
     return 0
 
 
@@ -100,20 +90,20 @@ def _as_json(validation: Validation) -> str:
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
-def _print(console: Console, validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:
+def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:
     """Rows with their labels marked, then errors and warnings, then how many notes; remedies name the ``file``."""
     for row in validation.rows if show_mask else ():
-        console.print(_masked(row))
+        print(_masked(row))
     if validation.findings:
         text = summary(validation.findings, "--json lists all")
-        console.print(printable(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, text)))
+        print_text(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, text))
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
-    console.print(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
+    print_text(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
     if validation.documents and trained:
-        console.print(f"{validation.label_bytes / trained:.2f} bytes of text per token; for train.method=pretrain")
+        print_text(f"{validation.label_bytes / trained:.2f} bytes of text per token; for train.method=pretrain")
     if validation.tokens:
         context = f"; its context is {validation.context} tokens" if validation.context else ""
-        console.print(f"tokenizer: {model}{context}")
+        print_text(f"tokenizer: {model}{context}")
 
 
 def _masked(row: ReadRow) -> str:

@@ -34,7 +34,7 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
+from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
@@ -53,7 +53,6 @@ ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 MOST_WINDOW = 2048  # tokens; usual in published pretrainings of small models
 LEAST_PRETRAIN_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
-SET = "set by you"
 
 
 @dataclass(frozen=True)

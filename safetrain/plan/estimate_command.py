@@ -91,10 +91,10 @@ def print_remedies(console: Console, estimate: Estimate) -> None:
     console.print(table)
     if steps and steps[-1][1].fits:
         keys = dict(key.partition("=")[::2] for key, _ in steps)  # the last value of each key
-        console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}", highlight=False)
+        console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}")
         return
     other = " or ".join(what_would_fit(estimate.cheapest.but(rows=1, accumulates=True)))
-    console.print(f"do: use {other}; {RECOMPUTED} in each case", highlight=False)
+    console.print(f"do: use {other}; {RECOMPUTED} in each case")
 
 
 def _print_model(console: Console, estimate: Estimate) -> None:
@@ -104,12 +104,12 @@ def _print_model(console: Console, estimate: Estimate) -> None:
     trained = trained_parameters(model, estimate.lora, estimate.method)
     weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
     blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
-    console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained", highlight=False)
+    console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained")
 
 
 def _titled_table(console: Console, title: str, columns: tuple[str, ...] = ()) -> Table:
     """Print a title and return an empty table; rich would wrap a table's own title at the table's width."""
-    console.print(f"\n{title}", style="italic", highlight=False)
+    console.print(f"\n{title}", style="italic")
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right")
@@ -175,8 +175,8 @@ def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
     each += f"{size(gradient)}."
     if update is None:
         traffic = size(wire_bytes(gradient, ranks))
-        console.print(f"{each} With {ranks} ranks each sends and receives {traffic} an update.", highlight=False)
-        console.print(f"time: {speed.source}", highlight=False)
+        console.print(f"{each} With {ranks} ranks each sends and receives {traffic} an update.")
+        console.print(f"time: {speed.source}")
         return
     alone = update_seconds(update, 1, link)
     for count in sorted({2**power for power in range(ranks.bit_length())} | {ranks}):
@@ -184,7 +184,7 @@ def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
         sent = size(wire_bytes(gradient, count))
         table.add_row(str(count), sent, f"{exchange:.3g}", f"{seconds:.3g}", f"{alone / seconds:.2f}")
     console.print(table)
-    console.print(f"{each} Alone: {speed.source}.", highlight=False)
+    console.print(f"{each} Alone: {speed.source}.")
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _print_pretraining(
     place = estimate.place
     on = f"{place.ranks} x {place.name}" if place.ranks > 1 else place.name
     title = f"{model.folder.name} from scratch, on {on} ({place.machine.backend})"
-    console.print(title, style="italic", highlight=False)
+    console.print(title, style="italic")
     source = " (Hoffmann et al. 2022)" if tokens_per_parameter == TOKENS_PER_PARAMETER else ""
     checkpoints = f"{size(estimate.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
     power = f"at {place.of_all('watts'):g} W"
@@ -297,7 +297,7 @@ def _print_pretraining(
         "cost": _known(estimate.usd, "{:,.0f} USD", price, "usd_per_hour"),
     }
     for name, text in lines.items():
-        console.print(f"{name:<15} {text}", highlight=False, markup=False)
+        console.print(f"{name:<15} {text}", markup=False)
     _print_verdict(console, fits=estimate.fits)
 
 
@@ -320,7 +320,7 @@ def _print_places(console: Console, model: ModelFiles, estimates: Sequence[Pretr
     console.print(
         f"{model.folder.name} from scratch: {count_text(model.parameters)} parameters, {count_text(first.tokens)} "
         f"tokens, windows of {first.length}; begun now{together}",
-        style="italic", highlight=False,
+        style="italic",
     )  # fmt: skip
     table = Table(box=None, pad_edge=False)
     for name in ("machine", "windows that fit", "tokens/s", "duration", "finished on", "kWh", "USD"):
@@ -331,7 +331,7 @@ def _print_places(console: Console, model: ModelFiles, estimates: Sequence[Pretr
     console.print(
         "Speeds are assumed (conf/machine: tflops, watts, usd_per_hour), and so is what follows from them; (r): blocks "
         f"recomputed; {UNKNOWN}: not known, or it does not fit. {counted(len(estimates), 'machine')}.",
-        style="dim", highlight=False,
+        style="dim",
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
 from safetrain.core.records.postmortem import read_postmortem
-from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of
+from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_run_state
 from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
@@ -242,6 +242,8 @@ def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
 def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, list[Check]]:
     """Read the data report and the rows; if validate_data has not run or found no rows, make a failed check."""
     try:
+        if not paths.DATA_REPORT.is_file():
+            require_source(config.data.path)
         data = read_data_report(paths.DATA_REPORT)
         require_data_of(data, config.data.path)
         rows = load_training_rows(model.folder, config.train.max_examples) if model else None

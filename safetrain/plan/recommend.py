@@ -12,12 +12,11 @@ from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import KEPT_BESIDE
-from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
+from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import LoraSettings, Recommendation, total_updates, updates_per_epoch, usual_warmup
 from safetrain.plan.candidates import (
     MOST_WINDOW,
     ROWS_PER_UPDATE,
-    SET,
     Fit,
     PlannedTraining,
     compute_dtype_of,

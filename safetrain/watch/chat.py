@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetrain.core.data.chatting import AnswerText, Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, ModelError
-from safetrain.core.formatting import EMPTY_ANSWER, counted, printable
+from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, printable
 from safetrain.core.signals import Terminated, handling
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Chat:
 
 def say(text: str) -> None:
     """A remark that is not an answer."""
-    print(f"[{printable(text)}]", file=sys.stderr, flush=True)
+    print_text(f"[{text}]", sys.stderr)
 
 
 def describe(model: str, system: str, context: int | None) -> str:

@@ -23,6 +23,7 @@ from safetrain.core.records.settings import TrainJob, memory_shape
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.charts import points_of
 from safetrain.watch.progress import TimeLeft, time_left
+from safetrain.watch.result import MEASURE
 
 SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # a phase is slow that exceeds both: times its longest so far, seconds
 FIRST_SECONDS = 300.0  # the same for a phase's first time
@@ -124,7 +125,8 @@ class MonitorView:
         """To continue or to learn more; empty where there is nothing to do."""
         if self.verdict is not None:
             return self.verdict.next_command
-        return {State.GONE: "safetrain diagnose", State.FINISHED: "safetrain result"}.get(self.state, "")
+        finished = "safetrain result" if self.run.evaluation is not None else MEASURE
+        return {State.GONE: "safetrain diagnose", State.FINISHED: finished}.get(self.state, "")
 
 
 def look_at(reader: RunReader, project: Path) -> MonitorView:

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from safetrain.core.events import Begun, Event, JournalEntry, Progress, Recorded, Said
-from safetrain.core.formatting import duration_text
+from safetrain.core.formatting import duration_text, print_text
 from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
 
@@ -138,7 +138,7 @@ class TrainProgress:
 def say(text: str) -> None:
     """Print; a terminal that is gone must not end the run."""
     try:
-        print(text, flush=True)
+        print_text(text)
     except UnicodeError:  # letters that the terminal does not have
         say(text.encode("ascii", "replace").decode())
     except OSError:
@@ -170,7 +170,7 @@ def say_on_terminal(text: str) -> None:
     """Print what only a waiting person needs: on stderr, because the output may be for a program, and not to a log."""
     if sys.stderr.isatty():
         with contextlib.suppress(OSError, UnicodeError):
-            print(text, file=sys.stderr, flush=True)
+            print_text(text, sys.stderr)
 
 
 class EvaluationProgress:

@@ -13,7 +13,7 @@ from safetrain.core.formatting import counted, duration_text, override, size_tex
 from safetrain.core.records.evaluation import Evaluation, Sample, Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.postmortem import describe_memory, describe_place
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import PRETRAIN, SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
@@ -174,7 +174,7 @@ def history_of(run: Run) -> list[str]:
 
 
 def answer_lists(scores: Evaluation) -> list[tuple[str, list[Sample]]]:
-    """Samples, worst rows and those that changed most, each answer in the first list that it belongs to."""
+    """Samples, worst rows and those that changed most, no question in two lists."""
     earlier = set[tuple[str, str]]()
     lists = list[tuple[str, list[Sample]]]()
     titles = ("", "Rows with the highest loss of the tuned model", "Rows that changed most")
@@ -219,13 +219,13 @@ def configuration_of(run: Run) -> list[Row]:
     ladder_keys = {f"train.{name}" for name in MEMORY_ONLY} if rungs_of(run) else set[str]()
     rows = list[Row]()
     for key, value in (values_of(run.settings) if run.settings is not None else recommended).items():
-        if key not in recommended:
-            rows.append((key, value_text(value), "params.yaml", ""))
-        elif value == recommended[key]:
-            rows.append((key, value_text(value), "recommended", reasons.get(key.removeprefix("train."), "")))
-        else:
-            decided = "lowered for memory" if key in ladder_keys else "pinned"
-            rows.append((key, value_text(value), decided, f"recommended: {value_text(recommended[key])}"))
+        decided, reason = "params.yaml", reasons.get(key.removeprefix("train."), "")
+        if key in recommended:
+            decided = "pinned" if SET in reason else "recommended"
+            if value != recommended[key]:
+                reason = f"recommended: {value_text(recommended[key])}"
+                decided = "lowered for memory" if key in ladder_keys else "pinned"
+        rows.append((key, value_text(value), decided, reason))
     return sorted(rows, key=lambda row: {"recommended": 1, "params.yaml": 2}.get(row[2], 0))
 
 

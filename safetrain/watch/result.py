@@ -1,6 +1,7 @@
-"""A finished run's result in a few lines, and the next commands. Pure: it takes a run's records."""
+"""A finished run's result in a few lines, and the next commands. It takes a run's records."""
 
-from pathlib import PurePath
+import os
+from pathlib import Path, PurePath
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text
@@ -24,10 +25,10 @@ EXAMPLE = "data/example"  # ships with the project
 MEASURE = "safetrain stage evaluate"
 
 
-def describe_result(run: Run, command: str = "dvc repro", *, activate: bool = True) -> str:
+def describe_result(run: Run, command: str = "dvc repro") -> str:
     """A short text for the terminal; raises ConfigError without a finished and evaluated run.
 
-    ``command``: the one that ran the pipeline. ``activate``: whether safetrain lives in this folder's .venv.
+    ``command``: the one that ran the pipeline.
     """
     summary, scores = _measured(run)
     metrics, outcome = summary.metrics, summary.outcome
@@ -45,10 +46,11 @@ def describe_result(run: Run, command: str = "dvc repro", *, activate: bool = Tr
         texts = [f"  {each.prompt}[{each.text.strip()}]".replace("\n", " ") for each in last]
     else:
         texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
-    commands = [("source .venv/bin/activate", "")] if activate else []
+    must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
+    commands = [("source .venv/bin/activate", "")] if must_activate else []
     commands += _next_of_pretrained(command) if pretrained else _next(sample, command, run.data)
     listed = [
-        f"{'' if number else 'Next:':<6} {f'{command:<38} # {note}' if note else command}"
+        f"{'' if number else 'Next:':<6} {f'{command:<45} # {note}' if note else command}"
         for number, (command, note) in enumerate(commands)
     ]
     return "\n".join([*lines, *(["", *texts] if texts else []), "", *listed])
@@ -100,8 +102,8 @@ def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
     return [
         ('safetrain ask "The "', "it continues a text"),
         ("safetrain report", "a page with everything"),
-        ("safetrain fuse models/mine", "then model.path=models/mine"),
-        (f"{_without(longer, 'train.max_steps')} train.max_steps=…", "longer; replaces these results"),
+        ("safetrain fuse models/mine", "then set model.path to it"),
+        (f"{_without(longer, 'train.max_steps')} train.max_steps=…", "longer; replaces results"),
     ]
 
 
@@ -112,7 +114,7 @@ def _next(sample: Sample | None, command: str, data: DataReport | None) -> list[
         (f'safetrain ask "{question}" --base', ""),
         ("safetrain chat --compare", "talk with base and tuned"),
         ("safetrain report", "a page with everything"),
-        ("safetrain fuse fused", "merge the adapter into the base"),
+        ("safetrain fuse fused", "merge adapter and base"),
     ]
     if command.endswith(" repro"):
         dvc = command.removesuffix(" repro")
@@ -125,10 +127,10 @@ def _next(sample: Sample | None, command: str, data: DataReport | None) -> list[
     else:
         lines += [
             (f"{_without(command, 'train.learning_rate')} train.learning_rate=2e-3", "replaces these results"),
-            ("safetrain repro", "the same with DVC: keeps them"),
+            ("safetrain repro", "the same with DVC, kept"),
         ]
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
-        lines.append(("safetrain run --data FILE", "your own data; also --model PATH"))
+        lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines
 
 

@@ -1,5 +1,6 @@
 """Counts and durations read well."""
 
+import io
 import shlex
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from safetrain.core.formatting import counted, duration_text, override, similar_path
+from safetrain.core.formatting import counted, duration_text, override, print_text, similar_path
 
 
 def test_counts_and_durations_are_as_people_say_them() -> None:
@@ -17,6 +18,13 @@ def test_counts_and_durations_are_as_people_say_them() -> None:
     assert told == ["1 s", "40 s", "12 min", "7.5 h", "48.0 h", "3.5 days"]
 
 
+def test_a_terminal_wraps_at_spaces_and_inside_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen := io.StringIO(), "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "24")
+    print_text("  do:  run 'dvc repro train' before it", screen)
+    assert screen.getvalue() == "  do:  run\n       'dvc repro train'\n       before it\n"
+
+
 @pytest.mark.parametrize(
     "path", ["a/b-1.jsonl", "my data/mein öl.jsonl", "a=b.jsonl", "it's", 'a"b', "a,[b]", "${x}", "end\\"]
 )
@@ -24,10 +32,7 @@ def test_an_override_can_be_pasted(path: str) -> None:
     (word,) = shlex.split(override("data.path", path))
     value = OverridesParser.create().parse_override(word).value()
     assert str(OmegaConf.create({"path": str(value)}).path) == path
-
-
-def test_a_plain_override_has_no_quotes() -> None:
-    assert override("data.path", "data/rows.jsonl") == "data.path=data/rows.jsonl"
+    assert override("data.path", "data/rows.jsonl") == "data.path=data/rows.jsonl"  # without quotes
 
 
 def test_a_missing_path_gets_a_similar_one(tmp_path: Path) -> None:

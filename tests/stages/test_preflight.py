@@ -86,10 +86,11 @@ def test_without_data_the_rest_is_checked_and_machine_json_stays(workspace: Work
     kept, before = report.read_text(), machine.read_text()
     report.unlink()
     try:
+        found = examine(workspace, "data.path=nothing")[1]["DATA-FILES"]["found"]
         done, checks = examine(workspace)
     finally:
         report.write_text(kept)
-    assert done.returncode == 1
+    assert (done.returncode, found) == (1, "data.path does not exist; nothing")
     assert checks["DATA-FILES"]["status"] == "fail"
     assert "dvc repro validate_data" in checks["DATA-FILES"]["remedy"]
     assert checks["MEM-FIT"]["status"] == "skip"

@@ -92,7 +92,7 @@ def test_every_ending_is_shown_with_what_was_reached_and_what_to_do(ending: str,
     assert found["progress"]["step"] == found["losses"]["best_step"] == ENDS_AT
     assert found["losses"]["train"] == pytest.approx(loss_at(ENDS_AT))
     assert found["checkpoints"]["last_step"] == SAVED_AT
-    assert found["next_command"] == ("safetrain result" if ending == "finished" else "dvc repro")
+    assert found["next_command"] == ("safetrain stage evaluate" if ending == "finished" else "dvc repro")
     for text in (drawn(view), plain_line(view)):
         assert title.lower() in text.lower()
         assert found["next_command"] in text

@@ -92,4 +92,4 @@ def test_next_steps_fit_the_way_it_was_run(output: Path, command: str, monkeypat
     assert ("dvc exp run" in text) == command.startswith("dvc")
     assert (f"{command} train.learning_rate=2e-3 " in text) != command.startswith("dvc")
     change(paths.DATA_REPORT, source="data/mine.jsonl")
-    assert "your own data" not in describe_result(read_run())
+    assert "your data" not in describe_result(read_run())

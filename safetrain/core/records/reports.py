@@ -132,16 +132,20 @@ def read_data_report(path: Path) -> DataReport:
 def require_data_of(report: DataReport, source: str) -> None:
     """Raise ConfigError when data/validated was made from other data than ``source``; DataError if that is gone."""
     if report.source != source:
-        if not Path(source).exists():
-            raise DataError(
-                "The data does not exist.", where=source, do=similar_path(Path(source)) or "correct data.path"
-            )
+        require_source(source)
         raise ConfigError(
             "data/validated was made from other data.",
             expected=source,
             got=report.source,
             do="run validate_data with the same overrides, or safetrain run, which does",
         )
+
+
+def require_source(source: str) -> None:
+    """Raise DataError if data.path is missing."""
+    if not Path(source).exists():
+        do = similar_path(Path(source)) or "correct data.path"
+        raise DataError("data.path does not exist.", where=source, do=do)
 
 
 def read_machine(path: Path) -> Machine:

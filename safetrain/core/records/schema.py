@@ -12,6 +12,7 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
+SET = "set by you"  # in the reason for a value
 PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 RANGE, CHOICES = "range", "choices"
