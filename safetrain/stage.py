@@ -23,6 +23,7 @@ from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe
 from safetrain.core.signals import exit_code_of, handling, terminate
 from safetrain.core.storage.paths import shipped
 
+FILES = "params.yaml or an overlay in conf/experiment"
 ConfigStore.instance().store(name="schema", node=Pipeline)
 
 
@@ -102,7 +103,7 @@ def config_error(error: Exception) -> ConfigError:
             got=full_key,
             do="write 'data.columns={prompt: Frage, completion: Antwort}', with your own keys",
         )
-    return _unknown_key(section, key)
+    return _unknown_key(section, key, "the command line" if "Could not override" in text else FILES)
 
 
 def _with_quotes(override_text: str) -> str:
@@ -113,12 +114,12 @@ def _with_quotes(override_text: str) -> str:
     return f"quote the value for Hydra, and all for the shell: {override(key, value)}"
 
 
-def _unknown_key(section: str, key: str) -> ConfigError:
+def _unknown_key(section: str, key: str, where: str) -> ConfigError:
     prefix, names = f"{section}." if section else "", keys_of(section)
     near = difflib.get_close_matches(key, names, n=1)
     return ConfigError(
         f"Unknown key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else "."),
-        where="params.yaml, an overlay in conf/experiment, or the command line",
+        where=where,
         expected="" if near else f"one of {', '.join(prefix + name for name in names)}",
         do="correct or remove it: this version has no such key",
     )

@@ -91,9 +91,8 @@ class DiskFullError(SafetrainError):
     exit_code = 8
 
 
-FREE_AND_CONTINUE = (  # the remedy where a run may have been saved
-    "free some space and run the same command: what was saved before is whole, and it continues from there"
-)
+# The remedy where a run may have been saved
+FREE_AND_CONTINUE = "free some space and run the same command: it continues from the newest checkpoint, which is intact"
 
 
 class RunDied(SafetrainError):

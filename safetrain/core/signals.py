@@ -1,6 +1,6 @@
-"""How a program ends: by an error, by Ctrl-C and SIGTERM.
+"""How a program ends: by an error, Ctrl-C or SIGTERM.
 
-A training ends after its micro-batch, work that has written nothing yet ends at once.
+A training ends after its micro-batch; work that has written nothing yet ends at once.
 """
 
 import contextlib
@@ -14,24 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, SafetrainError
+from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun, SafetrainError
 from safetrain.core.formatting import print_text
 from safetrain.core.storage.files import DISK_FULL, with_traceback
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: like Ctrl-C it ends child processes and removes temporary files on its way out."""
+    """SIGTERM; like Ctrl-C, it unwinds the program, which ends child processes and removes temporary files."""
 
 
 def terminate(_number: int) -> None:
-    """A handler of SIGTERM."""
+    """Handle SIGTERM."""
     raise Terminated
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Print the error to stderr and return its exit code; raise one that is a fault of the program."""
+    """Print the error to stderr and return its exit code; raise it again if it is a bug."""
     if isinstance(error, BrokenPipeError):  # stdout is closed, as in `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes stdout at exit
         return 128 + signal.SIGPIPE
     if isinstance(error, KeyboardInterrupt):
         print_text("error: interrupted", sys.stderr)
@@ -44,12 +44,12 @@ def exit_code_of(error: BaseException) -> int:
         error = DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
     if not isinstance(error, SafetrainError):
         raise error
-    print_text(f"error: {with_traceback(error)}", sys.stderr)
+    print_text(f"{'' if isinstance(error, InterruptedRun) else 'error: '}{with_traceback(error)}", sys.stderr)
     return error.exit_code
 
 
 class StopRequest:
-    """Which signal asked for the end, 0 for none."""
+    """The signal that asks the program to stop; 0 for none."""
 
     def __init__(self) -> None:
         self.signal_number = 0
@@ -57,7 +57,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM for the length of the block."""
+    """Catch SIGINT and SIGTERM inside the block."""
     request = StopRequest()
 
     def first(number: int) -> None:
@@ -69,12 +69,12 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 @contextmanager
 def ending_at_once(what: str) -> Iterator[None]:
-    """End the process on the first Ctrl-C or SIGTERM, though mlx may compute for a long time without running Python.
+    """End the process on the first Ctrl-C or SIGTERM, even while mlx computes and Python does not run.
 
     For work that has nothing to save: a thread reads the signal's number from Python's wakeup pipe, says ``what`` was
     interrupted, and ends with 128 plus the signal.
     """
-    if threading.current_thread() is not threading.main_thread():  # no signal arrives there
+    if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
         yield
         return
     read_end, write_end = os.pipe()
@@ -101,7 +101,7 @@ def ending_at_once(what: str) -> Iterator[None]:
 
 @contextmanager
 def handling(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[None]:
-    """Call the handler of a signal with its number, for the length of the block."""
+    """Call these handlers with the signal's number inside the block."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         handlers[number](number)

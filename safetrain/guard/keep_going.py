@@ -1,6 +1,6 @@
-"""Trains to the end: supervises the process, explains its death, and goes on by itself where something can change.
+"""Trains to the end: supervises the process, explains its death, and restarts it with safer settings if there are any.
 
-After running out of memory it goes on with less memory, after the GPU watchdog with shorter work (ladder.py).
+After running out of memory it uses less memory, after the GPU watchdog shorter pieces of work (ladder.py).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.errors import RunDied
+from safetrain.core.errors import InterruptedRun, RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
 from safetrain.core.formatting import RUN, dvc
 from safetrain.core.memory.budget import OWN_LIMIT
@@ -42,7 +42,7 @@ from safetrain.guard.sampling import limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")
-REPORTED = ("stopped", "refused", "bad_update", "disk_full")  # causes that the training process explains itself
+REPORTED = ("stopped", "refused", "bad_update", "disk_full")  # the training process itself explains these causes
 REPAIR_ROWS = (
     "the same command stops here again. Repair the rows of this step or lower train.learning_rate, then 'safetrain "
     "discard'; or allow a jump of the loss with a larger train.max_loss_jump"
@@ -60,7 +60,7 @@ class RunOptions:
 
 
 def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> None:
-    """Train, over as many processes as it takes; raises RunDied when it cannot go on by itself."""
+    """Train, restarting the process as needed; raises RunDied or InterruptedRun when a person has to decide."""
     output, journal = options.output, Journal(options.output / FLIGHT / JOURNAL)
 
     def record(event: Event) -> None:
@@ -92,17 +92,17 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
         if relief is None:
             raise _error(_with_advice(options, death), ending)
         job, change = relief
-        next_step = f"nothing: it went on by itself with {change}"
+        next_step = f"nothing: the run continued by itself with {change}"
         write_postmortem(output, dataclasses.replace(death, advice="", next_command=next_step, went_on=True))
         rungs = Ladder(planned, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
-        write_record(output / LADDER, rungs)  # for the next time that the same command is run
+        write_record(output / LADDER, rungs)  # for the next run of the same command
         cause = "the training ran out of memory" if death.is_memory else "the training died"
         say(f"{cause}:\n{describe(death, with_next=False)}")
-        say(f"going on by itself with {change}")
+        say(f"continuing by itself with {change}")
 
 
 def command_again() -> str:
-    """The command that a person typed to get here."""
+    """Return the command that the user typed to start this run."""
     if os.environ.get("DVC_STAGE"):
         return _dvc_command()
     stage = ["python", "-m", "stages.train"] if Path("stages/train.py").is_file() else ["safetrain", "stage", "train"]
@@ -110,7 +110,7 @@ def command_again() -> str:
 
 
 def _dvc_command() -> str:
-    """The command line of dvc itself: without its -f, dvc might only put back a result from its cache."""
+    """Return dvc's own command line: without its -f, dvc might only restore a cached result."""
     starter = who_started_us()
     try:
         words = starter.cmdline() if starter is not None else []
@@ -129,25 +129,25 @@ def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) 
 
 
 def _is_complete(output: Path, ending: Ending) -> bool:
-    """Whether the training is complete; it may have died right after it had written everything."""
+    """Whether the training is complete, even if the process died right after writing its results."""
     if ending.finished is not None:
         return True
     return ending.began and is_finished(output) and (output / paths.SUMMARY.name).is_file()
 
 
 def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
-    """The job on the rung that its unfinished run had reached."""
+    """Put the job on the rung that its unfinished run had reached."""
     if ladder.rungs:
-        say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
+        say(f"this run ran out of memory before and continues with {describe_change(ladder.asked, ladder.now)}")
         settings = dataclasses.replace(job.settings, **dataclasses.asdict(ladder.now))
         job = dataclasses.replace(job, settings=settings, rungs=ladder.rungs, mlx_limit_bytes=None)
     if ladder.gpu_rungs:
-        say(f"the GPU watchdog has ended this run before; it goes on as then ({ladder.gpu_rungs[-1]})")
+        say(f"the GPU watchdog ended this run before; it continues with {ladder.gpu_rungs[-1]}")
     return dataclasses.replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
 def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[TrainJob, str] | None:
-    """The job to go on with, and the change in words; None where only a person can decide."""
+    """Return the job to continue with, and the change in words; None if a person has to decide."""
     if death.cause in GPU_CAUSES:
         gpu_rung = next_gpu_rung(len(job.gpu_rungs))
         if gpu_rung is None:
@@ -163,11 +163,11 @@ def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[Trai
 
 
 def _smaller(job: TrainJob, options: RunOptions, death: PostMortem) -> TrainSettings | None:
-    """The settings of the next rung whose micro-batches are smaller than the one that died; None at the bottom."""
+    """Find the next rung whose micro-batches are smaller than the one that died; None at the bottom."""
     if len(job.rungs) >= MOST_RUNGS:
         return None
-    quantized, loading = options.planned.is_quantized, _is_loading(death)
-    smaller = next_settings(job.settings, quantized=quantized, loading=loading)
+    quantized = options.planned.is_quantized
+    smaller = next_settings(job.settings, quantized=quantized, loading=_is_loading(death))
     while smaller is not None and smaller.batch_size > 1:
         longest = min(smaller.max_seq_length - 1, options.planned.largest_update.longest)
         if not 0 < death.tokens <= smaller.batch_size * padded(longest):
@@ -177,7 +177,7 @@ def _smaller(job: TrainJob, options: RunOptions, death: PostMortem) -> TrainSett
 
 
 def _with_advice(options: RunOptions, death: PostMortem) -> PostMortem:
-    """The post-mortem with advice, where the training does not go on by itself."""
+    """Add advice to the post-mortem of a training that does not continue by itself."""
     if death.cause == "bad_update":
         return write_postmortem(options.output, dataclasses.replace(death, advice=REPAIR_ROWS))
     if not death.is_memory:
@@ -193,12 +193,13 @@ def _is_loading(death: PostMortem) -> bool:
     return death.phase.removeprefix("after ") in LOADING
 
 
-def _error(death: PostMortem, ending: Ending) -> RunDied:
-    """The error to end with: the training process's own words and exit code where it had some."""
+def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
+    """Choose the error to end with; the training process's own message and exit code win, if it sent them."""
     failed = ending.failed
     if failed is None or death.cause not in REPORTED:
         return RunDied(death.exit_code, f"The training process died: {death.title}.\n{describe(death)}")
     if death.cause == "stopped":
-        return RunDied(failed.exit_code, f"{failed.message.splitlines()[0]}\n  do:       {death.next_command}")
+        text = f"{failed.message.splitlines()[0]}\n  continue with: {death.next_command}"
+        return InterruptedRun(failed.exit_code - 128, text)
     who = f"\n  who:      {describe_rank(death)}" if death.rank is not None else ""
     return RunDied(failed.exit_code, failed.message + who)

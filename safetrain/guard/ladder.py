@@ -122,10 +122,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
         raise MachineError(
-            "There is not enough free memory for this training.",
-            expected=need,
-            got=available.text,
-            do=available.remedy,
+            "Not enough free memory for this training.", expected=need, got=available.text, do=available.remedy
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
     say(f"warning: {available.text} and {need}, so it starts with {change}")

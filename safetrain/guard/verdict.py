@@ -1,4 +1,4 @@
-"""From the evidence of a training's end to one verdict: what, why, and how sure. A pure function.
+"""Turns the evidence of a training's end into one verdict: what happened, why, and how sure it is. Pure functions.
 
 The rules are tried in order, the strongest evidence first.
 """
@@ -16,7 +16,7 @@ from safetrain.core.recorder import Edge, FlightRecord, Phase
 from safetrain.core.storage.paths import FLIGHT, STACKS, rank_folder
 from safetrain.guard.process import Ending
 
-NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of memory (as Ray's monitor warns)
+NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of memory (Ray's monitor warns there)
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in the readings
 MUCH_STALLED = 10.0  # percent
 LITTLE_LEFT = 0.03  # of the machine's memory
@@ -34,8 +34,8 @@ class Cause:
 
     name: str  # short and stable, for programs
     title: str
-    confidence: str
-    evidence: tuple[str, ...]
+    confidence: str = CONFIRMED
+    evidence: tuple[str, ...] = ()
     is_memory: bool = False
     advice: str = ""  # in addition to running the same command again
     quoted: tuple[str, ...] = ()  # evidence in another program's words, which may quote anything
@@ -43,7 +43,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything a verdict is made from."""
+    """Everything that a verdict uses."""
 
     ending: Ending
     last: FlightRecord | None
@@ -54,44 +54,44 @@ class Evidence:
 
 OUT_OF_MEMORY = "killed by the system: out of memory"
 WATCHDOG = (
-    "this is not memory: macOS ended GPU work that kept the screen waiting. Let the display sleep or use another "
-    "machine's screen, and close programs that draw; a smaller train.batch_size makes each piece shorter"
+    "memory was not the cause: macOS ended GPU work that kept the screen waiting. Let the display sleep or "
+    "use another machine's screen, and close programs that draw; a smaller train.batch_size makes each piece shorter"
 )
-SHORTER = "a smaller train.batch_size or train.max_seq_length makes each piece shorter"
-OTHER_PROGRAM = "run the same command again; if it happens once more, close the program that used the GPU"
-LARGER = "fewer, larger pieces: a larger train.batch_size, or fewer adapted layers (lora.targets)"
-MESSAGES = (  # what mlx, the driver or the C library say, and its meaning; evidence is added
+SHORTER = "a smaller train.batch_size or train.max_seq_length makes each piece of GPU work shorter"
+OTHER_PROGRAM = "run the same command again; if it happens again, close the program that used the GPU"
+LARGER = "use fewer, larger buffers: a larger train.batch_size, or fewer adapted layers (lora.targets)"
+MESSAGES = (  # messages of mlx, the driver or the C library, and their causes, without evidence
     (  # the first four are Metal's names for how a command buffer failed (mlx raises or aborts with them)
         r"ImpactingInteractivity|Impacting Interactivity",
-        Cause("gpu_watchdog", "the GPU watchdog ended it", CONFIRMED, (), advice=WATCHDOG),
+        Cause("gpu_watchdog", "the GPU watchdog ended it", advice=WATCHDOG),
     ),
     (
         r"kIOGPUCommandBufferCallbackErrorTimeout|GPU Timeout|kIOGPUCommandBufferCallbackErrorHang",
-        Cause("gpu_timeout", "the GPU took too long for one piece of work", CONFIRMED, (), advice=SHORTER),
+        Cause("gpu_timeout", "the GPU took too long for one piece of work", advice=SHORTER),
     ),
     (
         r"kIOGPUCommandBufferCallbackErrorInnocentVictim|victim of GPU error",
-        Cause("gpu_victim", "another program's fault on the GPU ended it too", CONFIRMED, (), advice=OTHER_PROGRAM),
+        Cause("gpu_victim", "another program's GPU fault ended it too", advice=OTHER_PROGRAM),
     ),
     (  # the watchdog's code before macOS 26 (mlx#1335, mlx-examples#664, #866)
         r"0000000e:Internal Error",
-        Cause("gpu_watchdog", "the GPU watchdog ended it", LIKELY, (), advice=WATCHDOG),
+        Cause("gpu_watchdog", "the GPU watchdog ended it", LIKELY, advice=WATCHDOG),
     ),
     (
         r"Resource limit \(\d+\)",
-        Cause("resource_limit", "mlx ran out of buffer handles, not of bytes", CONFIRMED, (), advice=LARGER),
+        Cause("resource_limit", "mlx ran out of buffer handles, not of bytes", advice=LARGER),
     ),
-    (  # words of the allocators themselves: an exception or an abort because of them
+    (  # messages of the allocators themselves, in an exception or an abort
         r"ErrorOutOfMemory|Insufficient Memory|\[malloc|\[metal::malloc\]|maximum allowed buffer size"
         r"|cudaMalloc\w*\(.*out of memory|std::bad_alloc|^[\w.]*MemoryError|Memory allocation (?:still )?failed",
-        Cause("out_of_memory", "out of memory", CONFIRMED, (), is_memory=True),
+        Cause("out_of_memory", "out of memory", is_memory=True),
     ),
     (
         r"No space left on device|Disk quota exceeded",
-        Cause("disk_full", "the disk is full", CONFIRMED, (), advice="free some space first"),
+        Cause("disk_full", "the disk is full", advice="free some space first"),
     ),
 )
-# Any program may print these for its own reasons: they count only with readings of memory that agree.
+# Any program may print these for other reasons: they count only if memory readings agree.
 MENTIONS_MEMORY = re.compile(r"out of memory|Unable to allocate|Cannot allocate memory", re.IGNORECASE)
 NO_ROOM = (  # count as memory only under a limit on private memory
     ("Resource temporarily unavailable", "a thread could not be started"),  # its stack is private memory too
@@ -100,7 +100,7 @@ NO_ROOM = (  # count as memory only under a limit on private memory
 
 
 def judge(evidence: Evidence) -> Cause:
-    """The verdict of the first rule that applies; without one the cause is unknown."""
+    """Return the verdict of the first rule that applies; if none does, the cause is unknown."""
     for rule in (_ended_by_us, _reported, _text_says, _killed, _crashed, _ssh_failed, _python_error):
         cause = rule(evidence)
         if cause is not None:
@@ -110,46 +110,46 @@ def judge(evidence: Evidence) -> Cause:
 
 
 def _ended_by_us(evidence: Evidence) -> Cause | None:
-    """The supervisor knows why it ended the process."""
+    """Explain an end that the supervisor itself caused."""
     ending = evidence.ending
     match ending.ended_by_us:
         case "hang":
             stacks = rank_folder(Path(FLIGHT), ending.rank or 0) / STACKS
             stacks_text = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
             waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
-            return Cause("hang", "it hung and was ended", CONFIRMED, (waited, stacks_text, *_where(evidence)))
+            return Cause("hang", "it hung, and safetrain ended it", CONFIRMED, (waited, stacks_text, *_where(evidence)))
         case "limit":
-            passed = f"its memory passed {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
-            return Cause("memory_limit", "it took more memory than allowed and was ended", CONFIRMED, (passed,), True)
+            passed = f"its memory exceeded {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
+            return Cause("memory_limit", "it used too much memory, and safetrain ended it", CONFIRMED, (passed,), True)
         case "orphan":
-            title = "the program that ran it (dvc) was killed, so it ended"
-            return Cause("orphaned", title, CONFIRMED, ("its parent is gone",))
+            return Cause("orphaned", "the program that started it was killed", CONFIRMED, ("its parent is gone",))
         case "second signal":
-            return Cause("stopped", "it was ended at once by a second signal", CONFIRMED, ("two signals came",))
+            return Cause("stopped", "a second signal (or Ctrl-C) stopped it at once", CONFIRMED, ("two signals came",))
     return None
 
 
 def _reported(evidence: Evidence) -> Cause | None:
-    """The training ended itself and reported the reason."""
+    """Use the reason that the training process reported."""
     failed = evidence.ending.failed
     if failed is None or failed.kind == "EngineError":
         return None
     first = (failed.message.splitlines()[0],)
     match failed.kind:
         case "InterruptedRun":
-            return Cause("stopped", f"it was stopped ({_name_of(failed.exit_code - 128)})", CONFIRMED, first)
+            by_hand = failed.exit_code == 128 + signal.SIGINT
+            return Cause("stopped", "you stopped it with Ctrl-C" if by_hand else "SIGTERM stopped it", CONFIRMED, first)
         case "BadUpdateError":
-            return Cause("bad_update", "an update's numbers were wrong and were not applied", CONFIRMED, first)
+            return Cause("bad_update", "an update had bad numbers and was not applied", CONFIRMED, first)
         case "DiskFullError":
             return Cause("disk_full", "the disk is full", CONFIRMED, first, advice="free some space first")
     quoted = () if failed.kind in OWN_WORDS else first
-    return Cause("refused", "it could not train with what it was given", CONFIRMED, first, quoted=quoted)
+    return Cause("refused", "the model, data or settings cannot be trained", CONFIRMED, first, quoted=quoted)
 
 
 def _text_says(evidence: Evidence) -> Cause | None:
-    """The last words of mlx or the driver: an exception, or on Metal what comes before an abort."""
+    """Search the last output of mlx or the driver: an exception, or on Metal the lines before an abort."""
     ending = evidence.ending
-    if ending.return_code == -signal.SIGKILL:  # has nothing to do with the process's words
+    if ending.return_code == -signal.SIGKILL:  # comes from outside, so the output says nothing about it
         return None
     failed = ending.failed
     last_lines = "\n".join(ending.stderr_tail.splitlines()[-LAST_LINES:])
@@ -178,14 +178,14 @@ def _text_says(evidence: Evidence) -> Cause | None:
 
 
 def _killed(evidence: Evidence) -> Cause | None:
-    """SIGKILL leaves no words: the kernel's counters and logs decide, then how much memory there was."""
+    """Explain SIGKILL, which leaves no message, by the kernel's counters and logs, then by the memory in use."""
     ending, last = evidence.ending, evidence.last
     if ending.return_code != -signal.SIGKILL:
         return None
     readings, log = _memory_readings(evidence), evidence.kernel_log
     if ending.recent.oom_kills > 0:
         kills = counted(ending.recent.oom_kills, "kill")
-        count = f"the kernel counted {kills} for lack of memory in this memory group in its last seconds"
+        count = f"the kernel counted {kills} for lack of memory in this memory group in the last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
     if log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True, quoted=log)
@@ -198,7 +198,7 @@ def _killed(evidence: Evidence) -> Cause | None:
 
 
 def _crashed(evidence: Evidence) -> Cause | None:
-    """mlx's CPU backend does not check allocations: out of memory is then a segmentation fault (measured)."""
+    """Explain a crash: mlx's CPU backend does not check allocations, so out of memory is a segmentation fault."""
     ending, readings = evidence.ending, _memory_readings(evidence)
     if ending.return_code >= 0:
         return None
@@ -206,25 +206,23 @@ def _crashed(evidence: Evidence) -> Cause | None:
     if -ending.return_code not in CRASHES:
         number = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
         if not ending.began and ending.return_code == -number:  # it came before the process could handle it
-            early = f"{_name_of(passed_on)} came before the training had begun"
-            return Cause("stopped", "it was stopped before there was anything to save", CONFIRMED, (early,))
-        return Cause("killed", f"it was ended by {name}", CONFIRMED, readings)
+            early = f"{_name_of(passed_on)} came before the training began"
+            return Cause("stopped", "it was stopped before it had anything to save", CONFIRMED, (early,))
+        return Cause("killed", f"{name} ended it", CONFIRMED, readings)
     where = _where(evidence)
     if _was_short_of_memory(evidence):
         title = f"out of memory: an allocation failed ({name})"
         return Cause("allocation_failed", title, LIKELY, (*readings, *where), True)
-    title = f"mlx or a library crashed ({name}), with memory to spare"
-    return Cause("crash", title, LIKELY, (*readings, *where))
+    return Cause("crash", f"mlx or a library crashed ({name}); memory was not the cause", LIKELY, (*readings, *where))
 
 
 def _ssh_failed(evidence: Evidence) -> Cause | None:
-    """ssh's own exit code; mlx.launch keeps back what it says (LogLevel=QUIET)."""
+    """Explain ssh's own exit code: mlx.launch hides ssh's message (LogLevel=QUIET)."""
     ending = evidence.ending
     if not ending.host or ending.return_code != SSH_FAILED or ending.failed is not None:
         return None
-    advice = f"ssh {ending.host} true says why; safetrain preflight asks every machine of train.hostfile"
-    title = f"{ending.host} cannot be reached by ssh, or the connection was lost"
-    return Cause("ssh", title, LIKELY, (f"ssh ended with exit code {SSH_FAILED}",), advice=advice)
+    advice = f"run 'ssh {ending.host} true' to see why; safetrain preflight checks every machine of train.hostfile"
+    return Cause("ssh", f"ssh to {ending.host} failed", LIKELY, (f"exit code {SSH_FAILED}",), advice=advice)
 
 
 def _python_error(evidence: Evidence) -> Cause | None:
@@ -232,14 +230,14 @@ def _python_error(evidence: Evidence) -> Cause | None:
     if evidence.ending.return_code <= 0 or not lines:
         return None
     if (timeout := next((line for line in lines if JOIN_TIMEOUT.match(line)), None)) is not None:
-        advice = "see the addresses in train.hostfile and the firewalls; safetrain preflight asks every machine"
+        advice = "check the addresses in train.hostfile and the firewalls; safetrain preflight tests every machine"
         return Cause("ranks_apart", "the ranks did not reach each other", LIKELY, (timeout,), advice=advice)
     advice = "the traceback is above"
     return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice, quoted=lines[-1:])
 
 
 def _expected_data_bytes(evidence: Evidence) -> int:
-    """The highest private memory: measured, or at the phase's start plus what mlx was predicted to add."""
+    """Estimate the highest private memory: as measured, or at the phase's start plus mlx's predicted growth."""
     ending, last = evidence.ending, evidence.last
     expected = 0
     if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):
@@ -248,7 +246,7 @@ def _expected_data_bytes(evidence: Evidence) -> int:
 
 
 def _was_short_of_memory(evidence: Evidence) -> bool:
-    """Whether readings explain a failed allocation: near our own limit, or a machine with next to nothing left."""
+    """Whether readings explain a failed allocation: near our own limit, or almost no free memory on the machine."""
     limit = evidence.ending.limit
     near = limit.name == OWN_LIMIT and _expected_data_bytes(evidence) >= NEAR_CAP * limit.size_bytes
     return near or _machine_was_empty(evidence)
@@ -276,13 +274,13 @@ def _memory_readings(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _where(evidence: Evidence) -> tuple[str, ...]:
-    """The innermost line of Python."""
+    """Quote the innermost Python line of the stack."""
     places = [line.strip() for line in evidence.stack.splitlines() if line.strip().startswith("File ")]
     return (f"Python was at {places[0].removeprefix('File ')}",) if places else ()
 
 
 def _name_of(number: int) -> str:
-    """SIGKILL, or the number where it has no name."""
+    """Name a signal, e.g. SIGKILL; one without a name by its number."""
     return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 

@@ -83,7 +83,7 @@ def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.Mon
 
 
 def test_with_nothing_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MachineError, match="not enough free memory"):
+    with pytest.raises(MachineError, match="Not enough free memory"):
         start(monkeypatch, GIB // 8)
 
 

@@ -80,13 +80,13 @@ def test_a_run_goes_on_in_shorter_pieces(tmp_path: Path, text: str) -> None:
     train(tmp_path, text, "MLX_MAX_OPS_PER_BUFFER", said)
     assert tried(tmp_path) == ["- - -", "4 20 -"]
     assert any("the GPU watchdog ended it" in line for line in said)
-    assert any("going on by itself with shorter pieces of GPU work" in line for line in said)
+    assert any("continuing by itself with shorter pieces of GPU work" in line for line in said)
     (rung,) = read_record(tmp_path / FLIGHT / JOB, TrainJob).gpu_rungs  # from here the summary has it
     assert rung.startswith("step 3: the GPU watchdog ended it: shorter pieces")
     found = read_postmortem(tmp_path)
     assert found is not None
     assert (found.cause, found.is_memory) == ("gpu_watchdog", False)
-    assert "it went on by itself with shorter pieces" in found.next_command
+    assert "the run continued by itself with shorter pieces" in found.next_command
     assert not (tmp_path / LADDER).exists()
 
 
@@ -106,7 +106,7 @@ def test_an_unfinished_run_goes_on_as_it_was_last_tried(tmp_path: Path) -> None:
     said: list[str] = []
     train(tmp_path, WATCHDOG, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", said)
     assert tried(tmp_path) == ["4 20 1"]
-    assert any("the GPU watchdog has ended this run before" in line for line in said)
+    assert any("the GPU watchdog ended this run before" in line for line in said)
     assert not any("out of memory" in line for line in said)
 
 

@@ -179,7 +179,7 @@ def test_a_segfault_under_a_cap_is_judged_by_what_the_phase_was_going_to_take(pr
 
 def test_the_watchdog_s_victims_are_told_that_it_is_not_memory() -> None:
     cause = verdict(ending(-6, stderr_tail=f"loading\n{WATCHDOG}\nabort\n"))
-    assert "not memory" in cause.advice
+    assert "memory was not the cause" in cause.advice
     assert cause.evidence == (WATCHDOG,)  # the line alone
     assert "train.batch_size" in verdict(ending(-6, stderr_tail=TIMEOUT)).advice
 

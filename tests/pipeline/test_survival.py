@@ -82,7 +82,7 @@ def test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues(works
     told = workspace.json("postmortem.json")
     assert (told["cause"], told["confidence"]) == ("orphaned", "confirmed")
     assert told["resumes_from_step"] > 0
-    assert "the program that ran it (dvc) was killed" in workspace.succeed("safetrain", "diagnose")
+    assert "the program that started it was killed" in workspace.succeed("safetrain", "diagnose")
     output = workspace.succeed("dvc", "repro", "train")
     summary = workspace.json("training_summary.json")
     assert summary["resumed_from_step"] >= told["resumes_from_step"] > 0
@@ -135,7 +135,7 @@ def test_out_of_memory_under_a_limit_ends_well_on_a_lower_rung(workspace: Worksp
     for share in (0.97, 0.94, 0.91):  # what the example's update needs is little beside what the process has
         limit = f"train.memory_limit_gb={share * uncapped / 2**30:.4f}"
         done = workspace.run("python", "-m", "stages.train", *settings, limit)
-        if "going on by itself with" in done.stdout:
+        if "continuing by itself with" in done.stdout:
             break
     assert done.returncode == 0, done.stderr
     summary = workspace.json("training_summary.json")

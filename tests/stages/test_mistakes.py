@@ -26,7 +26,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train.learning_rat=1", "Unknown key train.learning_rat: did you mean train.learning_rate?"),
+        ("train.learning_rat=1", "Unknown key train.learning_rat: did you mean train.learning_rate?|the command line"),
         ("trian.seed=1", "Unknown key trian: did you mean train?"),
         ("lora.xyz=1", "Unknown key lora.xyz.|one of lora.rank, lora.scale, lora.dropout"),
         ("train.batch_size=two", "train.batch_size has the wrong type.|a whole number, at least 1|two"),
@@ -181,7 +181,8 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     os.kill(first.pid, signal.SIGINT)
     _, stderr = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert "the state is saved" in stderr
+    assert "the state is saved.\n  continue with: " in stderr
+    assert "error: " not in stderr
     changed = workspace.run(*command, "train.learning_rate=0.5")
     assert changed.returncode == 7
     assert "learning_rate" in changed.stderr

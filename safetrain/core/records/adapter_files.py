@@ -114,8 +114,7 @@ def _configuration(adapter: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except NotADirectoryError:
-        where = str(adapter)
-        raise ModelError("An adapter is a folder.", where=where, do=f"name it: {adapter.parent}") from None
+        raise ModelError("An adapter is a folder.", where=str(adapter), do=f"name it: {adapter.parent}") from None
     except FileNotFoundError:
         remedy = f"train one with '{dvc()} repro', or go to the project's root"
         raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy) from None

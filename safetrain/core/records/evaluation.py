@@ -244,10 +244,7 @@ def require_number(loss: float, name: str, rows: str) -> float:
     """Return the loss of the ``name`` model (base, tuned) on ``rows``; raise TrainingError if it is not a number."""
     if math.isfinite(loss):
         return loss
-    where, do = (
-        "",
-        "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
-    )
+    where, do = "", "check the model: safetrain selftest MODEL (damaged files, or numbers that overflow their type)"
     if name == "tuned":
         where, do = str(paths.ADAPTERS), "train again with a lower train.learning_rate: the training diverged"
     raise TrainingError(

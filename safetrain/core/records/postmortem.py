@@ -1,4 +1,4 @@
-"""postmortem.json: why a training ended, as the guard writes it and everyone else reads it."""
+"""postmortem.json: why a training ended, written by the guard and read by all the rest."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class PostMortem:
     rows: int
     tokens: int
     row_ids: tuple[int, ...]  # first lines of data/validated/train.jsonl in the micro-batch
-    footprint_bytes: int  # memory of the process, counted as its limit counts
+    footprint_bytes: int  # memory of the process, as its limit counts it
     limit_bytes: int
     limit_name: str
     predicted_peak_bytes: int
@@ -44,18 +44,18 @@ class PostMortem:
 
 
 def read_postmortem(output: Path) -> PostMortem | None:
-    """The last one; None if no training has ended badly here."""
+    """Read postmortem.json; None if no training has ended badly here."""
     return read_or_none(output / POSTMORTEM, PostMortem)
 
 
 def describe(death: PostMortem, *, with_next: bool = True) -> str:
-    """The paragraph that people read."""
+    """Describe the end of a training in lines of text, for people."""
     rows = [*describe_rows(death), *([("next", death.next_command)] if with_next else [])]
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in rows)
 
 
 def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
-    """The lines of that paragraph without the next command: label and text."""
+    """List the labels and texts of that description, without the next command."""
     rows = [("what", f"{death.title} ({death.confidence})"), ("where", describe_place(death))]
     rows += [("memory", describe_memory(death))] if death.footprint_bytes else []
     rows += [("because", text) for text in death.evidence]
@@ -66,7 +66,8 @@ def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
 
 def describe_place(death: PostMortem) -> str:
     """``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``."""
-    text = death.phase + (f" of step {death.step}" if death.step else "")
+    text = f"{death.phase} of step {death.step}".replace("save of", "saving") if death.step else death.phase
+    text = "while checking the saved adapter" if "verify" in death.phase else text
     if death.rows:
         size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
         text += f", micro-batch {death.micro_batch}: {size}"
@@ -77,7 +78,7 @@ def describe_place(death: PostMortem) -> str:
 
 
 def describe_memory(death: PostMortem) -> str:
-    """Memory of the process next to its limit, and mlx's next to the prediction."""
+    """Compare the memory of the process with its limit, and mlx's memory with the prediction."""
     process = "process" if death.ranks == 1 else f"all {death.ranks} ranks"
     kind = "private memory" if death.limit_name == OWN_LIMIT else process
     text = f"{kind} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
@@ -88,5 +89,5 @@ def describe_memory(death: PostMortem) -> str:
 
 
 def describe_rank(death: PostMortem) -> str:
-    """The rank that ended the training, and its machine."""
+    """Name the rank that ended the training, and its machine."""
     return f"rank {death.rank} of {death.ranks}, on {death.host or 'this machine'}"

@@ -183,10 +183,7 @@ def check_ranges(config: Pipeline) -> None:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
     like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as long
     if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None and not like_adam:
-        problems.append(
-            f"train.learning_rate is null with train.optimizer = {config.train.optimizer}: "
-            "the recommended one is Adam's; set your own"
-        )
+        problems.append(f"train.optimizer = {config.train.optimizer} has no recommendation: set train.learning_rate")
     _refuse(problems)
 
 
