@@ -21,7 +21,7 @@ from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
 
-HELP = {"help_option_names": ["-h", "--help"]}  # every command takes it over
+HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 HANDED_ON = {"ignore_unknown_options": True}  # to Hydra, as --cfg, and to DVC
 
 # Commands in the order in which people meet them; a group is listed by its name.
@@ -55,7 +55,7 @@ app = typer.Typer(
 
 
 def _tell_version(asked: bool) -> None:
-    """Print it and end."""
+    """Print the version and end."""
     if asked:
         print(f"safetrain {version('safetrain')}")
         raise typer.Exit
@@ -67,7 +67,7 @@ def options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """What stands before a command; the version has been printed by then."""
+    """Options before a command; the version has been printed by then."""
 
 
 for panel, commands in COMMANDS.items():

@@ -11,7 +11,7 @@ import typer
 
 from safetrain.cli_project import params
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import print_text, size_text
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
@@ -62,10 +62,10 @@ def evaluate(
         require_new(out, "choose another name, or remove it")
     files = read_model_files(folder)
     length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
-    with still_working("rows are read"):
+    with still_working("reading rows"):
         rows = _rows(data, folder, max_examples, length)
     for remark in rows.remarks(length, max_new_tokens):
-        print(remark, file=sys.stderr)
+        print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
     subjects = _subjects(folder, adapter, base)
     with ending_at_once("the evaluation has written nothing"):
@@ -78,7 +78,10 @@ def evaluate(
         with full_disk_named("The disk is full; nothing was written.", out.parent, "free some space"):
             out.parent.mkdir(parents=True, exist_ok=True)
             write_json(out, report)
-    print(json.dumps(report, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_text("\n".join(lines))
 
 
 def _measured(
@@ -165,7 +168,7 @@ def _trained_length() -> int:
 
 
 def _rows(data: Path | None, model: Path, max_examples: int | None, length: int) -> "HeldOut":
-    """Of the project's token store, where it was made for this tokenizer; else read and tokenized for the model."""
+    """Rows of the project's token store if it has this tokenizer; otherwise, read and tokenize them."""
     from safetrain.core.data.held_out import held_out_in
     from safetrain.core.data.store import open_split, read_made, store_path
     from safetrain.core.model.files import tokenizer_hash
@@ -204,7 +207,7 @@ def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[S
 
 
 def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
-    """One row of full length at a time, in the memory that there is; raises MachineError where the model is larger."""
+    """One row of full length at a time, in the available memory; raises MachineError if the model is larger."""
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.metrics import RunShape
     from safetrain.engine.backend import room_bytes

@@ -55,7 +55,7 @@ def convert(
     from safetrain.engine.upstream.loading import quantize
     from safetrain.watch.progress import still_working
 
-    with still_working(f"{source} is quantized"):
+    with still_working(f"quantizing {source}"):
         quantize(source, target, bits, group_size)
     print_text(f"{target} is written. Use it: model.path: {target} in params.yaml")
 
@@ -84,7 +84,7 @@ def fuse(
     from safetrain.engine.fuse import FuseJob, fuse_adapter
 
     job = FuseJob(**material, bits=bits, as_float=as_float, may_lose=may_lose / 100)
-    with still_working(f"{out} is made and measured"):
+    with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text)
     chosen, like = report.tried[-1], report.tried[-1].likeness
     share = f"keeps {100 * chosen.kept:.1f} % of what was learnt"
@@ -92,8 +92,8 @@ def fuse(
     if like.same_answers < OFTEN_THE_SAME:
         others = report.rows - round(like.same_answers * report.rows)
         print_text(
-            f"{others} of {report.rows} answers are not word for word the tuned model's, though no more right ones are "
-            "lost than chance explains; for more of them: --may-lose 0.5, or --bits 6"
+            f"{others} of {report.rows} answers differ in wording from the tuned model's; the number of correct ones "
+            "is within chance. To keep more: --may-lose 0.5, or --bits 6"
         )
     print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
@@ -142,7 +142,7 @@ def export_peft(
     from safetrain.engine.exchange.peft import PeftExportJob, export_peft
 
     name = base_name or hub_id_of(material["base"]) or str(material["base"])
-    with still_working(f"{out} is made and measured"):
+    with still_working(f"writing and measuring {out}"):
         report = export_peft(PeftExportJob(**material, base_name=name), print_text)
     like, bits = report.exported, report.base_bits
     print_text(
@@ -152,11 +152,9 @@ def export_peft(
     )
     if bits is not None:
         print_text(f"It was trained on a base of {bits} bits, and the figures are for that base, dequantized.")
-        print("On the float model that this was quantized from, it computes a little else.")
+        print_text("On the float model that it was quantized from, results differ slightly.")
     if bits is not None and base_name is None:
-        print_text(
-            f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name"
-        )
+        print_text(f"PEFT cannot open a quantized MLX model, and the base is {name}. Name the float one: --base-name")
     else:
         print_text(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
 
@@ -191,7 +189,7 @@ def export_gguf(
     from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of
 
     job = GgufJob(**material, kind=kind.value, may_lose=may_lose / 100)
-    with still_working(f"{out} is made and measured"):
+    with still_working(f"writing and measuring {out}"):
         report = export_gguf(job, print_text)
     print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
     print_text(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
@@ -214,11 +212,11 @@ def import_peft(
     from safetrain.engine.exchange.peft import import_peft
     from safetrain.watch.progress import still_working
 
-    with still_working(f"{source} is read and tried on {base}"):
+    with still_working(f"reading {source} and trying it on {base}"):
         imported, moved, largest = import_peft(source, base, out)
     lora, shape = imported.lora, imported.shape
     if shape.base_name:
-        print_text(f"The adapter says that it was trained on {shape.base_name}; it is put on {base}.")
+        print_text(f"PEFT trained this adapter on {shape.base_name}; here its base is {base}.")
     kind = "DoRA" if shape.dora else "rsLoRA" if shape.by_root else "LoRA"
     print_text(
         f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
@@ -228,7 +226,7 @@ def import_peft(
 
 
 def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None = None) -> dict[str, Any]:
-    """What every export is made from and measured on, as ExportJob names it. Loads the BLAS that mlx is to take."""
+    """Gather what every export needs, by the names in ExportJob, and load the BLAS for mlx."""
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import read_run_shape
@@ -245,7 +243,7 @@ def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None =
 
 
 def _tokens_of(folder: Path) -> Path:
-    """The base of a fused model, whose tokens the rows have: fuse names further tokens that end an answer."""
+    """The base of a fused model, whose tokenizer made the rows: fuse adds stop tokens."""
     from safetrain.core.model.files import make_same_tokens
     from safetrain.core.records.fusing import REPORT, FuseReport
     from safetrain.core.storage.files import read_record

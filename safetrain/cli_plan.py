@@ -205,7 +205,7 @@ def selftest(
     limit = own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
     verdicts = run_selftest("safetrain.engine.probe", model, rows, tokens, limit)
     for verdict in verdicts:
-        print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
+        print_text(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
     if not all(verdict.passed for verdict in verdicts):
         raise MachineError(
             "The self-test failed: this backend's results differ from those of mlx-lm's own layers.",
@@ -263,4 +263,4 @@ def create(
     for name, value, reason in reasons_of(model_made, request):
         print_text(f"{name:<17} {value:<20} {reason}")
     print_text(f"Created {folder}: {size_text(model_made.size_bytes)} of untrained weights.")
-    print(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")
+    print_text(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

@@ -1,4 +1,4 @@
-"""The project that commands work in: its folder, its params.yaml, and what they print with; init and update."""
+"""The project's folder, params.yaml and console; the commands init, update and cache."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safetrain.core.errors import ConfigError, broken_yaml
+from safetrain.core.formatting import print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def require_project() -> None:
-    """Raises ConfigError outside one."""
+    """Raise ConfigError outside a project."""
     if not Path("params.yaml").is_file():
         raise ConfigError(
             "This folder is not a safetrain project.",
@@ -27,7 +28,7 @@ def stage_module(name: str) -> str:
 
 
 def params() -> Any:
-    """params.yaml as it stands, without overlays."""
+    """Read params.yaml, without overlays."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
@@ -67,8 +68,8 @@ def init(
     left_out = make_project(folder, example=example)
     steps = ["safetrain run"] if example else ["safetrain run --data FILE --model FOLDER"]
     steps = [f"cd {folder}", *steps] if folder != Path() else steps
-    print(f"Made a project in {folder.resolve()}." + (f" {left_out}." if left_out else ""))
-    print(f"Next:  {' && '.join(steps)}")
+    print_text(f"Made a project in {folder.resolve()}." + (f" {left_out}." if left_out else ""))
+    print_text(f"Next:  {' && '.join(steps)}")
 
 
 def update() -> None:
@@ -78,13 +79,13 @@ def update() -> None:
     """
     from safetrain.project import update_project
 
-    print("\n".join(update_project()) or "Everything is as this version makes it.")
+    print("\n".join(update_project()) or "The project is up to date.")
 
 
 def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
     """Show what safetrain keeps outside of projects.
 
-    Measurements and a prepared BLAS; what is deleted is made again when it is needed.
+    Measurements and a prepared BLAS; deleted ones are made again when needed.
     """
     import shutil
 
@@ -96,4 +97,4 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = Fa
     size = sum(file.stat().st_size for file in files)
     if clear:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{folder}: {counted(len(files), 'file')}, {size_text(size)}{', deleted' if clear else ''}")
+    print_text(f"{folder}: {counted(len(files), 'file')}, {size_text(size)}{', deleted' if clear else ''}")

@@ -36,8 +36,8 @@ def run(
         do = "go to the project's root, or make one: safetrain init"
         raise ConfigError("No dvc.yaml found.", where=str(Path.cwd()), do=do)
     require_current()
-    params()  # what cannot be read is said once
-    os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
+    params()  # an unreadable file is reported once
+    os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # messages after a crash name it
     for name in STAGES:
         print(f"\n== {name}", flush=True)
         code = run_to_its_end([sys.executable, "-m", stage_module(name), *(overrides or [])])
@@ -48,7 +48,7 @@ def run(
 
 
 def _set_values(values: dict[str, str | None]) -> None:
-    """Write these into params.yaml; where all are given and there is no project, make one here."""
+    """Write values into params.yaml; without a project, make one here if all are given."""
     from safetrain.core.storage.files import write_text
     from safetrain.project import make_project, with_value
 
@@ -60,7 +60,7 @@ def _set_values(values: dict[str, str | None]) -> None:
             raise ConfigError(f"--{key.partition('.')[0]} names nothing that is there.", where=value)
     if not params_file.is_file() and len(values_set) == len(values):
         left_out = make_project(Path(), example=False)
-        print(f"Made a project in {Path.cwd()}." + (f" {left_out}." if left_out else ""))
+        print_text(f"Made a project in {Path.cwd()}." + (f" {left_out}." if left_out else ""))
     require_project()
     text = params_file.read_text(encoding="utf-8")
     for key, value in values_set.items():
@@ -89,7 +89,7 @@ def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc
 
 
 def _require_inputs(config: Any) -> None:
-    """Raise DataError or ModelError for a path that is not there: DVC's own error names no remedy."""
+    """Raise DataError or ModelError for a missing path: DVC's own error names no remedy."""
     from safetrain.core.model.files import read_model_files
     from safetrain.data.folders import data_files_of
 
@@ -108,8 +108,8 @@ def exp(
 
 
 def _start_dvc(command: str, words: list[str] | None) -> None:
-    """The DVC that came with safetrain; its stages find this safetrain first."""
-    params()  # what cannot be read is said in our words
+    """Run the DVC that came with safetrain; its stages find this safetrain first."""
+    params()  # an unreadable file is our error, not DVC's
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
 

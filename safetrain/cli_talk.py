@@ -79,7 +79,7 @@ def ask(
     prompt = asked.prompts.ids(asked.prompts.with_system([{"role": "user", "content": question}], asked.system))
     remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
     if remark:
-        print(remark, file=sys.stderr)
+        print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer
     from safetrain.engine.upstream.conversation import open_tuned

@@ -131,7 +131,7 @@ def report(
     if target.resolve() != usual.resolve():  # that one is written again each time
         require_new(target, "name another file, or remove this one first")
     if compare:
-        print(write_comparison(compare, target))
+        print_text(write_comparison(compare, target))
     else:
         write_report(read_run(), target)
     print(f"{target}: open it in a browser")

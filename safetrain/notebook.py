@@ -31,7 +31,7 @@ def follow(pipeline: Pipeline, every_seconds: float = 2.0, until: Callable[[], b
             time.sleep(every_seconds)
             output.update({"text/plain": status_of(pipeline)}, raw=True)
     except KeyboardInterrupt:
-        print("The training goes on. Run this cell again to look at it; stop(pipeline) saves and ends it.")
+        print("The training continues. Run this cell again to watch it; stop(pipeline) saves and ends it.")
         return
     output.update({"text/plain": status_of(pipeline)}, raw=True)
     if pipeline.poll():
@@ -40,7 +40,7 @@ def follow(pipeline: Pipeline, every_seconds: float = 2.0, until: Callable[[], b
 
 def stop(pipeline: Pipeline) -> None:
     """Ask it to save a checkpoint and end, and wait for that. The same start() continues there."""
-    pipeline.send_signal(signal.SIGTERM)  # to a process that has ended: nothing
+    pipeline.send_signal(signal.SIGTERM)  # does nothing if it has ended
     pipeline.wait()
 
 

@@ -76,7 +76,7 @@ class Program:
 def make_project(folder: Path, *, example: bool) -> str:
     """Make a project in ``folder``, beside what is there, with Git and DVC and one commit.
 
-    Returns what was left out, empty if nothing was. Raises ConfigError where one of its files is there already.
+    Return what could not be set up, or an empty text. Raise ConfigError if one of its files exists.
     """
     texts = project_files(example=example)
     shipped_folders = EXAMPLE if example else ()
@@ -111,7 +111,7 @@ def project_files(*, example: bool) -> dict[str, str]:
 
 def pipeline_text() -> str:
     """dvc.yaml of a project: the program's own, with a hash of the code in place of the code."""
-    lines, stage = ["# The pipeline; safetrain update renews this file. Your values stand in params.yaml."], ""
+    lines, stage = ["# The pipeline; safetrain update renews this file. Your values are in params.yaml."], ""
     for line in shipped("dvc.yaml").read_text(encoding="utf-8").splitlines():
         if line.startswith("#") or line.startswith(("    - safetrain/", "    - stages/")):
             continue
@@ -157,7 +157,7 @@ def _digest(text: str) -> str:
 
 
 def require_current(folder: Path = Path()) -> None:
-    """Raise ConfigError where another version of the program has made this project's files."""
+    """Raise ConfigError if another version of the program made this project's files."""
     if not (folder / PROGRAM).is_file():
         return
     program = _read_program(folder)
@@ -193,7 +193,7 @@ def update_project(folder: Path = Path()) -> list[str]:
     now = _program(texts, example=before.example)
     write_record(folder / PROGRAM, now)
     stages = [name for name, code in now.stages.items() if before.stages.get(name) != code]
-    return [*lines, f"the next run makes again: {', '.join(stages)}"] if stages else lines
+    return [*lines, f"the next run repeats: {', '.join(stages)}"] if stages else lines
 
 
 def _read_program(folder: Path) -> Program:
@@ -219,7 +219,7 @@ def _with_own_values(text: str, mine: str) -> tuple[str, list[str]]:
 
 
 def with_value(text: str, key: str, value: object) -> str:
-    """params.yaml with another value of ``section.key``; comments stay. Raises ConfigError where it has no such key."""
+    """Set ``section.key`` in the text of params.yaml; comments stay. Raise ConfigError if it has no such key."""
     section, _, name = key.partition(".")
     pattern = rf"^{section}:.*\n(?:[ #].*\n|\n)*?  {name}: *(?P<value>[^\n]*?)(?= *(?: #|$))"
     place = re.search(pattern, text, re.MULTILINE)
@@ -230,7 +230,7 @@ def with_value(text: str, key: str, value: object) -> str:
 
 
 def _start_version_control(folder: Path) -> str:
-    """Set up Git and DVC; returns why not, empty where both are there."""
+    """Set up Git and DVC. Return why that failed; empty on success."""
     if shutil.which("git") is None:
         return "Git is not installed, so no run is kept to compare with; safetrain run works without it"
     if _git(folder, "rev-parse", "--is-inside-work-tree").returncode:
@@ -243,7 +243,7 @@ def _start_version_control(folder: Path) -> str:
 
 
 def _commit(folder: Path, names: list[str]) -> str:
-    """Commit these files and no others; returns why not, empty where it is done."""
+    """Commit only these files. Return why that failed; empty on success."""
     nobody = ["-c", "user.name=safetrain", "-c", "user.email=safetrain@localhost"]
     identity = nobody if _git(folder, "config", "user.email").returncode else []
     added = _git(folder, "add", "--", *names)

@@ -29,7 +29,7 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     assert "on 9 validation rows" in said
     assert "trained on a base of 4 bits" in said
     assert "Name the float one: --base-name" in said
-    assert "owner/base-4bit is written as its base" in said
+    assert "the base is owner/base-4bit" in said
     assert "the same answer on 9 of 9 rows" in said
     assert read_record(Path("out") / EXPORT_REPORT, PeftReport).base_bits == 4
     with pytest.raises(ConfigError, match="exists already"):
@@ -38,7 +38,7 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     with pytest.raises(ConfigError, match="base model is not known"):
         invoke("import", "peft", "out", "back")
     said = invoke("import", "peft", "out", "back", "--model", str(base))
-    assert "trained on owner/base-4bit; it is put on" in said
+    assert "trained this adapter on owner/base-4bit; here its base is" in said
     assert "LoRA of rank 4, scale 2, on mlp.down_proj" in said
     assert "of the top 2 blocks" in said
     assert (Path("back") / "adapters.safetensors").read_bytes() == (

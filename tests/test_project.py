@@ -111,7 +111,7 @@ def test_another_programs_project_asks_for_an_update(project: Path, monkeypatch:
     write_record(project / PROGRAM, Program("0.0.1", made.example, other, made.files))
     with pytest.raises(ConfigError, match=r"made by safetrain 0\.0\.1"):
         require_current()
-    assert update_project() == ["the next run makes again: train"]
+    assert update_project() == ["the next run repeats: train"]
     require_current()
 
 
@@ -121,7 +121,7 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     (project / "params.yaml").write_text(params)
     monkeypatch.chdir(project)
     same = CliRunner().invoke(app, ["update"])
-    assert (same.exit_code, same.stdout) == (0, "Everything is as this version makes it.\n")
+    assert (same.exit_code, same.stdout) == (0, "The project is up to date.\n")
 
     newer = project_files(example=False)
     newer |= {"README.md": "# Newer\n", "dvc.yaml": newer["dvc.yaml"] + "# newer\n"}

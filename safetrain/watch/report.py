@@ -34,7 +34,7 @@ STATUSES = {
     State.LEFT: ("unfinished", OPEN),
     State.DIED: ("ended badly", BAD),
     State.FINISHED: ("finished", GOOD),  # with a summary that cannot be read
-    State.GONE: ("ended without a word: safetrain diagnose says why", BAD),
+    State.GONE: ("ended without a verdict: run safetrain diagnose", BAD),
 }
 Row = tuple[str, ...]
 

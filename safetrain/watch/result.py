@@ -26,10 +26,7 @@ MEASURE = "safetrain stage evaluate"
 
 
 def describe_result(run: Run, command: str = "dvc repro") -> str:
-    """A short text for the terminal; raises ConfigError without a finished and evaluated run.
-
-    ``command``: the one that ran the pipeline.
-    """
+    """The text for a terminal after ``command`` ran the pipeline; raises ConfigError without an evaluated run."""
     summary, scores = _measured(run)
     metrics, outcome = summary.metrics, summary.outcome
     pretrained = summary.settings.method == PRETRAIN

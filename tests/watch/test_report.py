@@ -123,7 +123,7 @@ def test_a_death_that_the_run_survived_is_past_and_one_of_an_earlier_run_is_not_
     write_record(output / "flight/run.json", RunMarker("another boot", "dvc repro", 2e9, 1.0))
     text = told(tmp_path)
     assert "Ended badly once, then continued: the system killed it" in text
-    assert "ended without a word: safetrain diagnose says why" in text
+    assert "ended without a verdict: run safetrain diagnose" in text
     assert ("ended at step 17: killed" in text, "Next:" in text, "continued with less" in text) == (True, False, False)
     journal(output, (1.9e9, "Started", {}), (1.9e9, "Begun", {"resumed_from_step": 0}))
     assert "lack of memory" not in told(tmp_path)
