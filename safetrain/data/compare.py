@@ -1,10 +1,10 @@
-"""What is remembered of every row, and what all rows show together: leaks between splits, copies, other answers.
+"""Checks that need all rows: leaks between splits, near-duplicates, and questions with different answers.
 
-It takes some 70 bytes a row, and 4 for each run of words of its question. Questions are nearly the same where their
-runs of five words overlap by a given share. Two sets that are similar by Jaccard's measure share one of their first few
-members, whatever the order of members is: with a similarity of 0.8 one of the first fifth. With the rarest first, texts
-that share one of these are candidates. Each pair of candidates is compared in full, unless both are known to be in one
-cluster: so clusters of near copies are exact.
+A row takes about 70 bytes of memory, and 4 more for each run of five words of its question. Two questions are
+near-duplicates if the Jaccard similarity of their runs reaches a threshold. Two sets with a similarity of 0.8 share a
+member among the first fifth of each, in any fixed order of members. So the search sorts the rarest runs first; texts
+that share one of these are candidates. It compares each pair of candidates in full, unless both are in one cluster
+already: so the clusters are exact.
 """
 
 import hashlib
@@ -24,24 +24,24 @@ from safetrain.data.split import TEST, TRAIN, VALID
 from safetrain.data.tokenize import ReadRow
 
 TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
-NUMBERS = np.dtype([  # of a row
+NUMBERS = np.dtype([  # one record for each row
     ("files", "u4"),
     ("lines", "u4"),
-    ("table_rows", "u4"),  # where they are counted; else 0
-    ("identities", "u8"),  # a digest of all that it says
-    ("questions", "u8"),  # of normalised words
-    ("asked", "u8"),  # of the text without case, white space and a final mark: other code is another question
-    ("contexts", "u8"),  # of what comes before the answer besides questions
-    ("answers", "u8"),  # 0 where there is none
+    ("table_rows", "u4"),  # 0 if the format has lines only
+    ("identities", "u8"),  # digest of the whole row
+    ("questions", "u8"),  # digest of normalised words
+    ("asked", "u8"),  # digest without case, white space and a final mark: different code is a different question
+    ("contexts", "u8"),  # digest of system prompt, tools and earlier answers
+    ("answers", "u8"),  # 0 if there is no answer
     ("answer_words", "u4"),
 ])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 SHINGLE_WORDS = 5
 SHINGLE_BASE = np.uint64(0x165667B19E3779F9)
-MOST_TEXTS = 2_000_000  # beyond it only equal texts are found
-MOST_CANDIDATES = 20_000_000  # pairs that are compared
+MOST_TEXTS = 2_000_000  # with more, only exact duplicates are found
+MOST_CANDIDATES = 20_000_000  # the most pairs to compare
 COUNTER_BITS = 22
-BLOCK = 2**20  # runs, or candidates, that are looked at together
+BLOCK = 2**20  # runs, or candidates, that are processed together
 LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
 LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
@@ -49,9 +49,9 @@ LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
 
 @dataclass(frozen=True)
 class DuplicateGroups:
-    """Which rows have a question in the same words, and which nearly: (rows,) the first row of each group or cluster.
+    """The first row with the same question (``groups``) and with nearly the same (``clusters``), for each row; (rows,).
 
-    ``left_out``: why not all were compared.
+    ``left_out`` says why some pairs were not compared; empty if all were.
     """
 
     groups: np.ndarray
@@ -60,17 +60,17 @@ class DuplicateGroups:
 
 
 class RowFacts:
-    """Collects what is known of each row that can be trained."""
+    """Collects the digests and the place of each row that can be trained."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """``names`` of the files."""
+        """``names``: the names of the files."""
         self._names, self._numbers, self._shingles = names, bytearray(), Shingles()
 
     def __len__(self) -> int:
         return len(self._numbers) // NUMBERS.itemsize
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
-        """Add those rows of a file that can be trained."""
+        """Add the rows of a file that can be trained."""
         trainable = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
         texts = [asked_text(row) or _answer_text(row) for _, row in trainable]
         words = words_of(texts)
@@ -83,13 +83,13 @@ class RowFacts:
         self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
 
     def column(self, name: str) -> np.ndarray:
-        """(rows,) one number of each row."""
+        """One column of NUMBERS; (rows,)."""
         return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
 
     def tell(
         self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
     ) -> None:
-        """Add a finding of some rows, each with the row that it is compared with, if that is another."""
+        """Add a finding about ``rows``, each with its partner: the row that it matches, if that is another one."""
         most = findings.most_places
         pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
         spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
@@ -101,11 +101,11 @@ class RowFacts:
         return Spot(self._names[file], Place(line, table_row), beside)
 
     def asked_in_context(self) -> np.ndarray:
-        """(rows,) what rows ask, with what comes before the answer."""
+        """A digest of each row's question and its context; (rows,)."""
         return mixed(self.column("asked") + mixed(self.column("contexts")))
 
     def likeness(self, similarity: float) -> DuplicateGroups:
-        """Compare the questions of all rows; with a ``similarity`` of 1 only the same words in the same order count."""
+        """Find duplicate questions; a ``similarity`` of 1 finds only those with the same words in the same order."""
         groups = first_alike(self.column("questions"))
         if similarity == 1:
             return DuplicateGroups(groups, groups, "")
@@ -114,13 +114,13 @@ class RowFacts:
 
 
 def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
-    """Make every check that needs all rows; ``parts`` (rows,) are indices into SPLITS."""
+    """Run every check that needs all rows; ``parts``: the index into SPLITS of each row, (rows,)."""
     train = np.flatnonzero(parts == TRAIN)
     firsts = train[first_alike(facts.column("identities")[train])]
     facts.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
     _overlaps(findings, facts, likeness, parts)
     groups, clusters = likeness.groups[train], likeness.clusters[train]
-    firsts = first_alike(clusters)  # the first of each cluster is the one to keep
+    firsts = first_alike(clusters)  # the first row of a cluster is not a copy
     near = groups != groups[firsts]
     if likeness.left_out:
         findings.add("NEAR-COPIES", f"; {likeness.left_out}", 0)
@@ -129,7 +129,7 @@ def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, part
 
 
 def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
-    """Rows of a later split with a question of an earlier one, and with nearly one."""
+    """Find rows whose question, or nearly the same question, is also in an earlier split."""
     in_context, questions = facts.asked_in_context(), facts.column("asked")
     for later, earlier in LATER_SPLITS:
         rows, earlier_rows = (np.flatnonzero(parts == part) for part in (later, earlier))
@@ -147,7 +147,7 @@ def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, pa
 
 
 def _answers(findings: Findings, facts: RowFacts) -> None:
-    """Questions with several answers, and answers to many questions."""
+    """Find questions with several answers, and answers that many questions share."""
     keys = facts.column("answers")
     rows = np.flatnonzero(keys)
     firsts = rows[first_alike(facts.asked_in_context()[rows])]
@@ -163,21 +163,21 @@ def _answers(findings: Findings, facts: RowFacts) -> None:
 
 
 def _partners(keys: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """For each of ``rows`` the first of the ``others`` rows with the same key; each has one."""
+    """Find the first of the ``others`` with the same key, for each of ``rows``; there must be one."""
     values, firsts = np.unique(keys[others], return_index=True)
     partners: np.ndarray = others[firsts[np.searchsorted(values, keys[rows])]]
     return partners
 
 
 def first_alike(keys: np.ndarray) -> np.ndarray:
-    """(rows,) the first row with the same key as each."""
+    """Find the first row with the same key, for each row; (rows,)."""
     _, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
     first_rows: np.ndarray = firsts[places]
     return first_rows
 
 
 def digests(words: Words) -> np.ndarray:
-    """(texts,) one number for all words of each text, in order; 0 where there are none."""
+    """Hash the words of each text, in order; (texts,), 0 for a text without words."""
     values = np.zeros(len(words.counts), dtype=np.uint64)
     some = words.counts > 0
     values[some] = hashed(words.hashes, words.bounds[:-1][some], TEXT_BASE) | np.uint64(1)
@@ -185,17 +185,17 @@ def digests(words: Words) -> np.ndarray:
 
 
 def plain_digest(text: str) -> int:
-    """A number that equal texts share. Even, as no digest of words is."""
+    """Hash a text. The result is even, so that it never equals a digest of words, which is odd."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & ~1
 
 
 def strict_digest(text: str) -> int:
-    """A number that texts share which differ only in case, white space and the mark at the end."""
+    """Hash a text, ignoring case, white space and the punctuation at its end."""
     return plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text)
 
 
 def asked_text(row: Row) -> str:
-    """What the user asks in a row, all of a bare text; empty where no one does: such a row counts by its answer."""
+    """All that the user asks in a row, or the whole of a bare text; empty if the user asks nothing."""
     question = "\n".join([message.content for message in row.messages if message.role == "user"])
     return row.text or ("" if question.isspace() else question)
 
@@ -209,13 +209,13 @@ def _answer_text(row: Row) -> str:
 
 
 def _answer(row: Row) -> tuple[int, int]:
-    """A digest of the last answer without case, white space and a final mark, 0 for none; and how many words it has."""
+    """Hash the last answer, ignoring case, white space and a final mark (0 without one), and count its words."""
     words = _answer_text(row).casefold().split()
     return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(words)
 
 
 def _context(row: Row) -> int:
-    """A digest of what an answer depends on besides what the user asks; 0 where there is nothing."""
+    """Hash what the answer depends on besides the user's turns: system prompt, tools, earlier answers; 0 if nothing."""
     places = range(len(row.messages))
     last = max((place for place in places if row.messages[place].role == "assistant"), default=0)
     parts = [row.messages[place].content for place in places if row.messages[place].role != "user" and place != last]
@@ -226,7 +226,7 @@ def _context(row: Row) -> int:
 
 
 class Shingles:
-    """The different runs of five words of each text."""
+    """The distinct runs of five words of each text."""
 
     def __init__(self) -> None:
         self._values, self._ends = array("I"), array("Q", [0])
@@ -237,7 +237,7 @@ class Shingles:
     def add(self, words: Words) -> None:
         """Add the next texts."""
         if len(self) > MOST_TEXTS:
-            self._values = array("I")  # they are not compared
+            self._values = array("I")  # too many texts to compare: free the memory
             return
         values, bounds = shingles(words)
         begin = self._ends[-1]
@@ -245,7 +245,7 @@ class Shingles:
         self._ends.extend((begin + bounds[1:]).tolist())
 
     def clusters(self, similarity: float) -> tuple[np.ndarray, str]:
-        """(texts,) the first text that each is connected to by near copies; and why not all were compared, or ""."""
+        """The first text of each text's cluster, (texts,), and why some pairs were not compared, or ""."""
         if len(self) > MOST_TEXTS:
             return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only equal questions were compared"
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
@@ -253,10 +253,7 @@ class Shingles:
 
 
 def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """The different runs of each text, as sorted numbers of 32 bits, and (texts + 1,) where they begin.
-
-    A text of fewer words is one run.
-    """
+    """The distinct runs of each text as sorted 32-bit hashes, and bounds (texts + 1,); a short text is one run."""
     counts = words.counts
     runs = np.where(counts > 0, np.maximum(counts - SHINGLE_WORDS + 1, 1), 0)
     of_text = np.repeat(np.arange(len(counts)), runs)
@@ -277,10 +274,10 @@ class _CandidateSearch:
         self._labels = np.arange(len(ends) - 1)
 
     def run(self) -> tuple[np.ndarray, str]:
-        """Compare candidates: first those next to each other in the list of a run, then the next but one, …"""
+        """Compare candidates: first neighbours in the list of texts that share a run, then texts two apart, and on."""
         codes = np.sort(np.concatenate([np.zeros(0, dtype=np.uint64), *self._prefixes()]))
         runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
-        _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the list of each run
+        _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the texts of each run
         ends = np.repeat(firsts + sizes, sizes)
         budget, at, distance = MOST_CANDIDATES, np.arange(len(codes)), 0
         while len(at):
@@ -290,14 +287,14 @@ class _CandidateSearch:
                 budget -= self._compare(texts[some], texts[some + distance])
             if budget <= 0:
                 return self._labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
-            if distance.bit_count() == 1:  # a large family is soon one cluster: its lists need no more comparison
+            if distance.bit_count() == 1:  # a large family is soon one cluster: no need to compare it further
                 own = self._labels[texts]
                 several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
                 at = at[np.repeat(several, sizes)[at]]
         return self._labels, ""
 
     def _prefixes(self) -> Iterator[np.ndarray]:
-        """Codes of (run, text) for the first runs of each text, the rarest being first."""
+        """Yield codes of (run, text) for the rarest runs of each text."""
         mask = np.uint32(2**COUNTER_BITS - 1)
         frequency = np.zeros(2**COUNTER_BITS, dtype=np.int64)
         for start in range(0, len(self._values), BLOCK):
@@ -306,18 +303,18 @@ class _CandidateSearch:
             sizes = self._sizes[batch]
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
-            order = np.lexsort((frequency[values & mask], of_text))  # stable: of equally rare ones the smaller number
+            order = np.lexsort((frequency[values & mask], of_text))  # stable: equally rare runs are in order of hash
             order = order[_inside(sizes) < prefix_sizes[of_text]]
             yield (values[order].astype(np.uint64) << HALF) | (of_text[order] + batch.start).astype(np.uint64)
 
     def _runs(self, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The runs of some texts, and which of the texts each is of."""
+        """The runs of ``texts``, and the index of the text that each belongs to."""
         sizes = self._sizes[texts]
         places = np.repeat(self._starts[texts], sizes) + _inside(sizes)
         return self._values[places], np.repeat(np.arange(len(texts)), sizes)
 
     def _compare(self, first: np.ndarray, second: np.ndarray) -> int:
-        """Compare pairs of two clusters, and give near copies one label; returns how many were compared."""
+        """Compare the pairs that are in different clusters and join near copies; returns how many it compared."""
         sizes = self._sizes[first], self._sizes[second]
         open_pairs = self._labels[first] != self._labels[second]
         open_pairs &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
@@ -339,7 +336,7 @@ class _CandidateSearch:
         return near
 
     def _connect(self, first: np.ndarray, second: np.ndarray) -> None:
-        """Give the clusters of each pair the smaller of their two labels, which is that of their first text."""
+        """Join the clusters of each pair: both get the smaller label, the index of their first text."""
         while not np.array_equal(one := self._labels[first], other := self._labels[second]):
             np.minimum.at(self._labels, np.maximum(one, other), np.minimum(one, other))
             while not np.array_equal(self._labels, further := self._labels[self._labels]):
@@ -347,7 +344,7 @@ class _CandidateSearch:
 
 
 def _batches(sizes: np.ndarray) -> Iterator[slice]:
-    """Neighbours whose sizes are about BLOCK together."""
+    """Yield slices whose sizes add up to about BLOCK."""
     ends, start = np.cumsum(sizes), 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0
@@ -357,5 +354,5 @@ def _batches(sizes: np.ndarray) -> Iterator[slice]:
 
 
 def _inside(sizes: np.ndarray) -> np.ndarray:
-    """Numbers from 0 in each of some groups of these sizes, one after the other."""
+    """The index of each member within its group, for groups of these ``sizes`` in sequence."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

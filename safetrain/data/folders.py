@@ -1,4 +1,4 @@
-"""Which files a data set has: one, or those of a folder, by split; and which lie there and are not read."""
+"""Finds the files of a data set and the split of each, and the files in its folder that are not read."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 TOKENS = ".ds"
 PACKED = (".gz", ".zst")
-OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # about the data
+OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # its metadata
 NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
 SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 
@@ -28,23 +28,23 @@ class DataFiles:
 
     names: tuple[str, ...]  # the split of each
     paths: tuple[Path, ...]
-    unread: tuple[str, ...] = ()  # what lies there as if it were data
+    unread: tuple[str, ...] = ()  # files that look like data but are in no split
 
 
 class _File(NamedTuple):
-    """A file in a folder. A split of rows has one file, shards of one name, or one folder: one ``kind``."""
+    """A file in a folder. All files of a split have one ``kind``: one file, shards of one name, or one folder."""
 
     path: Path
-    split: str  # empty where no name says one
-    folder: Path  # that holds the data set, if it is one
-    kind: tuple[str, bool]  # the name without numbers, and whether it has some; or the folder of a split
+    split: str  # empty if no name gives one
+    folder: Path  # of the data set that the file would belong to
+    kind: tuple[str, bool]  # name without numbers, and whether it had any; or the folder of a split
 
 
 def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
-    """The files of a data set, a file or a folder; raises DataError.
+    """Find the files of a data set, which is a file or a folder; raises DataError.
 
-    With ``documents``, a folder of plain text is a data set too, where it has no files of rows by their splits.
-    Names of texts say splits where those of all of them do: else a book named a test would be one.
+    With ``documents``, a folder of plain text without files of rows is a data set too. Its names give splits only if
+    all of them do: so a book whose name ends in test is not the test split.
     """
     if source.is_file():
         return DataFiles(("train",), (source,))
@@ -65,9 +65,9 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
-    """All files of ``paths``, files or folders, each with its split: as it lies in its folder, or by its name.
+    """Find all files of ``paths``, files or folders, each with its split by its folder or its name.
 
-    With ``documents`` a folder of plain text is read as one, also where files of rows stand in it. Raises DataError.
+    With ``documents``, plain text in a folder is read even next to files of rows. Raises DataError.
     """
     pairs, unread = list[tuple[str, Path]](), list[str]()
     for path in paths:
@@ -86,14 +86,14 @@ def _data_files(pairs: Sequence[tuple[str, Path]], unread: Sequence[str]) -> Dat
 
 
 def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
-    """The files of tokens of ``source`` by split, none where it has none; those of no named split are train's.
+    """Find the token files of ``source`` by split; files without the name of a split belong to train.
 
-    Raises DataError where some files are named train and others are of no split, or a part cannot be read.
+    Raises DataError if some files are named train and others have no split, or if a folder cannot be read.
     """
     files = _files_in(source, (TOKENS,))
     splits = {split: tuple(file.path for file in files if file.split == split) for split in ("", *SPLITS)}
     if splits[""] and splits["train"]:
-        what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
+        what, do = "Some token files are named train, and others have no split.", "put them all into a folder train"
         raise DataError(what, where=str(splits[""][0]), do=do)
     splits["train"] += splits.pop("")
     if files and not splits["train"]:
@@ -102,7 +102,7 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
 
 
 def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
-    """All files with these suffixes in a folder and below, or the file itself; raises DataError."""
+    """Find all files with these suffixes in a folder and its subfolders, or the file itself; raises DataError."""
     _require_there(source)
     below = [source] if source.is_file() else _files_below(source)
     paths = [path for path in below if suffix_of(path) in suffixes]
@@ -110,7 +110,7 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
 
 
 def suffix_of(path: Path) -> str:
-    """The last suffix in small letters, without that of a compression."""
+    """The last suffix in lower case, ignoring .gz and .zst."""
     return _stem_and_suffix(path)[1]
 
 
@@ -121,10 +121,10 @@ def _stem_and_suffix(path: Path) -> tuple[str, str]:
 
 
 def _split_in(path: Path) -> tuple[str, Path]:
-    """The split that a file is of, and which part of ``path`` says it.
+    """The split of a file, and the part of ``path`` that names it.
 
-    The name of a split stands at the end of the file's name, before the numbers of shards, or at that of a folder's:
-    ``val.csv.gz``, ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The nearest says it.
+    The name of a file or folder ends with that of the split, before shard numbers: ``val.csv.gz``,
+    ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The part nearest to the file decides.
     """
     for part in (path, *path.parents):
         name = _stem_and_suffix(part)[0] if part == path else part.name.casefold()
@@ -136,7 +136,7 @@ def _split_in(path: Path) -> tuple[str, Path]:
 
 
 def _files_below(source: Path) -> Iterator[Path]:
-    """All files that are not hidden, shard 2 before shard 10. Raises DataError for links to folders, and dead ones."""
+    """Yield files that are not hidden, shard 2 before 10. Raises DataError for broken links and links to folders."""
     for folder, folders, names in os.walk(source, onerror=_refuse_unreadable):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_natural_order)
         inside = [Path(folder) / name for name in folders]
@@ -144,10 +144,10 @@ def _files_below(source: Path) -> Iterator[Path]:
         for path in (*inside, *files):
             if path.is_symlink() and not path.is_file():
                 got = f"a link to {shown(str(path.readlink()))}"
-                what = "A link in the data folder leads to a folder, where DVC does not see changes."
+                what = "A link in the data folder points to a folder, in which DVC sees no changes."
                 do = f"name the folder itself, or move its files here: {override('data.path', path.resolve())}"
                 if not path.exists():
-                    what, do = "A link in the data folder leads to nothing.", "mount the disk it leads to, or remove it"
+                    what, do = "A link in the data folder is broken.", "mount the disk it points to, or remove it"
                 raise DataError(what, where=str(path), got=got, do=do)
         yield from (path for path in files if path.is_file())
 
@@ -155,13 +155,13 @@ def _files_below(source: Path) -> Iterator[Path]:
 def _require_there(source: Path) -> None:
     if not source.exists():
         expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
-        do = similar_path(source) or "correct its name; in params.yaml it is data.path"
+        do = similar_path(source) or "correct the path: data.path in params.yaml"
         raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
 
 
 def _refuse_unreadable(error: OSError) -> None:
     what = f"A folder of the data cannot be read: {error.strerror}."
-    raise DataError(what, where=str(error.filename), do="allow it to be read, or name another data.path")
+    raise DataError(what, where=str(error.filename), do="give yourself permission to read it, or set another data.path")
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
@@ -182,7 +182,7 @@ def _file(path: Path, source: Path) -> _File:
 
 
 def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
-    """The one folder that holds a data set: ``source``, or one below it, as ``data`` in a clone from the hub."""
+    """The folder that holds the data set: ``source``, or a folder in it, such as ``data`` in a clone from the hub."""
     folders = sorted({file.folder for file in files if file.split == "train"})
     if source in folders or len(folders) == 1:
         return source if source in folders else folders[0]
@@ -197,14 +197,14 @@ def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
     raise DataError(
         "The data folder has no file named train.",
         where=str(source),
-        expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain or packed; shards; or a folder train",
+        expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain or compressed; shards; or a folder train",
         got=shown(", ".join(names)) if names else "an empty folder",
         do=do,
     )
 
 
 def _require_whole(split: str, files: Sequence[_File]) -> None:
-    """Raise DataError for a split that is there twice, or lacks some of the shards that its names count."""
+    """Raise DataError if a split exists twice, or lacks some of the shards that its file names count."""
     kinds = {file.kind: file.path for file in reversed(files)}
     if len(kinds) > 1:
         names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
@@ -215,9 +215,9 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
     count = len(shards)
     if shards and (totals != [count] or numbers not in (list(range(count)), list(range(1, count + 1)))):
         raise DataError(
-            f"Shards of {split} are missing, or of two data sets.",
+            f"Shards of {split} are missing, or belong to two data sets.",
             where=str(files[0].path.parent),
             expected=f"{' or '.join(map(str, totals))} files, each number once",
             got=shown(", ".join(map(str, numbers))),
-            do="fetch the others, or remove what is old",
+            do="fetch the missing shards, or remove old ones",
         )

@@ -1,12 +1,12 @@
-"""Where each assistant turn stands in a rendered chat, for any template: after its header, to its closing token.
+"""Finds each assistant turn in a rendered chat, for any template: from after its header to its closing token.
 
-A chat is rendered twice: as it is, and with a placeholder for each run of its words. The text around the placeholders
-is the template's own literal text. In it, a turn begins where the generation prompt for that answer ends, and ends at
-the first closing token after its last placeholder.
+A chat is rendered twice: with its words, and with a placeholder for each run of words. The text around the
+placeholders is the template's own literal text. A turn begins where the generation prompt for that answer ends, and
+ends at the first closing token after its last placeholder.
 
-A template can react to what a message is: empty or not, its white space, the control strings that the template itself
-spells or looks for, such as ``</think>``. All that stays; each other run of words becomes one placeholder. That the
-template reacts to no other words is assumed, and checked: if it does, the rendered texts do not align.
+A template can depend on whether a message is empty, on its white space, and on the control strings that the template
+spells or looks for, such as ``</think>``. All that is left in place; every other run of words becomes a placeholder.
+If the template depends on other words, the two texts do not align, and the row is refused.
 """
 
 import functools
@@ -29,8 +29,8 @@ from safetrain.core.data.template import (
 from safetrain.data.rows import Message
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # what may be a template's control string
-LOOKED_FOR = re.compile(  # texts that a template looks for in a message: '/no_think' in content, content.split('…')
+CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # strings that may be control strings
+LOOKED_FOR = re.compile(  # texts that a template searches for: '/no_think' in content, content.split('…')
     r"""['"]([^'"\n]{2,60})['"]\s*(?:not\s+)?in\b|\.(?:(?:starts|ends)with|r?split|replace|r?find|r?index|r?partition)"""
     r"""\(\s*['"]([^'"\n]{2,60})['"]"""
 )
@@ -41,12 +41,12 @@ EMPTY_THINKING = re.compile(
 )
 THINKING = re.compile(r"think|thought", re.IGNORECASE)
 
-Chat = list[dict[str, Any]]  # messages as a template reads them
+Chat = list[dict[str, Any]]  # messages in the form that templates read
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A run of words and where it stands. ``kind``: content, thinking, or call (a string of a tool call)."""
+    """A run of words of a message. ``kind``: content, thinking, or call (a string in a tool call)."""
 
     message: int
     kind: str
@@ -55,7 +55,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class MarkedChat:
-    """A chat with placeholders. ``shape`` is equal for chats that differ only in their words."""
+    """A chat with placeholders. Chats that differ only in their words have the same ``shape``."""
 
     messages: Chat
     placeholders: tuple[Placeholder, ...]
@@ -63,7 +63,7 @@ class MarkedChat:
 
 
 def chat_of(messages: Sequence[Message]) -> Chat:
-    """The messages as most templates read them; reasoning stands under both of its usual names."""
+    """The messages in the form that most templates read, with reasoning under both of its usual keys."""
     chat = [message.for_template() for message in messages]
     for value in chat:
         reasoning = next((value[key] for key in REASONING_KEYS if isinstance(value.get(key), str)), None)
@@ -73,7 +73,7 @@ def chat_of(messages: Sequence[Message]) -> Chat:
 
 
 def mark(chat: Chat, source: str) -> MarkedChat:
-    """The chat with placeholders, for the template ``source``."""
+    """Replace the words of a chat by placeholders, for the template ``source``."""
     marker = _Marker(_control_strings(source))
     messages = [marker.message(index, message) for index, message in enumerate(chat)]
     return MarkedChat(messages, tuple(marker.placeholders), json.dumps(messages, ensure_ascii=False))
@@ -108,7 +108,7 @@ class _Marker:
         return "".join([*pieces, self._placeholder(index, "content", content[start:])])
 
     def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call with its arguments replaced; its name where no argument has words, so that the call can be found."""
+        """Replace the arguments of a call, or its name if no argument has words, so that the call can be located."""
         function, before = dict(call["function"]), len(self.placeholders)
         function["arguments"] = self._value(index, function.get("arguments"))
         if len(self.placeholders) == before:
@@ -133,7 +133,7 @@ class _Marker:
 
 @functools.lru_cache(maxsize=8)
 def _control_strings(source: str) -> "re.Pattern[str] | None":
-    """Finds every text that a template can react to inside a message: what it spells or looks for."""
+    """A pattern for every string on which the template can depend: those it spells or searches for."""
     looked_for = {one or two for one, two in LOOKED_FOR.findall(source)}
     strings = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
     longest_first = sorted(strings, key=lambda text: (-len(text), text))
@@ -141,9 +141,9 @@ def _control_strings(source: str) -> "re.Pattern[str] | None":
 
 
 def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:
-    """Where each placeholder's words stand in the real ``text``; None if the literal texts around them differ.
+    """The span of each placeholder's words in the real ``text``, plain or escaped; None if the literals differ.
 
-    Every character of ``text`` is accounted for. Words may be written as they are, or escaped.
+    Spans and literals together cover every character of ``text``.
     """
     literals = skeleton.literals
     position, spans = len(literals[0]), []
@@ -163,7 +163,7 @@ def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) ->
 
 
 def spellings(text: str) -> Iterator[str]:
-    """The ways in which templates write words: as they are, or escaped."""
+    """Yield the ways in which templates write words: plain, or escaped as JSON."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
@@ -174,21 +174,21 @@ def spellings(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn in a layout. Offsets are characters of the literal text before or after its placeholders."""
+    """An assistant turn in a layout. Offsets are characters in the literal text before or after its placeholders."""
 
     message: int
-    first: int  # the place of its first placeholder
+    first: int  # index of its first placeholder in the skeleton
     last: int
-    start: int  # in literals[first]: where the labels begin
-    thinking_end: int  # the same after an empty thinking block, if it begins with one, else equal to ``start``
-    end: int  # in literals[last + 1]: where the labels end
-    closing: str  # the token that closes it, empty if nothing does
-    prompt_opening: str  # how the generation prompt ends, where this turn does not begin so
-    own_opening: str  # what this turn has in its place, as part of its header
+    start: int  # where the labels begin, in literals[first]
+    thinking_end: int  # the end of an empty thinking block at ``start``; equal to ``start`` without one
+    end: int  # where the labels end, in literals[last + 1]
+    closing: str  # the token that closes it; empty if none does
+    prompt_opening: str  # how the generation prompt ends, if this turn begins differently
+    own_opening: str  # how this turn begins in its place
 
 
 def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
-    """The chat as text; None where the template refuses it."""
+    """Render a chat; None if the template refuses it."""
     try:
         return template.write(chat, tools, prompt=prompt)
     except TemplateError:
@@ -196,7 +196,7 @@ def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, 
 
 
 class TurnFinder:
-    """Finds the turns of one marked chat in its skeleton."""
+    """Finds the turns of a chat with placeholders in its skeleton."""
 
     def __init__(
         self, template: ChatTemplate, plain: PlainAnswers, messages: Chat, tools: Sequence[Any] | None,
@@ -204,17 +204,17 @@ class TurnFinder:
     ) -> None:  # fmt: skip
         self._template, self._plain, self._messages, self._tools = template, plain, messages, tools
         self._placeholders, self._skeleton = placeholders, skeleton
-        self._openings: dict[str, tuple[int, str, str]] = {}  # by the literal text before a turn
+        self._openings: dict[str, tuple[int, str, str]] = {}  # for each literal text before a turn
 
     def turns(self) -> tuple[Turn, ...]:
-        """Every assistant turn that has a placeholder in the skeleton, in the order of the text."""
+        """All assistant turns with a placeholder in the skeleton, in the order of the text."""
         owners = [self._placeholders[number].message for number in self._skeleton.places]
         turns, earlier = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
             places = list(group)
             numbers = [self._skeleton.places[place] for place in places]
             if self._messages[message]["role"] == "assistant" and not earlier.issuperset(numbers):
-                if len(set(numbers)) < len(numbers):  # a tool's header may repeat the name of its call
+                if len(set(numbers)) < len(numbers):  # the header of a tool's result may repeat the call's name
                     alone = self._prefix(message + 1)
                     places = places[: sum(number in numbers for number in alone.places) if alone else None]
                 turns.append(self._turn(message, places[0], places[-1]))
@@ -233,15 +233,15 @@ class TurnFinder:
         return Turn(message, first, last, start, thinking_end, end, closing, prompt_opening, own_opening)
 
     def _opening(self, message: int, first: int) -> tuple[int, str, str]:
-        """Where in the literal text before a turn its header ends; how prompt and turn go on from there, if unlike."""
+        """The end of a turn's header in the literal text before it; how prompt and turn continue, if they differ."""
         before = self._skeleton.literals[first]
         is_last = not any(later["role"] == "assistant" for later in self._messages[message + 1 :])
-        if is_last or before not in self._openings:  # what is asked for the last answer may depend on all before it
+        if is_last or before not in self._openings:  # the prompt for the last answer may depend on all earlier turns
             self._openings[before] = self._compared_with_prompt(message, first, before)
         return self._openings[before]
 
     def _compared_with_prompt(self, message: int, first: int, before: str) -> tuple[int, str, str]:
-        """The same by comparison with a prompt for this answer; by the usual header where that is another chat."""
+        """Compare with the generation prompt for this answer, or with the usual header if that prompt is unusable."""
         prompt, shared, prompt_end = self._prefix(message, prompt=True), 0, ""
         if prompt is not None and prompt.places[-1:] == self._skeleton.places[:first][-1:]:
             prompt_end = prompt.literals[-1]
@@ -249,15 +249,15 @@ class TurnFinder:
         if not before[:shared].strip():
             return _header_end(before, self._plain.header, thinking=True) or len(before), "", ""
         start = shared + _header_end(before[shared:], prompt_end[shared:], thinking=False)  # it may end with a reminder
-        own = self._plain.own_header  # a prompt may have none after a tool's result, where the whole chat has one
+        own = self._plain.own_header  # after a tool's result a prompt may lack the header that the chat has
         if own and own in before[start:]:
             start = before.rindex(own) + len(own)
         return start, prompt_end[shared:], before[shared:start]
 
     def _end_of_call(self, message: int, last: int) -> tuple[int, str]:
-        """The end of a call: a token that ends plain answers, else where the text begins to depend on what follows.
+        """The end of a call: a token that ends plain answers, or else where the text begins to depend on later turns.
 
-        A call has control strings of its own after its arguments, which end nothing.
+        The control strings that belong to a call do not end the turn.
         """
         after, plain = self._skeleton.literals[last + 1], self._plain
         ends = plain.controls.stops | plain.closings()
@@ -277,15 +277,15 @@ class TurnFinder:
         return len(tail), closing
 
     def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
-        """The first messages of the chat alone; None where the template refuses that."""
+        """The skeleton of only the first messages; None if the template refuses them."""
         text = written_by(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
         return None if text is None else skeleton_of(text)
 
 
 def _header_end(before: str, header: str, *, thinking: bool) -> int:
-    """After the longest end of a known ``header`` that stands in ``before``; 0 where none does.
+    """The end in ``before`` of the longest suffix of ``header`` that occurs there; 0 if none does.
 
-    Without ``thinking`` what opens or ends thinking is not a header: a turn may have it as its own.
+    Without ``thinking``, a suffix that opens or closes thinking does not count: it may belong to the turn.
     """
     for border in borders(header, len(header)):
         part = header[border:]

@@ -1,8 +1,8 @@
-"""A row as text with the spans that are trained, and a remark on everything that the template loses or changes.
+"""Renders a row as text with the spans that are trained, and remarks on all that the template leaves out or changes.
 
-The literal text of a template is equal for all chats of one shape: their layout. A chat of a known shape is rendered
-once, and its real words are looked for where the layout has placeholders: every character has to be accounted for, so
-a template that reacts to words in another way is refused, not guessed.
+All chats of one shape have the same layout: the template's literal text, with placeholders for their words. A chat of
+a known shape is rendered once, and its words must be where the layout has placeholders. If any character of the text
+is left over, the row is refused.
 """
 
 import itertools
@@ -24,9 +24,9 @@ from safetrain.core.data.template import (
 from safetrain.data.masks import Chat, MarkedChat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
 from safetrain.data.rows import Message, Row
 
-KEPT = 4096  # layouts that are remembered
+KEPT = 4096  # layouts in the cache
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
-WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of JSON in small letters, not its escapes
+WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of lower-case JSON, without its escapes
 Remark = tuple[str, str]  # a finding's id and detail
 
 
@@ -40,12 +40,12 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class ChatForm:
-    """One of the ways to hand the same chat to a template: published templates want different ones."""
+    """One of the ways to pass a chat to a template: published templates expect different ones."""
 
     content_as_parts: bool = False
     developer_as_system: bool = False
     arguments_as_text: bool = False
-    null_content: bool = False  # None where there is a call and no text, as OpenAI has it
+    null_content: bool = False  # content is None in a call without text, as in OpenAI's format
 
     def of(self, chat: Chat) -> Chat:
         """The chat in this form."""
@@ -73,13 +73,13 @@ class TemplateLayout:
     form: ChatForm
     skeleton: Skeleton
     turns: tuple[Turn, ...]
-    lost: frozenset[int]  # numbers of the placeholders that it does not write
+    lost: frozenset[int]  # numbers of the placeholders that the template leaves out
     tools_lost: bool
 
 
 @dataclass(frozen=True)
 class PlacedChat:
-    """A chat as text, its layout, and where in the text the words of each placeholder stand."""
+    """A chat as text, its layout, and the span of each placeholder's words in the text."""
 
     layout: TemplateLayout
     placeholders: tuple[Placeholder, ...]
@@ -88,24 +88,24 @@ class PlacedChat:
 
     @property
     def rank(self) -> tuple[int, bool, bool, bool, int]:
-        """Orders forms of a chat: fewest losses, then the usual form, then the shorter text.
+        """Sort key for the forms of a chat: fewest losses, then the usual form, then the shortest text.
 
-        Some templates write a null content as ``None``, others an empty one as an empty answer after a call.
+        The length matters because some templates write null content as ``None``, and others empty content as an answer.
         """
         form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
         return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
 
 
 class Layouts:
-    """Places chats of one template. A chat of a known shape costs one rendering and a comparison."""
+    """Lays out chats for one template. A chat of a known shape costs one rendering and a comparison."""
 
     def __init__(self, template: ChatTemplate, controls: Controls) -> None:
         self._template, self._controls = template, controls
         self._known: dict[str, TemplateLayout] = {}
-        self._plain: dict[str, PlainAnswers] = {}  # by the template's source
+        self._plain: dict[str, PlainAnswers] = {}  # for each template source
 
     def place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
-        """The chat as text, and where everything in it stands; raises RenderError."""
+        """Render a chat and locate its words in the text; raises RenderError."""
         try:
             return self._place(row, tools)
         except TemplateError as error:
@@ -137,7 +137,7 @@ class Layouts:
         return placed
 
     def _search(self, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None) -> PlacedChat:
-        """The chat in the form that loses least; raises the refusal where the template takes none."""
+        """Render the chat in the form that loses least; raises the template's first refusal if it accepts none."""
         refusal: TemplateError | None = None
         places: list[PlacedChat] = []
         for form in _forms(chat):
@@ -151,12 +151,12 @@ class Layouts:
                 break
         if places:
             return min(places, key=lambda placed: placed.rank)
-        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: no answer can be found")
+        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: answers cannot be located")
 
     def _lay_out(
         self, form: ChatForm, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None
     ) -> PlacedChat | None:
-        """The chat in a layout of its own; None where the marked chat is not rendered as the chat itself is."""
+        """Make a layout for the chat; None if its text and the text with placeholders do not align."""
         text, messages = self._template.write(form.of(chat), tools), form.of(marked.messages)
         text_with_placeholders = written_by(self._template, messages, tools)
         if text_with_placeholders is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
@@ -174,7 +174,7 @@ class Layouts:
 
 
 def _hint(row: Row, fault: str) -> str:
-    """What of a row is most often behind a refusal, where the template's own words do not name it."""
+    """The most frequent cause of such a refusal, for templates whose message does not name it."""
     if not row.tools and "'NoneType'" in fault:
         return " (perhaps because the row has no list of tools)"
     roles = {"tool" if message.calls_tools else message.role for message in row.messages}
@@ -183,7 +183,7 @@ def _hint(row: Row, fault: str) -> str:
 
 
 def _forms(chat: Chat) -> Iterator[ChatForm]:
-    """The ways to say this chat, the usual one first."""
+    """Yield the forms that are possible for this chat, the usual one first."""
     developer = any(message["role"] == "developer" for message in chat)
     calls = any(message.get("tool_calls") for message in chat)
     null = any(map(_calls_without_text, chat))
@@ -192,7 +192,7 @@ def _forms(chat: Chat) -> Iterator[ChatForm]:
 
 
 def _calls_without_text(message: dict[str, Any]) -> bool:
-    """Whether null and an empty text would say the same."""
+    """Whether the message is a tool call without text, so that its content could be null."""
     return bool(message["role"] == "assistant" and not message["content"] and message.get("tool_calls"))
 
 
@@ -209,20 +209,20 @@ class Span:
 
     start: int
     end: int
-    closing: str  # empty if nothing closes it
+    closing: str  # empty if no token closes it
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """A row as text with its labels, and how its last answer is asked for."""
+    """A row as text, the spans of its labels, and the prompt of its last answer."""
 
     text: str
     spans: tuple[Span, ...]
     remarks: tuple[Remark, ...] = ()
-    is_chat: bool = True  # the template has written the special tokens; a text row wants the tokenizer's
-    can_be_asked: bool = False  # whether the last answer is a text that answers something
-    asked: str = ""  # what the generation prompt opens an answer with, that training does not show
-    opening: str = ""  # what training shows in its place, and does not teach
+    is_chat: bool = True  # if not, the tokenizer adds its special tokens
+    can_be_asked: bool = False  # whether the last answer is a text that follows a message
+    asked: str = ""  # the generation prompt's opening of an answer, if training has a different one
+    opening: str = ""  # the opening in training, which is not a label
 
 
 class Renderer:
@@ -234,7 +234,7 @@ class Renderer:
         self._layouts = Layouts(template, controls)
 
     def render(self, row: Row) -> RenderedRow:
-        """The row as text with its labels; raises RenderError where it cannot be trained."""
+        """Render a row and find its labels; raises RenderError if it cannot be trained."""
         if row.format == "text":
             return RenderedRow(row.text, (Span(0, len(row.text), ""),), is_chat=False)
         if not self._template:
@@ -258,7 +258,7 @@ class Renderer:
         )
 
     def _closed(self, text: str, span: Span, tools: Sequence[Any] | None) -> tuple[str, Span]:
-        """The text and its last span with a token that stops the model appended, where none closes the span."""
+        """Append a stop token to the text and its last span, if no stop token closes that span."""
         plain = self._layouts.plain(tools)
         end = plain.closing(plain.between)[1]
         end = end if end in self._controls.stops else self._end
@@ -269,13 +269,13 @@ class Renderer:
 
 
 def _span(placed: PlacedChat, turn: Turn) -> Span:
-    """The span of a turn, whose labels begin in the literal text before it."""
+    """The span of a turn in the text; its labels begin in the literal text before its words."""
     start = placed.places[turn.first][0] - len(placed.layout.skeleton.literals[turn.first]) + turn.start
     return Span(start, placed.places[turn.last][1] + turn.end, turn.closing)
 
 
 def _opening_remarks(turns: Sequence[Turn]) -> Iterator[Remark]:
-    """Remarks on empty thinking that is trained, and on answers that a prompt opens differently than training."""
+    """Yield remarks on trained empty thinking, and on prompts that open an answer differently than training."""
     if any(turn.thinking_end > turn.start for turn in turns):
         yield "THINKING-EMPTY", ""
     differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
@@ -284,7 +284,7 @@ def _opening_remarks(turns: Sequence[Turn]) -> Iterator[Remark]:
 
 
 def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]:
-    """Turns that end with no token, or with one that does not stop the model."""
+    """Yield remarks on turns that end without a token, or with one that does not stop the model."""
     closings = [span.closing for span in spans[::-1]]
     unknown = next((closing for closing in closings if closing and closing not in controls.stops), "")
     if unknown:
@@ -294,7 +294,7 @@ def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]
 
 
 def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
-    """What of the row is not in its text."""
+    """Yield remarks on parts of the row that its text lacks."""
     layout = placed.layout
     for number in sorted(layout.lost):
         yield _lost(row, placed.placeholders[number].message, placed.placeholders[number].kind)
@@ -309,7 +309,7 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
 
 
 def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
-    """Whether every word of the message's calls, of keys, texts and numbers, is written in its own turn."""
+    """Whether the message's turn contains every word of its calls: keys, strings and numbers."""
     spans = [_span(placed, turn) for turn in placed.layout.turns if turn.message == index]
     text = "".join(placed.text[span.start : span.end] for span in spans).lower()
     calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
@@ -331,7 +331,7 @@ def _lost(row: Row, index: int, kind: str) -> Remark:
 
 
 def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:
-    """A token that ends an answer, written as words inside a message: the tokenizer makes it the token."""
+    """Yield stop tokens spelled inside a message: the tokenizer would turn them into the token."""
     for message in row.messages:
         token = next((stop for stop in controls.stops if stop in message.content), None)
         if token is not None:

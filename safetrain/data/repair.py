@@ -1,4 +1,4 @@
-"""A repaired copy of a file, in the format of its name, and a log of every change. The original is not touched."""
+"""Writes a repaired copy of a file, in the format of its name, and a log of every change."""
 
 import collections
 import csv
@@ -20,13 +20,13 @@ from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.json_rows import Place, RowError
 
-WORDS = {  # of the log and the summary, in its order
-    "form": "rows brought to the usual form, without unused keys",
-    "mojibake": "texts that were decoded wrongly before, repaired",
+WORDS = {  # kinds of changes in the log, in the order of the summary
+    "form": "rows converted to the usual form, without unused keys",
+    "mojibake": "texts with wrong decoding repaired",
     "invisible": "texts without invisible and control characters, and terminal escapes",
     "duplicate": "exact repeats of an earlier row left out",
     "finding": "rows of the findings in --drop left out",
-    "dropped": "DROPPED: rows that cannot be read, or have nothing to learn",
+    "dropped": "DROPPED: rows that cannot be read, or have nothing to train",
 }
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -39,16 +39,16 @@ def repair(
     *,
     drop_bad: bool = False,
 ) -> "Repair":
-    """Write the log of ``into`` and then ``into``, without the rows ``dropped``, each for a finding.
+    """Write the log of ``into`` and then ``into``, without the ``dropped`` rows, each dropped for a finding.
 
-    Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError where ``into`` or its log is there
-    already or has a name of another format, DataError.
+    Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError if ``into`` or its log exists already
+    or its suffix is unknown; DataError.
     """
     copy = Repair(source, into, columns, dropped or {}, drop_bad=drop_bad)
-    do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
+    do = f"choose another name; a log without {into.name} is left from an interrupted repair: remove it"
     for path in (into, copy.log):
         if path.exists() or path.is_symlink():
-            raise ConfigError("What is to be written exists already.", where=str(path), do=do)
+            raise ConfigError("The output file exists already.", where=str(path), do=do)
     try:
         write_atomic(into, copy.write, over=False)
     except OSError as error:
@@ -57,17 +57,15 @@ def repair(
 
 
 class Repair:
-    """Repairs one row after the other, counts the changes, and tells every one in a log."""
+    """Repairs a file row by row, counts the changes and logs each."""
 
     def __init__(
         self, source: Path, into: Path, columns: Columns | None, dropped: Mapping[Place, str], *, drop_bad: bool
     ) -> None:
-        """Raises ConfigError for a name of another format."""
+        """Raises ConfigError for an unknown suffix."""
         if into.suffix not in FORMATS:
             expected = f"a name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-            raise ConfigError(
-                "The copy has the name of a format that is not written.", got=str(into), expected=expected
-            )
+            raise ConfigError("A copy cannot be written in the format of this name.", got=str(into), expected=expected)
         self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
         self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
@@ -75,18 +73,18 @@ class Repair:
         self._findings = Findings(Severities())
         self._rows: TextIO = io.StringIO()
         self._log_file: TextIO = io.StringIO()
-        self._first_places: dict[bytes, str] = {}  # where the first row is that says it
+        self._first_places: dict[bytes, str] = {}  # of the first row with each digest
 
     def summary(self) -> str:
-        """What was done, for a terminal."""
+        """A summary of the changes for a terminal."""
         lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
         lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes[kind]]
         if self._columns is not None:
-            lines.append("  its keys are the usual ones: set data.columns=null for it")
+            lines.append("  it has the usual keys: set data.columns=null for it")
         return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
 
     def write(self, target: Path) -> None:
-        """Write the log and the repaired rows; raises DataError where some cannot be read, or none are left."""
+        """Write the log and the repaired rows; raises DataError if rows cannot be read, or none are left."""
         write_atomic(self.log, lambda log: self._write(target, log), over=False)
 
     def _write(self, target: Path, log: Path) -> None:
@@ -99,14 +97,14 @@ class Repair:
         if not self._drop_bad:
             self._findings.refuse_errors()
         if not self.written:
-            raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")
+            raise DataError("No row is left to write.", where=str(self.source), do="see why: safetrain validate FILE")
         if self.into.suffix != FORMATS[0]:
             with target.open(encoding="utf-8", newline="\n") as written:
                 rows = [json.loads(line) for line in written]
             _write_rows(rows, target, self.into.suffix)
 
     def _add(self, place: Place, before: object) -> None:
-        """Write a row, unless it is to be left out, cannot be read, or stands there already."""
+        """Write a row, unless it is to be dropped, cannot be read, or repeats an earlier one."""
         spot, self.read = Spot(str(self.source), place), self.read + 1
         where = spot.text()
         finding = self._dropped.get(place)
@@ -139,7 +137,7 @@ class Repair:
         self.changes[what] += 1
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
-        """The value with every text repaired."""
+        """Repair every text in a value."""
         if isinstance(value, str):
             for what, mend in (("mojibake", fix_encoding), ("invisible", without_invisible)):
                 before, value = value, mend(value)
@@ -154,7 +152,7 @@ class Repair:
 
 
 def _write_rows(rows: list[dict[str, Any]], target: Path, suffix: str) -> None:
-    """Write all rows as ``suffix`` says. In a table, lists and objects become JSON in a cell, which is read again."""
+    """Write all rows in the format of ``suffix``. In a CSV or TSV cell, lists and objects become JSON."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if suffix == ".parquet":
         import pyarrow

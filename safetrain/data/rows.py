@@ -1,4 +1,4 @@
-"""A training row, messages or bare text: read from the forms of OpenAI and ShareGPT, and written as OpenAI's newest."""
+"""A training row, messages or bare text: read from OpenAI's and ShareGPT's forms, written in OpenAI's current one."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from safetrain.data.json_rows import RowError, dump, kind, load, require_unicode
 
 GROUP = "category"  # the key under which a row's category is written
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_NAMES = {  # what others call them, in small letters
+ROLE_NAMES = {  # other names of the roles, in lower case
     **{name: name for name in ROLES},
     **dict.fromkeys(("human", "prompter", "customer", "client", "instruction", "question"), "user"),
     **dict.fromkeys(("gpt", "bot", "model", "ai", "chatbot", "chatgpt", "agent", "answer", "response"), "assistant"),
@@ -27,7 +27,7 @@ TOOL = '{"type": "function", "function": {"name": …, "description": …, "para
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), empty when there are none.
+    """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), or empty.
 
     ``trained`` is False for an assistant turn of weight 0.
     """
@@ -43,11 +43,11 @@ class Message:
         return '"tool_calls"' in self.details
 
     def for_template(self) -> dict[str, Any]:
-        """The mapping that chat templates read."""
+        """The message as a mapping for chat templates."""
         return {"role": self.role, "content": self.content, **(json.loads(self.details) if self.details else {})}
 
     def as_json(self) -> dict[str, Any]:
-        """The object to write; ``parse_messages`` reads the same message from it."""
+        """The message as JSON, from which ``parse_messages`` reads it again."""
         value = self.for_template()
         return value if self.trained else {**value, "weight": 0}
 
@@ -56,8 +56,8 @@ class Message:
 class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
-    ``ignored_keys`` are keys that nothing reads, ``taken`` says which keys the row was made of where they are not the
-    usual ones; ``group`` is its category or task, by which answers are scored.
+    ``ignored_keys`` are the unused keys. ``taken`` names the keys that were read, if they are not the usual ones.
+    ``group`` is the row's category or task, by which answers are scored.
     """
 
     format: str
@@ -69,7 +69,7 @@ class Row:
     group: str = field(default="", compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """The object to write to data/validated, in the format it came in, with its category."""
+        """The row as JSON for data/validated, in its own format, with its category."""
         group = {GROUP: self.group} if self.group else {}
         if self.format == "text":
             return {"text": self.text, **group}
@@ -81,18 +81,18 @@ class Row:
 
     @property
     def system(self) -> str:
-        """Its system prompt; empty where it has none."""
+        """The system prompt; empty if there is none."""
         return self.messages[0].content if self.messages and self.messages[0].role == "system" else ""
 
     def identity(self) -> str:
-        """Equal for rows that say the same, whatever the order of their keys. Most are plain chats without JSON."""
+        """A text that is equal for equal rows, in any order of keys. Most rows are plain chats and need no JSON."""
         if self.tools or any(message.details or not message.trained for message in self.messages):
             return json.dumps(replace(self, group="").as_json(), sort_keys=True, ensure_ascii=False)
         return "\0".join([self.format, self.text, *(f"{each.role}\1{each.content}" for each in self.messages)])
 
 
 def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
-    """The row of messages, of prompt and completion, or of text; ``keys`` are the names of the parts in errors."""
+    """Make a row of messages, of prompt and completion, or of text; ``keys``: names of these parts for errors."""
     if "text" in parts:
         return Row("text", text=_text(parts["text"], keys["text"]))
     if "messages" in parts:
@@ -103,7 +103,7 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     for index, message in enumerate(messages):
         require_unicode(message.content, f"messages[{index}].content")
     if not any(message.trained for message in messages if message.role == "assistant"):
-        raise RowError("no assistant turn to train; one of weight 0 or in the prompt is only shown")
+        raise RowError("no assistant turn to train; turns of weight 0 or in the prompt are not trained")
     is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
     tools = tools_text(parts.get("tools"))
@@ -112,7 +112,7 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
 
 
 def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
-    """The turns of a prompt, with what it is about and what was said before, and of a completion."""
+    """The turns of a history, a prompt with its input, and a completion."""
     prompt, completion, more = parts["prompt"], parts["completion"], parts.get("input")
     if more:
         if not isinstance(prompt, str) or not isinstance(more, str):
@@ -125,12 +125,12 @@ def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, .
 
 
 def _turns(value: object, role: str, key: str) -> tuple[Message, ...]:
-    """A list of messages, or a text as one message of this role."""
+    """Read a list of messages, or a text as one message with this role."""
     return parse_messages(value, key) if isinstance(value, list) else (Message(role, _text(value, key)),)
 
 
 def _earlier(history: object) -> tuple[Message, ...]:
-    """The turns of LLaMA-Factory's pairs, which are trained, or of messages, which are only shown."""
+    """The turns of a history: LLaMA-Factory's pairs, which are trained, or messages, which are not."""
     if not history:
         return ()
     if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
@@ -145,14 +145,14 @@ def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages after the system text that stands beside them (Bedrock, LLaMA-Factory)."""
+    """Prepend the system prompt that a row has next to its messages (Bedrock, LLaMA-Factory)."""
     if text is None or text == "":
         return messages
     system = Message("system", _text(text, "system"))
     if messages[0].role not in ("system", "developer"):
         return (system, *messages)
     if messages[0] != system:
-        raise RowError("the system text stands twice and differs: beside messages and in messages[0]; keep one")
+        raise RowError("two different system prompts: next to messages and in messages[0]; keep one")
     return messages
 
 
@@ -166,14 +166,14 @@ def _text(value: object, key: str) -> str:
 
 
 def is_turn(value: object) -> bool:
-    """Whether it looks like one turn of a chat, with OpenAI's keys or ShareGPT's."""
+    """Whether the value looks like one turn of a chat, with OpenAI's or ShareGPT's keys."""
     return isinstance(value, dict) and (
         ("role" in value and ("content" in value or "tool_calls" in value)) or ("from" in value and "value" in value)
     )
 
 
 def parse_messages(value: object, place: str) -> tuple[Message, ...]:
-    """The turns in ``value``, a list; ``place`` names it in errors. Raises RowError."""
+    """Read a list of turns; ``place`` names it in errors. Raises RowError."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{place} must be a list with at least one message")
     return tuple([_message(item, f"{place}[{index}]") for index, item in enumerate(value)])
@@ -184,7 +184,7 @@ def _message(value: object, place: str) -> Message:
         raise RowError(f"{place} must be an object with role and content, this is {kind(value)}")
     role, content = value.get("role"), value.get("content")
     if len(value) == 2 and role in ROLES and type(content) is str and content and not content.isspace():
-        return Message(role, content)  # nearly all: 100,000 rows have some 300,000 of them
+        return Message(role, content)  # the fast path for nearly all messages
     turn = _usual_turn(value, place)
     role, content = turn.pop("role", None), turn.pop("content", None)
     if role not in ROLES:
@@ -203,7 +203,7 @@ def _message(value: object, place: str) -> Message:
 
 
 def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
-    """The turn with OpenAI's role, content and tool_calls; what is not understood is left as it is."""
+    """Convert a turn to OpenAI's role, content and tool_calls; unknown keys stay."""
     turn = dict(value)
     if turn.get("role") is None and "from" in turn:  # ShareGPT
         turn["role"] = turn.pop("from")
@@ -221,7 +221,7 @@ def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
-    """The other keys without those that are null, in their order (templates may print them), tool calls in one form."""
+    """The other keys that are not null, in order (templates may print them), with tool calls in one form."""
     if media := [key for key in MEDIA_KEYS if turn.get(key)]:
         raise RowError(f"{place}.{media[0]}: {ONLY_TEXT}")
     if turn.get("tool_calls") and role != "assistant":
@@ -233,7 +233,7 @@ def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
 
 
 def _text_of(content: object, place: str) -> str:
-    """The content, or its parts joined."""
+    """The content as text; a list of parts is joined."""
     if isinstance(content, list):
         return "".join([_part(part, f"{place}[{index}]") for index, part in enumerate(content)])
     return _part(content, place)
@@ -253,7 +253,7 @@ def _part(part: object, place: str) -> str:
 
 def _tool_call(value: object, place: str) -> dict[str, object]:
     call = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
-    if "function" not in call and "name" in call:  # Hermes and mlx-lm: the call without the object around it
+    if "function" not in call and "name" in call:  # Hermes and mlx-lm: without the outer object
         call["function"] = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
     function = _function(call.get("function"), value, place, CALL, "parameters")
     arguments = function.get("arguments")
@@ -267,7 +267,7 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
 
 
 def tools_text(value: object) -> str:
-    """The tools of a row as JSON text of a list, each in OpenAI's form; empty when there are none."""
+    """The tools of a row as the JSON text of a list, each in OpenAI's form; empty without tools."""
     tools = _parsed(value, "tools")
     if not tools:
         return ""
@@ -286,7 +286,7 @@ def _tool(value: object, place: str) -> dict[str, object]:
 
 
 def _function(function: object, value: object, place: str, form: str, misnamed: str) -> dict[str, Any]:
-    """The function of a call or a tool, which has a name; ``misnamed`` is a key that templates would not print."""
+    """Check the function of a call or tool: it needs a name, and no ``misnamed`` key, which templates ignore."""
     if isinstance(function, dict) and isinstance(function.get("name"), str) and misnamed not in function:
         return function
     inner = function if isinstance(function, dict) else value
@@ -295,7 +295,7 @@ def _function(function: object, value: object, place: str, form: str, misnamed: 
 
 
 def _parsed(value: object, place: str) -> object:
-    """The value of a JSON text; anything else as it is."""
+    """Parse a JSON text; any other value is returned unchanged."""
     if not isinstance(value, str) or not value.strip():
         return value
     parsed = load(value)

@@ -1,6 +1,6 @@
-"""Which rows go to train, valid and test, by a hash of their question; the splits are written, with their figures.
+"""Assigns rows to train, valid and test by a hash of their question, and writes the splits with their statistics.
 
-Rows that are tokens wait on the disk until the split of each is known.
+Tokenized rows wait in a scratch file until the split of each is known.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from safetrain.data.files import PLAIN
 from safetrain.data.folders import SPLITS, suffix_of
 from safetrain.data.tokenize import Prompt, ReadRow
 
-MIN_GROUPS = 3  # rows with different questions, to be split
+MIN_GROUPS = 3  # different questions that a split needs
 TRAIN, VALID, TEST = range(3)
 DOUBLINGS = 32  # a row's length has 32 bits
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995)
@@ -38,21 +38,21 @@ def split_off(
     shares: dict[str, float],
     path: Path,
 ) -> tuple[np.ndarray, str]:
-    """The split of each row, as indices into SPLITS, and in words how they came to be.
+    """Assign a split to each row, as an index into SPLITS, and describe how.
 
-    ``names`` are the splits of the files, ``files`` (rows,) the file of each row, ``clusters`` (rows,) numbers of rows,
-    equal for those that must stay together, ``digests`` (rows,) uint64 of their questions. Only a split without a file
-    takes its share of train. Rows of one cluster stay together: in train where a given file has some of them, unless
-    too few are left. A cluster's split depends only on its smallest digest and on the shares, so that other rows never
-    move it; but no split is empty, and the text says where that needed other rows. Raises DataError where there are too
-    few clusters; ``path`` is the file they are in.
+    ``names`` are the splits of the files; ``files`` (rows,) is the file of each row; ``clusters`` (rows,) is a row's
+    number, equal for rows that must stay together; ``digests`` (rows,) uint64 hashes their questions. Only a split
+    without a file takes its share of train. A cluster stays in train if a given file has some of its rows, unless too
+    few are left. Its split depends only on its smallest digest and on the shares, so other rows never move it. Rows
+    move only to fill a split that would be empty, and the text says so. Raises DataError if there are too few clusters;
+    ``path`` is named in it.
     """
     parts = np.array([SPLITS.index(name) for name in names], dtype=np.uint8)[files]
     missing = {name: share for name, share in shares.items() if name not in names}
     if not missing:
         return parts, "train, valid and test as given"
     in_train = parts == TRAIN
-    smallest = np.full(len(parts), np.iinfo(np.uint64).max, dtype=np.uint64)  # of each cluster, by its number
+    smallest = np.full(len(parts), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
     np.minimum.at(smallest, clusters[in_train], digests[in_train])
     there = np.zeros(len(parts), dtype=np.bool_)
     there[clusters[in_train]] = True
@@ -65,7 +65,7 @@ def split_off(
             got=str(there.sum()),
             do=f"add rows, or name a folder with train, valid and test files{divide}",
         )
-    free = there.copy()  # clusters of which a given file has no row
+    free = there.copy()  # clusters without a row in a given file
     free[clusters[~in_train]] = False
     if free.sum() <= len(missing):
         free = there
@@ -75,14 +75,14 @@ def split_off(
     sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), 'row')})" for name in missing]
     text = f"{' and '.join(sizes)} split off train by content"
     if changed:
-        text += f"; {' and '.join(changed)} would have been empty and got the nearest rows, which more rows can move"
+        text += f"; {' and '.join(changed)} would have been empty and got the nearest rows; adding rows can move these"
     return parts, text
 
 
 def _deal(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
-    """(groups,) the split of each by its place (uint64), and which splits are not as their share says.
+    """The split of each group, (groups,), by its place (uint64), and the splits whose size differs from their share.
 
-    Valid takes the lowest places and test the highest, so that neither share moves the other's rows.
+    Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows.
     """
     count, place = len(places), places.astype(np.float64) / 2.0**64
     by_share = {"valid": place < shares.get("valid", 0.0), "test": place >= 1 - shares.get("test", 0.0)}
@@ -99,17 +99,17 @@ def _deal(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, lis
 
 
 class SplitFigures:
-    """Counts the rows of a split, some at a time: how many, how long, and where their labels are."""
+    """Collects a split's statistics: numbers of rows and tokens, row lengths, and positions of labels."""
 
     def __init__(self) -> None:
         self._lengths, self._trained = Counter[int](), 0
         powers = np.arange(BINS_PER_DOUBLING * DOUBLINGS + 1) / BINS_PER_DOUBLING
         self._edges = np.unique(np.concatenate([[0], np.rint(2**powers).astype(np.int64)]))  # the same for all data
-        self._bounds = self._edges + 1  # numpy's bins begin with their lower bound, and these end with their edge
+        self._bounds = self._edges + 1  # numpy's bins include the lower edge, these the upper one
         self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
 
     def add(self, rows: Columns) -> None:
-        """Count some rows."""
+        """Count rows."""
         lengths = rows.lengths.astype(np.int64)
         places = np.arange(1, len(rows.trained) + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         labels = np.bincount(places[rows.trained & (places > 1)])  # nothing predicts a row's first token
@@ -117,20 +117,20 @@ class SplitFigures:
         self._labels += np.histogram(np.arange(len(labels)), self._bounds, weights=labels)[0]
 
     def add_documents(self, lengths: np.ndarray) -> None:
-        """Count documents (documents,) by their lengths: every token but the first is a label."""
+        """Count documents by their ``lengths``, (documents,): every token except the first is a label."""
         self._count(lengths, lengths - 1)
         sizes, counts = np.unique(lengths.astype(np.int64), return_counts=True)
         beyond = [(np.maximum(sizes - max(edge, 1), 0) * counts).sum() for edge in self._edges.tolist()]
         self._labels += -np.diff(beyond).astype(np.int64)
 
     def report(self, label_bytes: int = 0) -> SplitReport:
-        """The figures of all rows that were added, at least one; ``label_bytes``: of the text of their labels."""
+        """The statistics of the rows added so far, at least one; ``label_bytes``: UTF-8 bytes of their answers."""
         lengths, numbers = np.array(sorted(self._lengths.items())).T
         rows, tokens = int(numbers.sum()), int(lengths @ numbers)
         quantiles = np.quantile(lengths, QUANTILES, weights=numbers, method="inverted_cdf")
         counts = np.stack([self._rows, self._by_labels, self._labels])
         used = np.flatnonzero(counts.sum(axis=0))
-        first, end = int(used[0]), int(used[-1]) + 1  # without the empty bins at both ends
+        first, end = int(used[0]), int(used[-1]) + 1  # leaves out the empty bins at both ends
         histogram = LengthHistogram(
             tuple(self._edges[first : end + 1].tolist()), *map(tuple, counts[:, first:end].tolist())
         )
@@ -148,18 +148,18 @@ class SplitFigures:
 
 
 class StoredRow(NamedTuple):
-    """A row that is tokens, with all that is written of it."""
+    """A tokenized row, with everything that is written about it."""
 
     line: str  # canonical JSON
     file: int
-    number: int  # of its line in the file, or of its row where that is greater or it has no line
-    label_bytes: int  # UTF-8 bytes of the text of its labels
+    number: int  # of its line or its row in the file, whichever is greater
+    label_bytes: int  # UTF-8 bytes of its answers
     prompt: Prompt | None
     tokens: TokenRow
 
 
 def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
-    """The rows of a file that can be trained; the others have been counted as errors."""
+    """The rows of a file that can be trained; the others are findings already."""
     return [
         StoredRow(f"{_encode(row.as_json())}\n", file, max(each.spot.place), each.label_bytes, each.prompt, tokens)
         for each in reads if (row := each.row) is not None and (tokens := each.tokens) is not None
@@ -215,12 +215,12 @@ class SplitWriter(contextlib.ExitStack):
         self._label_bytes += sum(row.label_bytes for row in rows)
 
     def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:
-        """Complete the store; gives the figures of the split."""
+        """Complete the store; returns the statistics of the split."""
         self._store.finish(provenance, [str(path) for path in files], self._label_bytes)
         return self._figures.report(self._label_bytes)
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
-        """What is asked is tokenized alone: in a row, its last token may be joined with the answer's first."""
+        """Store prompts, tokenized separately: in a row, a prompt's last token may merge with the answer's first."""
         asking = [(number, row.tokens, row.prompt) for number, row in enumerate(rows, len(self._store)) if row.prompt]
         encodings = self._tokenizer.encode_chats([prompt.rendered for _, _, prompt in asking])
         for (number, tokens, prompt), encoding in zip(asking, encodings, strict=True):

@@ -1,4 +1,4 @@
-"""The rows of a file as tokens with labels, block by block, with findings about them; the settings that decide it."""
+"""Reads rows and turns them into tokens with labels, block by block, and collects findings; its settings."""
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,25 +24,25 @@ from safetrain.data.json_rows import RowError
 from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer, RenderError
 from safetrain.data.rows import Row
 
-BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
-AHEAD = 2  # blocks that are tokenized while the next one is rendered
+BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
+AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
 Tokenized = list[tuple[TokenRow, Runs]]
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The section data of params.yaml, as far as it decides how rows are read, labelled and split."""
+    """The settings under data in params.yaml that decide how rows are read, labelled and split."""
 
     severities: Severities = Severities()  # noqa: RUF009 frozen
     columns: Columns | None = None
-    similarity: float = 0.8  # from which on two questions are near copies; 1: never
-    shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # that may be split off
-    documents: bool = False  # rows are documents of a training from scratch: no context cuts them
+    similarity: float = 0.8  # from this on, two questions are near-duplicates; 1: never
+    shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # split off train
+    documents: bool = False  # for pretraining: rows are documents, which the context does not truncate
 
 
 def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool = False) -> DataSettings:
-    """Read the section data of params.yaml, if there is one; ``words`` of --columns go first. Raises ConfigError."""
+    """Read the section data of params.yaml, if there is one; ``words`` of --columns override it. Raises ConfigError."""
     columns = named_columns(words)
     if data is None:
         return DataSettings(columns=columns)
@@ -56,25 +56,25 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
 
 
 class Prompt(NamedTuple):
-    """How the last answer of a row is asked for."""
+    """The prompt of a row's last answer."""
 
-    begin: int  # the row's token at which the answer begins
-    rendered: str  # the row's text up to there
-    text: str  # the message that is answered
+    begin: int  # index of the answer's first token in the row
+    rendered: str  # the row's text up to that token
+    text: str  # the message that it answers
     group: str  # the row's category or task
 
 
 @dataclass(slots=True)
 class ReadRow:
-    """A row on its way from its line to its tokens, which stay None where it cannot be trained."""
+    """A row as it was read, rendered and tokenized; ``tokens`` is None if it cannot be trained."""
 
     spot: Spot
     row: Row | None
     rendered: RenderedRow | None
     tokens: TokenRow | None
     findings: tuple[str, ...]  # ids
-    prompt: Prompt | None = None  # None where its last answer cannot be asked for
-    label_bytes: int = 0  # UTF-8 bytes of the text of its labels, without the tokens that close answers
+    prompt: Prompt | None = None  # None if the row has no answer to a prompt
+    label_bytes: int = 0  # UTF-8 bytes of its answers, without their stop tokens
 
 
 class RowReader:
@@ -82,22 +82,22 @@ class RowReader:
 
     def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
         """Raises ModelError."""
-        self.rows = 0  # read, refused ones too
-        self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of what can be trained
+        self.rows = 0  # also those that cannot be trained
+        self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained
         self.formats: set[str] = set()
         self._files, self._empty = files, list[Path]()  # files without rows
-        self._openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
+        self._openings = collections.Counter[tuple[str, str]]()  # of a prompt, and of the trained text in its place
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
-        self.context = None if settings.documents else context  # tokens; windows lose nothing
+        self.context = None if settings.documents else context  # in tokens; windows truncate nothing
         self._renderer = Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
-        self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
+        self._stops = tokenizer.stop_ids  # computed now: this renders, which the tokenizer's thread must not do
         self._closings: set[str] = set()  # tokens that close the trained answers
-        self._inside: set[str] = set()  # of these, those that are also inside an answer
-        self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
+        self._inside: set[str] = set()  # those of _closings that also occur inside an answer
+        self._systems: set[str] = set()  # the first two different system prompts, "" for none
 
     def blocks(self) -> Iterator[tuple[int, list[ReadRow]]]:
-        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings."""
+        """Yield all rows in order, some hundred at a time, with the index of their file. Errors become findings."""
         waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for number, path in enumerate(self._files.paths):
@@ -111,7 +111,7 @@ class RowReader:
         self._tell_of_files()
 
     def _tell_of_files(self) -> None:
-        """Report files that are not read, and those without rows, which matter where their split has no others."""
+        """Report ignored files, and files without rows: an error if their split has no other rows."""
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
         files = list(zip(self._files.names, self._files.paths, strict=True))
@@ -124,10 +124,10 @@ class RowReader:
                 self._findings.add_unreadable_file(NoRowsError(path))
 
     def provenance(self, provenance: Provenance) -> Provenance:
-        """Complete it once all rows are read: what ends and opens their answers, and their common system prompt.
+        """Add stop tokens, opening and the common system prompt, once all rows are read.
 
-        Answers end with the model's own stop tokens, and with those that close trained answers and are not in them;
-        where all rows are bare text, with the tokens with which the template would close an answer.
+        Stop tokens are the model's own and those that close trained answers and do not occur inside one. If all rows
+        are bare text, they are the tokens with which the template closes an answer.
         """
         learned_stops = {self._tokenizer.id_of(token) for token in self._closings - self._inside}
         stops = tuple(sorted(self._tokenizer.model_stop_ids | learned_stops if learned_stops else self._stops))
@@ -148,7 +148,7 @@ class RowReader:
                     block, room = [], BLOCK_CHARACTERS
         except NoRowsError:
             pass
-        except DataError as error:  # it cannot be read at all, or no further
+        except DataError as error:  # damaged: from the start, or from some row on
             self._findings.add_unreadable_file(error)
             is_empty = False
         yield block
@@ -163,7 +163,7 @@ class RowReader:
             self._findings.add_unreadable(spot, error)
             return ReadRow(spot, row, None, None, ("ROW-UNREADABLE",))
         except RenderError as error:
-            if error.id == "ANSWER-LOST":  # it may be downgraded to a warning: that nothing is left may not
+            if error.id == "ANSWER-LOST":  # ANSWER-LOST may be downgraded to a warning, NO-LABELS may not
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
             identifier, detail = error.id, str(error)
         else:
@@ -172,7 +172,7 @@ class RowReader:
         return ReadRow(spot, row, None, None, (identifier,))
 
     def _find(self, row: Row, rendered: RenderedRow, spot: Spot) -> tuple[str, ...]:
-        """Count the findings about a row, and what closes and opens its answers; gives the ids of the findings."""
+        """Add the findings about a row, and note how its answers open and close; returns the ids of the findings."""
         self.formats.add(row.format)
         if len(self._systems) < 2:
             self._systems.add(row.system)
@@ -190,7 +190,7 @@ class RowReader:
         return tuple(dict.fromkeys(identifier for identifier, _ in findings))
 
     def _tokenize(self, rows: Sequence[RenderedRow]) -> Tokenized:
-        """Ids and labels of rendered rows, in one batch."""
+        """Tokenize rendered rows in one batch."""
         encodings = iter(self._tokenizer.encode_chats([row.text for row in rows if row.is_chat]))
         return [labelled(row, next(encodings)) if row.is_chat else self._document(row) for row in rows]
 
@@ -199,7 +199,7 @@ class RowReader:
         return token_row(ids, [True] * len(ids)), ((0, len(ids) - 1),)
 
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
-        """Give the rows of a block their tokens, if they can be trained, and count them."""
+        """Attach tokens to the rows of a block that can be trained, and count them."""
         results = iter(tokenized.result())
         for row in block:
             if row.row is not None and row.rendered is not None:
@@ -222,8 +222,8 @@ class RowReader:
             read.prompt = Prompt(runs[-1][0], text, _question_text(row), row.group)
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
-        """Why a row cannot be trained, or not all of it: the id of the finding and its detail."""
-        if not any(last > 0 for _, last in runs):  # nothing stands before a row's first token
+        """Finding id and detail if a row cannot be trained, or only in part."""
+        if not any(last > 0 for _, last in runs):  # a row's first token is never a label
             return "NO-LABELS", "nothing in it is an answer"
         size, last = self._vocabulary, int(tokens.ids.max())
         if size is not None and last >= size:
@@ -235,7 +235,7 @@ class RowReader:
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
-    """Ids and labels of a rendered row by the tokenizer library's ``encoding`` of its text."""
+    """Ids and labels of a rendered row, from the tokenizer library's ``encoding`` of its text."""
     ids = np.array(encoding.ids, dtype=np.uint32)
     trained = np.zeros(len(ids), dtype=np.bool_)
     runs = list[tuple[int, int]]()
@@ -249,24 +249,24 @@ def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
 
 
 def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Ids of a bare text; one that ends a text is the last, unless the text has it already."""
+    """Ids of a bare text, ending with the end-of-text token, which is added if missing."""
     ids, end, stops = tokenizer.encode(text), tokenizer.end_id, tokenizer.stop_ids
     is_ended = ids and (ids[-1] in stops or text.rstrip().endswith(tuple(map(tokenizer.token_of, stops))))
     return ids if end is None or is_ended else [*ids, end]
 
 
 def _answers(rendered: RenderedRow) -> list[str]:
-    """The texts of its labels, without the tokens that close them."""
+    """The answers that are trained, without their stop tokens."""
     return [rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans]
 
 
 def _question_text(row: Row) -> str:
-    """The text that the last trained answer of a chat answers."""
+    """The message before the last trained answer."""
     trained = (index for index, message in enumerate(row.messages) if message.role == "assistant" and message.trained)
     last = max(trained, default=0)
     return row.messages[last - 1].content if last else ""
 
 
 def _token_at(encoding: Any, characters: range) -> int | None:
-    """The token of the first of ``characters`` that has one: some tokenizers drop white space."""
+    """The token of the first character that has one: some tokenizers drop white space."""
     return next((token for place in characters if (token := encoding.char_to_token(place)) is not None), None)

@@ -1,8 +1,8 @@
-"""The door of the room: data is validated and perhaps written; a file is read as a test set; texts for a tokenizer.
+"""Entry points of safetrain.data: validate data and write its splits, read a test file, read texts for a tokenizer.
 
-A row goes from its file (files) to a Row (forms), to text with labels (render), to tokens (tokenize), to a split
-(split), and to a store (spool). It is read once and waits on the disk until all rows are known: a hash of its question
-decides its split.
+A row goes from its file (files) to a Row (forms), to text with labels (render), to tokens (tokenize), and to a split
+and its token store (split). It is read once, and waits in a scratch file until all rows are known and a hash of its
+question decides its split.
 """
 
 import contextlib
@@ -38,39 +38,39 @@ from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
-PIECE_CHARACTERS = 2**16  # of a text, to the end of its line
-Origin = tuple[str, str, str]  # the format of the data, how its splits came to be, what opens an answer
+PIECE_CHARACTERS = 2**16  # of text, up to the end of the line
+Origin = tuple[str, str, str]  # format of the data, how it was split, how prompts open an answer
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What was found in some data, and data_report.json of what was written of it."""
+    """The findings in some data, and data_report.json if its splits were written."""
 
-    found: Sequence[tuple[Finding, Sequence[Spot]]]  # with the places of each
-    count: int = 0  # of rows, refused ones too
+    found: Sequence[tuple[Finding, Sequence[Spot]]]  # each with its places
+    count: int = 0  # of rows, also those that cannot be trained
     tokens: int = 0
     trained_tokens: int = 0
-    label_bytes: int = 0  # of the text of all labels
+    label_bytes: int = 0  # UTF-8 bytes of all answers
     written: DataReport | None = None
-    rows: Sequence[ReadRow] = ()  # those to show
-    context: int | None = None  # tokens that the model reads at most, if it says so
-    documents: bool = False  # its rows are documents of a training from scratch
+    rows: Sequence[ReadRow] = ()  # rows to show
+    context: int | None = None  # the model's context in tokens, if its config.json has it
+    documents: bool = False  # its rows are documents, for pretraining
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Without their places."""
+        """The findings without their places."""
         return tuple(finding for finding, _ in self.found)
 
     @property
     def has_errors(self) -> bool:
-        """Whether a row, or a file, cannot be trained as it is."""
+        """Whether any finding is an error."""
         return any(finding.severity == ERROR for finding in self.findings)
 
     @property
     def report(self) -> DataReport:
-        """data_report.json; raises ValueError where nothing was written."""
+        """The content of data_report.json; raises ValueError if nothing was written."""
         if self.written is None:
-            raise ValueError("the data was only looked at")
+            raise ValueError("the splits were not written")
         return self.written
 
 
@@ -83,28 +83,28 @@ def validate(
     shown_rows: int = 0,
     most_places: int = SHOWN_PLACES,
 ) -> Validation:
-    """Read all data in ``paths``, files or folders, for ``model``; raises ModelError, DataError for what is not there.
+    """Validate all data in ``paths``, files or folders, for ``model``; raises ModelError, DataError for missing files.
 
-    With ``into``, the only path is a data set: canonical rows and a token store of each split are written there, all or
-    nothing, and errors in the data raise DataError. Without, rows are compared as the splits that files are, errors are
-    findings, and the first ``shown_rows`` (-1: all) are kept. A finding has its first ``most_places``.
+    With ``into``, the one path is a data set: canonical rows and a token store of each split are written there, all or
+    nothing, and errors in the data raise DataError. Without it, errors are findings, the files are compared as the
+    splits they are, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
     """
     gate = _Gate(model, settings, Findings(settings.severities, most_places), into)
     corpora = [path for path in paths if path.exists() and corpus_of(path)]
     if not corpora:
         return gate.rows(paths, shown_rows)
     if len(paths) > 1:
-        do = "name the folder it lies in"
-        raise DataError("A corpus of tokens is validated alone.", where=str(corpora[0]), do=do)
+        do = "name only its folder"
+        raise DataError("A tokenized corpus must be validated alone.", where=str(corpora[0]), do=do)
     return gate.tokens(paths[0])
 
 
 def read_held_out(
     path: Path, model: Path, settings: DataSettings, max_examples: int | None, max_seq_length: int
 ) -> HeldOut:
-    """Read the first ``max_examples`` rows of ``path`` (None: all), cut, and what they ask, as ``model`` writes them.
+    """Read the first ``max_examples`` rows of ``path`` (None: all) as a test set for ``model``, truncated.
 
-    Raises DataError for a file that is not there, has no rows, or has some that cannot be used; ModelError.
+    Raises DataError for a file that is missing, has no rows, or has rows that cannot be used; ModelError.
     """
     tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
     findings = Findings(settings.severities)
@@ -115,18 +115,18 @@ def read_held_out(
         findings.refuse_errors()
         provenance = Provenance(tokenizer_hash(model), "", today().isoformat(), (), "")
         writer.finish(reader.provenance(provenance), [path])
-        store = open_store(store_path(folder, "test"))  # open: its file may go
+        store = open_store(store_path(folder, "test"))  # stays open when its file is removed
     return held_out_in(store, max_examples, max_seq_length)
 
 
 def today() -> date:
-    """The date by the clock."""
+    """Today's date; tests replace it."""
     return date.today()
 
 
 @dataclass(frozen=True)
 class _Gate:
-    """The two ways of the door, for rows and for tokens. What has nowhere to go (``into``) is only looked at."""
+    """Validation of rows and of tokenized corpora; the splits are written if ``into`` is given."""
 
     model: Path
     settings: DataSettings
@@ -134,7 +134,7 @@ class _Gate:
     into: Path | None
 
     def rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
-        """Read, compare, and divide rows of data or documents."""
+        """Read, compare and split rows of data or documents."""
         settings = self.settings
         if self.into is not None:
             files = data_files_of(paths[0], documents=settings.documents)
@@ -164,7 +164,7 @@ class _Gate:
         return self._validation(reader, report, **more)
 
     def tokens(self, source: Path) -> Validation:
-        """Check and divide a corpus of files of tokens."""
+        """Check and split a corpus of token files."""
         tokenizer = ChatTokenizer(self.model)
         corpus = CorpusReader(source, tokenizer)
         corpus.compare_tokenizers(self.findings)
@@ -182,15 +182,15 @@ class _Gate:
         return Validation(self.findings.with_places(), *counts, report, **more)
 
     def _compared(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
-        """Compare all rows, of which none may be there; gives (rows,) the split of each, and how it came to be."""
+        """Compare all rows, if there are any; returns the split of each, (rows,), and how it was chosen."""
         parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
         if not len(facts):
             return parts, ""
         likeness, note, how = facts.likeness(self.settings.similarity), "", ""
         if self.into is not None:
             clusters = likeness.clusters
-            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least the same stay together
-                note = "; all rows are near copies of each other, and such stand on both sides"
+            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least equal questions stay together
+                note = "; all rows are near copies of each other, so several splits have some"
                 clusters = likeness.groups
             numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(self.settings.shares)
             parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
@@ -202,9 +202,9 @@ class _Gate:
             self.findings.refuse_errors()
 
     def _provenance(self, source: str) -> Provenance:
-        """What stores are made with, as far as it is known before the data is read; ``source`` is a hash of the data.
+        """Provenance of the stores, before the data is read; ``source`` is a hash of the data.
 
-        The date is that of the validation before, where nothing else has changed since.
+        If nothing else has changed since the previous validation, its date is kept.
         """
         provenance = Provenance(tokenizer_hash(self.model), source, today().isoformat(), (), "")
         before = read_made(store_path(self.into, "train")) if self.into is not None else None
@@ -233,7 +233,7 @@ def _opening(provenance: Provenance) -> str:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """A hash of all files of rows."""
+    """Hash the contents of all files of rows."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         with path.open("rb") as file:
@@ -243,14 +243,14 @@ def _digest(files: Sequence[Path]) -> str:
 
 @contextlib.contextmanager
 def written(into: Path | None) -> Iterator[Path]:
-    """An empty folder that takes the place of ``into`` once it is whole; without that, one that goes away.
+    """An empty folder that replaces ``into`` at the end, or is deleted if ``into`` is None.
 
-    Raises DiskFullError where there is no room for what is written into it.
+    Raises DiskFullError if the disk is too full for what is written into it.
     """
     parent = Path(tempfile.gettempdir()) if into is None else into.parent
     parent.mkdir(parents=True, exist_ok=True)
-    do = "free some space there: scratch files and what is written take some five times as much as the data"
-    for left in parent.glob(".validated-*-*"):  # by a validation that was killed
+    do = "free some space there: scratch and output files take about five times the size of the data"
+    for left in parent.glob(".validated-*-*"):  # left by a validation that was killed
         if not psutil.pid_exists(int(left.name.split("-")[1])):
             shutil.rmtree(left, ignore_errors=True)
     scratch = tempfile.TemporaryDirectory(prefix=f".validated-{os.getpid()}-", dir=parent)
@@ -263,21 +263,21 @@ def written(into: Path | None) -> Iterator[Path]:
 
 
 def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable[[str], None]) -> Iterator[str]:
-    """Every text to train on in some files and folders; raises DataError, NoRowsError.
+    """Yield every training text of some files and folders; raises DataError, NoRowsError.
 
-    ``say`` is told of files in the folders that look like data and are of no split.
+    ``say`` gets a message about files in the folders that look like data and have no split.
     """
     for source in paths:
         if corpus_of(source):
             raise DataError(
-                "This is a corpus of tokens: it has no text to make a tokenizer of.",
+                "This is a tokenized corpus: it has no text to make a tokenizer from.",
                 where=str(source),
-                do="safetrain create PRESET DIR --tokenizer MODEL, the model whose tokenizer made the corpus",
+                do="safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus",
             )
         files = data_files_of(source, documents=True)
         if files.unread:
             more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
-            say(f"{files.unread[0]}{more} in {source} is not read: its name says no split")
+            say(f"{files.unread[0]}{more} in {source} is not read: its name has no split")
         for split, path in zip(files.names, files.paths, strict=True):
             if split == "train":
                 yield from _texts_in(path, columns)
@@ -297,7 +297,7 @@ def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text some lines at a time, so that a sample can be spread over it."""
+    """Yield a text some lines at a time, so that a sample can be spread over it."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)

@@ -68,10 +68,10 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
 def test_a_linked_folder_and_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
     for name in ("train.ds", "more.ds"):
         write_ds(tmp_path / "corpus" / name, DOCUMENTS[:3])
-    with pytest.raises(DataError, match="of no split"):
+    with pytest.raises(DataError, match="have no split"):
         corpus_of(tmp_path / "corpus")
     (tmp_path / "corpus/around").symlink_to(tmp_path / "corpus")
-    with pytest.raises(DataError, match="leads to a folder"):
+    with pytest.raises(DataError, match="points to a folder"):
         corpus_of(tmp_path / "corpus")
 
 

@@ -152,7 +152,7 @@ def test_the_copy_has_the_format_of_its_name_and_reads_as_the_same_rows(tmp_path
 
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     for name in (Path(), tmp_path / "b.xlsx"):
-        with pytest.raises(ConfigError, match=r"format that is not written(.|\n)*\.tsv or \.parquet"):
+        with pytest.raises(ConfigError, match=r"cannot be written in the format(.|\n)*\.tsv or \.parquet"):
             repair(tmp_path / "a.jsonl", name)
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
         refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")

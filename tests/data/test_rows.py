@@ -116,14 +116,14 @@ def test_a_system_text_beside_the_rest_is_read() -> None:
     assert [(m.role, m.content) for m in row.messages] == [("system", "Be brief."), ("user", "q"), ("assistant", "a")]
     assert parsed({**IRON, "system": "Be brief."}).messages[0].content == "Be brief."
     twice = of(turn("system", "Be brief."), *IRON["messages"], system="Be long.")  # type: ignore[misc]
-    assert "stands twice and differs" in refusal(twice)
+    assert "two different system prompts" in refusal(twice)
 
 
 def test_prompt_and_completion_as_messages_train_the_completion_alone() -> None:
     asked = [turn("user", "Iron?"), turn("assistant", "Fe."), turn("user", "Gold?")]
     row = parsed({"prompt": asked, "completion": [turn("assistant", "Au.")]})
     assert (row.format, [message.trained for message in row.messages]) == ("chat", [True, False, True, True])
-    assert "in the prompt is only shown" in refusal({"prompt": asked, "completion": [turn("user", "Au.")]})
+    assert "in the prompt are not trained" in refusal({"prompt": asked, "completion": [turn("user", "Au.")]})
 
 
 def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:

@@ -94,8 +94,8 @@ def test_a_split_that_is_there_twice_is_refused_with_both(tmp_path: Path, names:
         (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
         (["train-00001-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing"),
         (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
-        (["train.jsonl", "more -> ../set"], r"leads to a folder(.|\n)*data\.path="),
-        (["train.jsonl", "more -> nowhere"], "leads to nothing"),
+        (["train.jsonl", "more -> ../set"], r"points to a folder(.|\n)*data\.path="),
+        (["train.jsonl", "more -> nowhere"], "is broken"),
         (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
     ],
 )
