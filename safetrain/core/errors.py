@@ -1,10 +1,10 @@
-"""The errors people see, and the exit code of each. A message says what, where, expected, got, and what to do."""
+"""The errors that users see, and their exit codes. A message says what, where, expected, got, and what to do."""
 
 from pathlib import Path
 
 
 class SafetrainError(Exception):
-    """Base of every error that is reported without a traceback. ``exit_code`` is what the process ends with."""
+    """Base of every error that is reported without a traceback. The process ends with ``exit_code``."""
 
     exit_code = 1
 
@@ -18,27 +18,30 @@ class SafetrainError(Exception):
 
 
 class ConfigError(SafetrainError):
-    """A key, type or value in params.yaml, an overlay or an override that cannot be used."""
+    """An invalid key, type or value in params.yaml, an overlay or an override."""
 
     exit_code = 2
 
 
 def broken_yaml(error: Exception) -> ConfigError:
-    """The error for a configuration file that is not YAML, with the line where ``error``, of PyYAML, noticed it."""
+    """Make the error for a configuration file that is not YAML; PyYAML's ``error`` knows the line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
     name = Path(mark.name).name if mark is not None else "params.yaml"
-    what, do = f"{name} is not valid YAML.", "look at this line and the one above it: a bracket, quote or indentation"
+    what, do = (
+        f"{name} is not valid YAML.",
+        "check the brackets, quotes and indentation of this line and the one above",
+    )
     return ConfigError(what, where=f"{name}:{mark.line + 1}" if mark is not None else name, got=problem, do=do)
 
 
 class DataError(SafetrainError):
-    """The training data is missing, malformed, or cannot train."""
+    """The training data is missing, malformed, or not trainable."""
 
     exit_code = 3
 
 
 class NoRowsError(DataError):
-    """A data file has no rows, which only matters where no other file of its split has some."""
+    """A data file has no rows, which only matters if no other file of its split has any."""
 
     def __init__(self, path: object) -> None:
         do = "write rows into it: JSON objects, one on each line, or a table below its header"
@@ -52,13 +55,13 @@ class ModelError(SafetrainError):
 
 
 class MachineError(SafetrainError):
-    """The machine cannot run this: a failed critical check, or a configuration that does not fit."""
+    """The machine cannot run this: a critical check failed, or the configuration does not fit."""
 
     exit_code = 5
 
 
 class PreflightError(SafetrainError):
-    """Preflight does not pass. ``exit_code``: 1 a check failed, 2 one could not be answered."""
+    """Preflight does not pass. ``exit_code``: 1 if a check failed, 2 if one could not be determined."""
 
     def __init__(self, exit_code: int, what: str, *, do: str) -> None:
         super().__init__(what, do=do)
@@ -66,7 +69,7 @@ class PreflightError(SafetrainError):
 
 
 class AlreadyRunningError(SafetrainError):
-    """Another training holds this device."""
+    """Another training uses this device."""
 
     exit_code = 6
 
@@ -86,7 +89,7 @@ class EngineError(TrainingError):
 
 
 class DiskFullError(SafetrainError):
-    """A file could not be written for lack of space."""
+    """The disk had no space for a file."""
 
     exit_code = 8
 

@@ -1,7 +1,7 @@
 """What happens in a training: events that the training process sends over a pipe, and the journal that keeps them.
 
 The supervisor receives the events, adds its own, and appends them to flight/journal.jsonl. Nothing depends on the
-journal: a line that cannot be written is left out, a torn line is not read.
+journal: lines that cannot be written are dropped, and torn lines are skipped.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MOST_LETTERS = 2000  # of a text in the journal
 
 @dataclass(frozen=True)
 class Begun:
-    """Everything is loaded; the first update comes next."""
+    """Everything is loaded; the first update follows."""
 
     total_steps: int
     resumed_from_step: int
@@ -49,7 +49,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Failed:
-    """The training ended itself with an error."""
+    """The training process ended with an error that it reports."""
 
     kind: str  # name of the exception
     message: str
@@ -70,7 +70,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training is, every PROGRESS_SECONDS."""
+    """Progress of the training, every PROGRESS_SECONDS."""
 
     step: int
     elapsed_seconds: float  # in updates, since the run began
@@ -79,7 +79,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Died:
-    """The supervisor found out why the training process ended."""
+    """The supervisor knows why the training process ended."""
 
     title: str
     step: int
@@ -101,13 +101,13 @@ class JournalEntry:
 
 
 class EventPipe:
-    """The sending end. Without a supervisor to read it, the run still saves and ends by itself."""
+    """The sending end. If no supervisor reads it, the run still saves and ends by itself."""
 
     def __init__(self, descriptor: int, *, failures_only: bool = False) -> None:
         self._descriptor, self._failures_only = descriptor, failures_only
 
     def send(self, event: Event) -> None:
-        """Send one event, whole."""
+        """Send one event completely."""
         if self._failures_only and not isinstance(event, Failed):
             return
         line = f"{_line_of(event)}\n".encode()
@@ -119,10 +119,10 @@ class EventPipe:
 
 
 def open_events(place: str, *, required: bool = True) -> EventPipe:
-    """An event pipe, named by its descriptor's number or by the path of a FIFO; raises OSError.
+    """Open the event pipe that a descriptor number or the path of a FIFO names; raises OSError.
 
-    One that is not ``required`` does not wait for a reader: another machine has no reader, though a shared folder
-    may show the FIFO. What ends the training there goes to stderr, which mlx.launch brings to the supervisor.
+    One that is not ``required`` does not wait for a reader: a rank on another machine has none, even if a shared folder
+    shows the FIFO. It sends only failures, to stderr, which mlx.launch passes to the supervisor.
     """
     if place.isdecimal():
         return EventPipe(int(place))
@@ -140,7 +140,7 @@ def open_events(place: str, *, required: bool = True) -> EventPipe:
 
 
 class Journal:
-    """Appends events to a file. A run that begins at its first update replaces the journal of the run before."""
+    """Appends events to a file. A run that starts from the first update replaces the previous run's journal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -150,7 +150,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def take(self, event: Event) -> None:
-        """Write down what the training process reports; of its records, every PROGRESS_SECONDS how far it is."""
+        """Write what the training process reports; its records become one Progress every PROGRESS_SECONDS."""
         if not isinstance(event, Recorded):
             if isinstance(event, Begun):
                 self._progress_at, self._validations = -PROGRESS_SECONDS, 0
@@ -163,7 +163,7 @@ class Journal:
             self.write(Progress(record.step, record.elapsed_seconds, self._validations))
 
     def write(self, event: Event) -> None:
-        """Append one entry, as of now, in one piece, on a line of its own: the one before may be torn."""
+        """Append one entry with the current time, in one write, on a new line: the previous line may be torn."""
         line = f"\n{_line_of(event, MOST_LETTERS)}"
         if isinstance(event, Started) or self._start:
             self._start = line if isinstance(event, Started) else self._start + line
@@ -180,13 +180,13 @@ class Journal:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """An event from its line; None when a sudden end has torn the line, or a library printed it."""
+    """Parse an event; None if the line is torn or was printed by a library."""
     entry = _entry_of(line)
     return entry.event if entry is not None else None
 
 
 def parse_journal(content: bytes) -> tuple[JournalEntry, ...]:
-    """The entries of a journal, without torn lines."""
+    """Parse a journal, without its torn lines."""
     return tuple(entry for line in content.splitlines() if (entry := _entry_of(line)) is not None)
 
 

@@ -34,12 +34,12 @@ def duration_text(seconds: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """``3.98 GiB``, small ones in MiB."""
+    """``3.98 GiB``, or MiB below 1 GiB."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal: what would steer it (escapes, other directions of writing) is spelled, not sent."""
+    """Make ``text`` safe for a terminal: control characters (escapes, changes of direction) are spelled out."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
@@ -59,7 +59,7 @@ def _wrapped(line: re.Match[str]) -> str:
 
 
 def similar_path(path: Path) -> str:
-    """``did you mean data/example?`` for a missing path with a similar one next to it; else empty."""
+    """``did you mean data/example?`` for a missing path with a similar one next to it; empty without one."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
@@ -73,7 +73,7 @@ def similar_path(path: Path) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """``data.path=rows.jsonl``, to be pasted into a shell; what needs it is quoted for Hydra, and for the shell."""
+    """``data.path=rows.jsonl``, ready to paste into a shell: quoted for Hydra and for the shell where necessary."""
     text = str(value)
     if PLAIN_OVERRIDE.fullmatch(text):
         return f"{key}={text}"
@@ -82,15 +82,15 @@ def override(key: str, value: object) -> str:
 
 
 def dvc() -> str:
-    """What starts DVC: in a project of `safetrain init` it need not be installed by itself."""
+    """Return the command that starts DVC: a project of `safetrain init` needs no separate DVC."""
     return "safetrain" if Path(".safetrain").is_dir() else "dvc"
 
 
 def run_again() -> str:
-    """The command that started this run, else the usual one."""
+    """Return the command that started this run, or the usual one."""
     return os.environ.get(RUN) or f"{dvc()} repro"
 
 
 def ran_by(lock: Path = Path("dvc.lock")) -> str:
-    """The like for a run that has ended: DVC keeps a lock of what it ran."""
+    """Return the command of a finished run: DVC leaves a lock file."""
     return os.environ.get(RUN) or (f"{dvc()} repro" if lock.is_file() else "safetrain run")

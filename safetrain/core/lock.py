@@ -1,4 +1,4 @@
-"""One training at a time per user on one machine: a lock file that the kernel releases however the holder dies."""
+"""One training at a time per user and machine: the kernel releases the lock file, no matter how its holder dies."""
 
 import errno
 import fcntl
@@ -15,13 +15,13 @@ from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.storage.files import mac_cache_directory
 
 FOLDER_LOCK = ".training.lock"
-PROBE_SECONDS = 0.2  # a probe by is_locked is over by then
+PROBE_SECONDS = 0.2  # longer than a probe by is_locked takes
 
 
 def lock_path(platform: str = sys.platform) -> Path:
-    """The lock file of this user: in ``$SAFETRAIN_LOCK_DIR``, else where the system keeps such files.
+    """Return this user's lock file: in ``$SAFETRAIN_LOCK_DIR``, or the system's folder for such files.
 
-    Other variables play no part: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
+    Other variables do not count: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
     On macOS, files in $TMPDIR are removed after three days without access (confstr(3)).
     """
     runtime = Path("/run/user") / str(os.getuid())
@@ -37,8 +37,8 @@ def lock_path(platform: str = sys.platform) -> Path:
 def training_lock(output: Path) -> Iterator[tuple[int, int]]:
     """Hold the device and the output folder for one training; raises AlreadyRunningError with the holder's process id.
 
-    Gives the two descriptors: a child that inherits them holds the locks too, for as long as it lives.
-    The files stay when the locks are released: removing one would let two later processes lock two different files.
+    Yields the two descriptors: a child that inherits them holds the locks too, as long as it lives.
+    The files stay when the locks are released: without them, two later processes could lock two different files.
     """
     with _locked(lock_path(), ours=True) as first, _locked(output / FOLDER_LOCK) as second:
         yield first, second
@@ -65,7 +65,7 @@ def is_locked(output: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
-    """``ours``: require a plain file of this user, because every user may write into its folder."""
+    """Hold one lock. ``ours``: require a plain file of this user, because every user may write into its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _opened(path, ours=ours)
     try:
@@ -74,7 +74,7 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
             raise AlreadyRunningError(
                 f"Another training runs on this machine (process {holder}).",
                 where=str(path),
-                do=f"wait for it; if it is yours, kill -INT {holder} ends it with its state saved",
+                do=f"wait for it; or stop it, with its state saved: kill -INT {holder}",
             )
         if not leave_name:
             os.ftruncate(descriptor, 0)
@@ -85,7 +85,7 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
 
 
 def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:
-    """Whether the lock is ours within ``seconds``."""
+    """Whether this process gets the lock within ``seconds``."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -98,9 +98,9 @@ def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:
 
 
 def _opened(path: Path, *, ours: bool) -> int:
-    """The lock file's descriptor, writable, as network file systems require; links are not followed.
+    """Open the lock file writable, as network file systems require, without following links.
 
-    Raises MachineError where it is not a file that this user can open, or ``ours`` and another user's.
+    Raises MachineError if this user cannot open it, or if it must be ``ours`` and belongs to another user.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -118,5 +118,5 @@ def _opened(path: Path, *, ours: bool) -> int:
         where=str(path),
         expected=f"a plain file of user {os.getuid()}, or nothing",
         got=got,
-        do="remove what is there, or name another folder: SAFETRAIN_LOCK_DIR",
+        do="remove that file, or set SAFETRAIN_LOCK_DIR to another folder",
     )

@@ -40,7 +40,7 @@ HANG_FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, co
 
 
 class Phase(enum.IntEnum):
-    """What a training is doing. ``gradient`` is forward, loss and backward in one, unless the run is traced."""
+    """What a training is doing. ``gradient`` covers forward, loss and backward, unless the run is traced."""
 
     START = 0
     LOAD_DATA = 1
@@ -60,7 +60,7 @@ class Phase(enum.IntEnum):
 
     @property
     def label(self) -> str:
-        """The name in words."""
+        """The phase's name in words."""
         return self.name.lower().replace("_", " ")
 
 
@@ -102,7 +102,7 @@ class Allocator:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """Where the training was at a moment, and its memory then."""
+    """The training's position at one moment, and its memory."""
 
     number: int
     wall_seconds: float
@@ -114,7 +114,7 @@ class FlightRecord:
     allocator: Allocator
     footprint_bytes: int
     data_bytes: int  # private writable memory, which RLIMIT_DATA counts; 0 where the system does not say
-    loss: float  # last update's, in nats per label
+    loss: float  # of the last update, in nats per label
 
     @property
     def phase_label(self) -> str:
@@ -133,7 +133,7 @@ class FlightHeader:
 
 
 class Recorder:
-    """Writes the ring. The engine sets ``read_allocator`` and calls ``device`` once it knows them."""
+    """Writes the ring. The engine sets ``read_allocator`` and calls ``device`` as soon as it knows them."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,9 +184,9 @@ class Recorder:
 
 
 class FlightReader:
-    """Follows the recorder file at a path, through every new file that is put there.
+    """Follows the recorder file at a path, also when a new file replaces it.
 
-    ``records`` holds what the ring has, oldest first. Reading changes nothing on the disk.
+    ``records`` holds the ring's records, oldest first. Reading changes nothing on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -202,7 +202,7 @@ class FlightReader:
         return self.records[-1] if self.records else None
 
     def read(self) -> list[FlightRecord]:
-        """Take in what was written since the last call; return it, oldest first."""
+        """Read and return the records written since the last call, oldest first."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -229,8 +229,8 @@ class FlightReader:
     def make_durable(self) -> None:
         """Flush the ring to the disk, at most every few seconds; a failing disk must not end the supervisor.
 
-        macOS does not write with fsync what another process wrote through a mapping (macfuse#202), so the ring is
-        mapped and the mapping flushed.
+        On macOS, fsync does not write what another process wrote through a mapping (macfuse#202), so this maps the ring
+        and flushes the mapping.
         """
         now, rare = time.monotonic(), self.last is not None and self.last.phase in RARE
         if now - self._flushed_at < (RARE_FLUSH_SECONDS if rare else FLUSH_SECONDS):
@@ -251,7 +251,7 @@ class FlightReader:
         self.records.clear()
 
     def _read_new(self, descriptor: int) -> list[FlightRecord]:
-        """Records after the last one seen, as far as the ring still has them; one that is torn is passed over."""
+        """Read the records after the last one seen that the ring still has, without torn ones."""
         ring, last = os.pread(descriptor, RING_BYTES, 0), self.last.number if self.last else 0
         new, missed = list[FlightRecord](), 0
         for step in range(SLOTS):
@@ -269,16 +269,16 @@ class FlightReader:
 
 
 def read_flight(path: Path) -> FlightReader:
-    """The header and records of a recorder file, as they are now; empty if it is missing."""
+    """Read the header and records of a recorder file; empty if it is missing."""
     reader = FlightReader(path)
     reader.read()
     return reader
 
 
 def allowed_seconds(last: FlightRecord | None, floor_seconds: float, longest_seconds: float | None) -> float | None:
-    """Seconds after ``last`` before a phase counts as hung, None for never.
+    """Seconds after ``last`` before a phase counts as hung; None for never.
 
-    ``longest_seconds``: what the same phase has taken before, None on its first time. Waiting for room on the disk has
+    ``longest_seconds``: the longest time of the same phase so far; None for its first time. Waiting for disk space has
     its own time limit.
     """
     if last is not None and last.phase is Phase.WAIT and last.edge is Edge.BEFORE:
@@ -289,12 +289,12 @@ def allowed_seconds(last: FlightRecord | None, floor_seconds: float, longest_sec
 
 
 def row_ids(rows: Sequence[int]) -> tuple[int, ...]:
-    """Line numbers of the first rows, given by index."""
+    """Convert the first row indices to line numbers."""
     return tuple(row + 1 for row in rows[:MOST_ROWS])
 
 
 def boot_id() -> str:
-    """Changes when the machine is started; empty where the system has none."""
+    """Return the system's id of the current boot; empty if it has none."""
     linux = Path("/proc/sys/kernel/random/boot_id")
     if linux.is_file():
         return linux.read_text().strip()
@@ -302,7 +302,7 @@ def boot_id() -> str:
 
 
 def _header_in(content: bytes) -> FlightHeader | None:
-    """The header; None where it is damaged, or another version's."""
+    """Parse the header; None if it is damaged or from another version."""
     if content[: len(MAGIC)] != MAGIC:
         return None
     start = len(MAGIC) + 4
@@ -314,7 +314,7 @@ def _header_in(content: bytes) -> FlightHeader | None:
 
 
 def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
-    """The record of a slot; None if it is empty or torn."""
+    """Parse the record of a slot; None if it is empty or torn."""
     values = LAYOUT.unpack_from(ring, HEADER_BYTES + slot * LAYOUT.size)
     number, wall, monotonic, phase, edge, step, micro_batch, rows, tokens = values[:9]
     if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
@@ -329,9 +329,9 @@ def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
 
 
 def _allocate(path: Path) -> int:
-    """A new file with all its blocks: writing to a mapped page that the disk has no room for kills the process.
+    """Make a new file with all its blocks: writing to a mapped page without disk space kills the process.
 
-    A new file each time, because a reader may still follow the one before.
+    The file is always new, because a reader may still follow the previous one.
     """
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

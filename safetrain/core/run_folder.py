@@ -1,6 +1,6 @@
-"""A run's folder, checkpoints_qlora, read by one call: every record in it, and whether a training is at work.
+"""Reads a run's folder, checkpoints_qlora: every record in it, and whether a training is running.
 
-Reading holds no lock and changes nothing. A record that is missing is None; one that cannot be read is None and named.
+Reading takes no lock and changes nothing. Missing and unreadable records are None; the unreadable ones are listed.
 """
 
 import json
@@ -33,10 +33,10 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class RunMarker:
-    """flight/run.json, there from the start of a training process until its end is explained."""
+    """flight/run.json, which exists from the start of a training process until its end is explained."""
 
     boot_id: str
-    command: str  # that a person typed
+    command: str  # as the user typed it
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
     hang_seconds: float = 0.0  # no phase counts as hung before; 0: unknown
@@ -66,7 +66,7 @@ class SavedCheckpoint:
 class Processes:
     """The run's processes at this moment."""
 
-    is_locked: bool = False  # the supervisor or the training process lives
+    is_locked: bool = False  # the supervisor or the training process is alive
     worker_lives: bool = False
     worker_is_stopped: bool = False  # by Ctrl-Z or a debugger
     worker_footprint_bytes: int = 0
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether a training is at work in this folder."""
+        """Whether a training is running in this folder."""
         return self.marker is not None and self.processes.is_locked
 
     @property
@@ -123,10 +123,10 @@ class Run:
 
 
 class RunReader:
-    """Reads the run of a folder again and again; of the metrics file, which may be long, only what is new."""
+    """Reads a folder's run repeatedly, but only the new lines of the metrics file, which may be long."""
 
     def __init__(self, output: Path | None = paths.OUTPUT, name: str = "this run") -> None:
-        """``output``: None for a run whose files are read from elsewhere, by other ``file`` and ``adapter`` methods."""
+        """``output``: None for subclasses that read the files from elsewhere, by their own ``file`` and ``adapter``."""
         self.output, self.name = output, name
         self._flight = FlightReader(output / FLIGHT / RECORDER) if output is not None else None
         self._adapter: tuple[tuple[int, int], str] | None = None  # of a file of this time and size
@@ -134,16 +134,16 @@ class RunReader:
         self._unreadable = list[tuple[str, str]]()
 
     def file(self, name: str) -> bytes | None:
-        """A file by its name in the run's folder; None if it is missing. Raises OSError for a failing disk."""
+        """Read a file of the run's folder; None if it is missing. Raises OSError for a failing disk."""
         try:
             return (self.output / name).read_bytes() if self.output is not None else None
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def adapter(self) -> str | None:
-        """Fingerprint of the trained adapter, empty without one; None where it is unknown.
+        """Fingerprint of the trained adapter; empty without one, None if unknown.
 
-        Computed again only when the file has changed: it may be as large as a model.
+        It is computed again only when the file has changed: the file may be as large as a model.
         """
         folder = (self.output or Path()) / paths.ADAPTERS.name
         try:
@@ -156,7 +156,7 @@ class RunReader:
             return ""
 
     def read(self) -> Run:
-        """The run as it is now. Raises OSError where the disk does not let a file be read."""
+        """Read the current state of the run. Raises OSError if the disk fails."""
         self._unreadable = []
         if self._flight is not None:
             self._flight.read()
@@ -196,7 +196,7 @@ class RunReader:
         )
 
     def _read_steps(self) -> tuple[StepRecord, ...]:
-        """The records; of a file that has only grown, the new lines are parsed."""
+        """Read the metrics; if the file has only grown, parse only its new lines."""
         content = self.file(paths.METRICS_CSV.name) or b""
         content = content[: content.rfind(b"\n") + 1]
         if not self._csv or not content.startswith(self._csv):
@@ -213,7 +213,7 @@ class RunReader:
         return self._part(name, lambda text: from_json(kind, json.loads(text), partly=True))
 
     def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
-        """A file's text through ``build``; None if it is missing or cannot be read."""
+        """Build a record from a file's text; None if the file is missing or unreadable."""
         content = self.file(name)
         if content is None:
             return None
@@ -225,12 +225,12 @@ class RunReader:
 
 
 def read_run(output: Path = paths.OUTPUT) -> Run:
-    """The run in a folder, as it is now."""
+    """Read the current state of a folder's run."""
     return RunReader(output).read()
 
 
 def read_marker(output: Path) -> RunMarker | None:
-    """flight/run.json; None if it is missing or cannot be read."""
+    """Read flight/run.json; None if it is missing or unreadable."""
     return read_or_none(output / FLIGHT / MARKER, RunMarker)
 
 
@@ -240,7 +240,7 @@ def write_marker(output: Path, marker: RunMarker) -> None:
 
 
 def living_process(pid: int) -> psutil.Process | None:
-    """The process of this id, if it runs and is not a zombie."""
+    """Return the process with this id if it runs and is not a zombie."""
     try:
         process = psutil.Process(pid) if pid > 0 else None
         return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
@@ -249,9 +249,9 @@ def living_process(pid: int) -> psutil.Process | None:
 
 
 def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: tuple[JournalEntry, ...]) -> bool:
-    """Whether DVC has brought back the results of another run than the one that flight/ tells of.
+    """Whether DVC restored the results of another run than the one in flight/.
 
-    A run removes the old summary when it begins, and ends its journal when it has written its own.
+    A run removes the old summary when it begins, and closes its journal after writing the new one.
     """
     marks = [entry.event for entry in journal if isinstance(entry.event, Begun | Finished)]
     ended = marks[-1:] == [Finished(summary.metrics.steps)] and job is not None and job.settings == summary.settings
@@ -259,7 +259,7 @@ def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: 
 
 
 def _processes(output: Path, header: FlightHeader | None) -> Processes:
-    """The lock tells whether a run lives, because the kernel releases it however its holders die."""
+    """Find the run's processes. The lock shows whether they live: the kernel releases it when they die."""
     boot = boot_id()
     if not is_locked(output):
         return Processes(boot_id=boot)

@@ -42,7 +42,7 @@ def test_whatever_is_cut_grown_flipped_or_lost_is_named(tmp_path: Path) -> None:
             flipped = bytearray(content)
             flipped[place] ^= 1 << 7
             file.write_bytes(flipped)
-            assert fault_of(file.parent) == f"{name} has other contents"
+            assert fault_of(file.parent) == f"{name} has different contents"
         file.unlink()
         assert fault_of(file.parent) == f"{name} is missing"
 

@@ -188,7 +188,7 @@ def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp
     assert read_prompt_format(adapters) == prompt_format
     assert json.loads((adapters / "chat.json").read_text())["stop_ids"] == [2, 7]
     (adapters / "chat.json").write_text("{}")
-    with pytest.raises(ModelError, match="What the adapter was taught"):
+    with pytest.raises(ModelError, match="prompt format cannot be read"):
         read_prompt_format(adapters)
     (adapters / "chat.json").unlink()
     assert read_prompt_format(adapters) is None

@@ -194,7 +194,7 @@ def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_recommendation(path)
-    with pytest.raises(ConfigError, match=r"none\.json is not there yet"):
+    with pytest.raises(ConfigError, match=r"none\.json does not exist yet"):
         read_recommendation(tmp_path / "none.json")
 
 
@@ -202,7 +202,7 @@ def test_a_plan_for_something_else_is_refused() -> None:
     lora = plan()
     require_plan_for(lora, "dora", lora.planned_model)
     for method, model in (("full", lora.planned_model), ("lora", "models/other")):
-        with pytest.raises(ConfigError, match="was made for something else"):
+        with pytest.raises(ConfigError, match="is for another model or method"):
             require_plan_for(lora, method, model)
 
 

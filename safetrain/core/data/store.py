@@ -222,7 +222,7 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
         made, metadata, arrays = _read(path)
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.name} is not there yet.", where=str(path), do=f"run '{dvc()} repro validate_data'"
+            f"{path.name} does not exist yet.", where=str(path), do=f"run '{dvc()} repro validate_data'"
         ) from None
     if tokenizer is not None and made.tokenizer != tokenizer:
         raise ConfigError(

@@ -17,23 +17,23 @@ TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type ha
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """What a training teaches of where an answer begins and ends; it belongs to the adapter, not to the base."""
+    """How answers begin and end after a training; it belongs to the adapter, not to the base model."""
 
     stop_ids: tuple[int, ...]
-    opening: str  # appended to the generation prompt when asking, so that it ends as in training
-    asked: str = ""  # removed from the end of the generation prompt before that
-    system: str = ""  # the system prompt that every row has; empty where they differ, or have none
-    documents: bool = False  # no chat was trained: a prompt is the beginning of a document
+    opening: str  # appended to the generation prompt, so that it ends as in training
+    asked: str = ""  # removed before that from the end of the generation prompt
+    system: str = ""  # the system prompt that every row has; empty if they differ or have none
+    documents: bool = False  # trained on documents, not chats: a prompt is the beginning of a document
 
 
 def write_prompt_format(folder: Path, prompt_format: PromptFormat) -> None:
-    """Into an adapter folder that is not yet in its place."""
+    """Write chat.json into an adapter folder that does not have its final name yet."""
     text = json.dumps(dataclasses.asdict(prompt_format), indent=2, ensure_ascii=False)
     (folder / CHAT_FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_prompt_format(folder: Path) -> PromptFormat | None:
-    """None for an adapter that does not say; raises ModelError for what cannot be read."""
+    """Read chat.json; None for an adapter without one. Raises ModelError if it is unreadable."""
     path = folder / CHAT_FILE
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -43,8 +43,8 @@ def read_prompt_format(folder: Path) -> PromptFormat | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        again = "train it again, or remove the file: answers then begin and end as the base model's"
-        raise ModelError(f"What the adapter was taught cannot be read: {error}", where=str(path), do=again) from None
+        again = "train it again, or remove the file: answers then begin and end as with the base model"
+        raise ModelError(f"The adapter's prompt format cannot be read: {error}", where=str(path), do=again) from None
 
 
 def fingerprint(adapter: Path) -> str:
@@ -52,7 +52,7 @@ def fingerprint(adapter: Path) -> str:
     weights = adapter / "adapters.safetensors"
     if not weights.is_file():
         return ""
-    with weights.open("rb") as content:  # of a full fine-tuning it is as large as the model
+    with weights.open("rb") as content:  # after full fine-tuning it is as large as the model
         return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
@@ -66,7 +66,7 @@ def require_weights(adapter: Path) -> None:
 
 
 def base_of(adapter: Path) -> Path:
-    """The base model's folder, as the adapter's configuration names it; raises ModelError."""
+    """Read the base model's folder from the adapter's configuration; raises ModelError."""
     config = _configuration(adapter)
     if not isinstance(config.get("model"), str):
         raise _unreadable(adapter, "it has no 'model'")
@@ -74,7 +74,7 @@ def base_of(adapter: Path) -> Path:
 
 
 def adapter_scale(adapter: Path) -> float:
-    """What the product of an adapter's two matrices is multiplied with; raises ModelError."""
+    """Read the factor of the product of the adapter's two matrices; raises ModelError."""
     try:
         return float(_configuration(adapter).get("lora_parameters", {}).get("scale", 1.0))
     except (ValueError, TypeError, AttributeError) as error:
@@ -82,21 +82,21 @@ def adapter_scale(adapter: Path) -> float:
 
 
 def adapter_method(adapter: Path) -> str:
-    """lora, dora, full or pretrain; raises ModelError."""
+    """Read the method: lora, dora, full or pretrain; raises ModelError."""
     config = _configuration(adapter)
     return str(config.get(TRAINED_BY) or config.get("fine_tune_type", "lora"))
 
 
 def adapter_dropout(adapter: Path) -> float:
-    """The share of inputs that training left out of an adapter's product; 0 where it does not say."""
+    """Read the adapter's dropout rate in training; 0 if unknown."""
     dropout = _configuration(adapter).get("lora_parameters", {}).get("dropout", 0.0)
     return float(dropout) if isinstance(dropout, (int, float)) else 0.0
 
 
 def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
-    """Raise ModelError where the adapter was trained on a base of another fingerprint than ``base_fingerprint``.
+    """Raise ModelError if the adapter was trained on a base model without ``base_fingerprint``.
 
-    Adapters that do not say on which, mlx-lm's own among them, pass.
+    Adapters that name no fingerprint pass, for example mlx-lm's own.
     """
     trained_on = _configuration(adapter).get(BASE_FINGERPRINT)
     if trained_on not in (None, base_fingerprint):

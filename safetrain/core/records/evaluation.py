@@ -1,6 +1,6 @@
 """evaluation.json: its records, how they are described, and the verdict of `safetrain result --gate`.
 
-`dvc exp show` has a column per number, in the order of the fields: what counts comes first.
+`dvc exp show` has a column per number in the order of the fields, the most important first.
 """
 
 import math
@@ -11,17 +11,17 @@ from safetrain.core.formatting import counted, printable
 from safetrain.core.records.schema import Gate
 from safetrain.core.storage import paths
 
-EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # of the training's time; a short training has this
+EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # share of the training's time; least time
 
 
 def evaluation_seconds(training_seconds: float) -> float:
-    """The time that reading and answering with both models may take, after a training of so long."""
+    """Time that evaluating both models may take after a training of ``training_seconds``."""
     return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
 
 
 @dataclass(frozen=True)
 class Improvement:
-    """How far the tuned model's loss is below the base's, on the same rows."""
+    """Difference between the losses of base and tuned model on the same rows."""
 
     nats_per_label: float
     plus_minus: float | None  # half of the 95 % interval; None if one row has all labels
@@ -30,7 +30,7 @@ class Improvement:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A model on the test file. Without questions there is only the loss."""
+    """A model's scores on the test file; only the loss if the file has no questions."""
 
     exact_match: float | None = None  # share of the answered questions
     loss: float  # nats per label
@@ -56,7 +56,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class GroupScore:
-    """The answered questions of one category or task."""
+    """Scores on the answered questions of one category or task."""
 
     name: str
     questions: int
@@ -109,7 +109,7 @@ class Evaluation:
 
 
 def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_examples") -> list[str]:
-    """Sentences for a terminal, and a table of the categories. ``more`` sets how many questions are answered."""
+    """Sentences for a terminal, and a table of the categories. ``more`` is the option for more questions."""
     base, tuned = evaluation.base, evaluation.tuned
     lines = [describe_loss(evaluation)]
     if evaluation.answered:
@@ -122,7 +122,7 @@ def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_exampl
 
 
 def describe_answered(answered: int, questions: int, more: str) -> str:
-    """Which questions were not answered; empty if all were."""
+    """Say how many questions were answered; empty if all were."""
     if not questions:
         return "Answers not measured: the test file has no questions"
     return (
@@ -139,13 +139,13 @@ def describe_loss(evaluation: Evaluation) -> str:
 
 
 def describe_exact_match(evaluation: Evaluation) -> str:
-    """``Exact match on 220 test questions: base 0.0 %, tuned 98.6 %``; there has to be an answer."""
+    """``Exact match on 220 test questions: base 0.0 %, tuned 98.6 %``; requires an answered question."""
     base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
     return f"Exact match on {counted(evaluation.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
 
 
 def describe_improvement(improvement: Improvement, of: str = "") -> str:
-    """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token. ``of``: how many rows there are, if a sample."""
+    """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token. ``of``: `` of N`` if the rows are a sample."""
     gain, half = improvement.nats_per_label, improvement.plus_minus
     word = "better" if gain > 0 else "worse"
     if half is None:
@@ -197,7 +197,7 @@ def _table_of_groups(groups: tuple[GroupScore, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the tuned model is better. ``exit_code``: 0 yes, 1 no, 2 it forgets or the data does not tell."""
+    """Whether the tuned model is better. ``exit_code``: 0 yes, 1 no, 2 it forgets or the data cannot decide."""
 
     exit_code: int
     title: str
@@ -207,7 +207,7 @@ class Verdict:
 def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Gate) -> Verdict:
     """Compare intervals with thresholds: above passes, below fails, an interval across one is undecided.
 
-    Forgetting has to stay below its threshold; it does not count if it was not measured.
+    Forgetting must stay below its threshold; it is ignored if it was not measured.
     """
     gain = _interval(improvement.nats_per_label, improvement.plus_minus)
     measures = [_compare("gain in loss, nats per token", *gain, limits.least_gain)]
@@ -232,7 +232,7 @@ def _interval(middle: float | None, half: float | None) -> tuple[float | None, f
 
 
 def _compare(name: str, low: float | None, high: float | None, limit: float) -> tuple[int, str]:
-    """0 above ``limit``, 1 not above, 2 undecided; and a sentence."""
+    """Compare an interval with ``limit``: 0 above, 1 not above, 2 undecided; and a sentence about it."""
     if low is None or high is None:
         return 2, f"{name}: no interval to compare with {limit:g}"
     code = 0 if low > limit else 1 if high <= limit else 2

@@ -17,9 +17,9 @@ FORMAT = '[{"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}, {"ssh": "second-mac.lo
 class Hosts:
     """The host of each rank."""
 
-    names: tuple[str, ...]  # as ssh takes them, rank 0 first
-    backend: str = ""  # as the file says; empty: it does not
-    ports: int = 0  # that the ring listens on, one for each address
+    names: tuple[str, ...]  # names for ssh, rank 0 first
+    backend: str = ""  # named in the file; empty: none
+    ports: int = 0  # number of the ring's ports, one for each address
 
     @property
     def all_here(self) -> bool:
@@ -33,9 +33,9 @@ class Hosts:
 
 
 def backend_of_ranks(hosts: Hosts, device: str) -> str:
-    """How the ranks exchange numbers: as the file says, else NCCL where they compute on CUDA, else the ring.
+    """Choose mlx's backend for the ranks: the file's, or NCCL on CUDA, or the ring.
 
-    JACCL is for cables between machines. Raises ConfigError where two ranks on one of several machines would get one
+    JACCL needs cables between machines. Raises ConfigError if two ranks on one of several machines would get the same
     CUDA device.
     """
     backend = hosts.backend or ("nccl" if device == "cuda" else "ring")
@@ -44,7 +44,7 @@ def backend_of_ranks(hosts: Hosts, device: str) -> str:
     machines = {LOCAL[0] if is_here(name) else name for name in hosts.names}
     if backend == "nccl" and not hosts.all_here and len(machines) < len(hosts.names):
         raise ConfigError(
-            "Ranks of several machines have a CUDA device each, and mlx.launch gives all of a machine the same one.",
+            "With several machines, mlx.launch gives all ranks of a machine the same CUDA device.",
             expected="each machine once in train.hostfile",
             got=", ".join(hosts.names),
             do="name each machine once; or train on one machine, where each rank gets its own device",
@@ -53,18 +53,18 @@ def backend_of_ranks(hosts: Hosts, device: str) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Whether this is a name of the machine itself."""
+    """Whether ``name`` is this machine."""
     return name in (*LOCAL, socket.gethostname())
 
 
 def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
-    """The machines of ``ranks`` ranks; raises ConfigError where the file is missing, malformed, or names others."""
+    """Find the machines of ``ranks`` ranks; raises ConfigError for a missing, malformed or unfit file."""
     if hostfile is None:
         return Hosts((LOCAL[0],) * ranks)
     hosts = read_hostfile(Path(hostfile))
     if len(hosts.names) != ranks:
         raise ConfigError(
-            "train.hostfile has another number of machines than train.ranks.",
+            "train.hostfile and train.ranks do not match.",
             where=hostfile,
             expected=f"{ranks} entries, one for each rank",
             got=str(len(hosts.names)),
@@ -72,7 +72,7 @@ def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
         )
     if not is_here(hosts.names[0]):
         raise ConfigError(
-            "Rank 0 is not on this machine, which has the run's files.",
+            "Rank 0 must be on this machine, which has the run's files.",
             where=hostfile,
             expected=f'"ssh": "{LOCAL[0]}" in the first entry',
             got=hosts.names[0],
@@ -82,37 +82,37 @@ def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """Read a hostfile; raises ConfigError where mlx.launch could not use it."""
+    """Read a hostfile; raises ConfigError if mlx.launch could not use it."""
     value, entries = _entries(path)
     backend = value.get("backend", "") if isinstance(value, dict) else ""
     if backend not in BACKENDS:
         raise ConfigError(
-            "train.hostfile asks for a backend that is not supported here.",
+            "train.hostfile names a backend that is not supported.",
             where=str(path),
             expected=f"one of {', '.join(BACKENDS[1:])}",
             got=str(backend),
-            do="name one of these, or none: then it is NCCL on CUDA and the ring everywhere else",
+            do="name one of these, or none (NCCL on CUDA, else the ring)",
         )
     missing = next((entry["ssh"] for entry in entries if not _are_addresses(entry.get("ips"))), None)
     if missing is not None:
         raise ConfigError(
-            f"{missing} has no address by which the other ranks reach it.",
+            f"{missing} has no address for the other ranks.",
             where=str(path),
             expected=f'"ips", a list, in each entry, as in {FORMAT}',
-            do="add the address that the machine has in the network of the others",
+            do="add the machine's address in the network of the other ranks",
         )
     return Hosts(tuple(entry["ssh"] for entry in entries), backend, sum(len(entry["ips"]) for entry in entries))
 
 
 def as_launched(path: Path) -> str:
-    """The hostfile as mlx.launch understands it: for it, this machine has one name, and it reaches others by ssh."""
+    """Rewrite the hostfile for mlx.launch, which knows this machine by one name and reaches the others by ssh."""
     value, entries = _entries(path)
     renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
     return json.dumps({**value, "hosts": renamed} if isinstance(value, dict) else renamed)
 
 
 def _entries(path: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """All of a hostfile, and its entries, each with the name of a machine."""
+    """Parse a hostfile: its whole content, and its entries, each with a machine's name."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
         entries = value["hosts"] if isinstance(value, dict) else value

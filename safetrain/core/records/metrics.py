@@ -14,9 +14,9 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import from_json, read_result, write_json, write_text
 
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
-ROUNDING_16_BIT = 5e-3  # the same of two ways to compute one model in 16-bit numbers
-OF_LOSS = 10  # times as much: rounding moves a loss by its own size, a divergence by the square
-DISCARD = "throw this training away with 'safetrain discard', and train with a higher train.learning_rate"
+ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
+OF_LOSS = 10  # times larger: rounding moves a loss by its own size, a divergence by its square
+DISCARD = "discard this training with 'safetrain discard', and train with a higher train.learning_rate"
 
 
 @dataclass(frozen=True, slots=True)  # there may be a hundred thousand
@@ -41,7 +41,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(StepRecord))
 
 @dataclass(frozen=True)
 class TrainingMetrics:
-    """training_metrics.json: the numbers that two runs are compared by. Losses in nats per label."""
+    """training_metrics.json: the numbers for comparing runs. Losses in nats per label."""
 
     final_train_loss: float  # mean over the last tenth of the steps
     valid_loss: float  # after the last step
@@ -77,7 +77,7 @@ class TrainingOutcome:
 
 @dataclass(frozen=True)
 class ComparedWith:
-    """A model beside the tuned one. An answer is a whole row: all its labels, read greedily."""
+    """A model compared with the tuned one. An answer is a whole row: all its labels, read greedily."""
 
     loss: float  # nats per label
     divergence: float  # KL(tuned || this model), nats per label
@@ -86,7 +86,7 @@ class ComparedWith:
 
 @dataclass(frozen=True)
 class Proof:
-    """ "proof" in training_summary.json: base, and base with the opened folder, on some rows of the validation."""
+    """ "proof" in training_summary.json: the base model, without and with the saved adapter, on validation rows."""
 
     rows: int
     labels: int
@@ -114,7 +114,7 @@ def write_summary(path: Path, summary: TrainingSummary) -> None:
 
 
 def summary_from(value: Any) -> TrainingSummary:
-    """The summary from its JSON; raises TypeError or KeyError for anything else."""
+    """Build the summary from its JSON; raises TypeError or KeyError for anything else."""
     build = functools.partial(from_json, partly=True)
     parts = build(TrainSettings, value), build(TrainingMetrics, value), build(TrainingOutcome, value)
     return TrainingSummary(*parts, from_json(Proof, value["proof"]))
@@ -127,7 +127,7 @@ def read_summary(path: Path) -> TrainingSummary:
 
 @dataclass(frozen=True)
 class RunShape:
-    """The part of training_summary.json that says how to open the model again in the memory of its training."""
+    """The part of training_summary.json for opening the model again in the memory of its training."""
 
     batch_size: int
     max_seq_length: int
@@ -146,7 +146,7 @@ class RunShape:
 
     @property
     def mlx_limit_bytes(self) -> int:
-        """Memory limit of mlx: the larger peak, because a run resumed for its last few steps measures a small one."""
+        """Memory limit of mlx: the larger peak, because a run resumed for a few steps measures too little."""
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
 
 
@@ -156,7 +156,7 @@ def read_run_shape(path: Path) -> RunShape:
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:
-    """Write the header and the records made so far, whole or not at all."""
+    """Write the header and the records so far atomically."""
     write_text(path, _lines([list(COLUMNS), *(_fields(record) for record in records)]))
 
 
@@ -168,14 +168,14 @@ def append_csv(path: Path, record: StepRecord) -> None:
 
 
 def read_csv(path: Path) -> list[StepRecord]:
-    """Every record of a metrics file; raises ConfigError if it is missing."""
+    """Read a metrics file; raises ConfigError if it is missing."""
     if not path.is_file():
-        raise ConfigError(f"{path.name} is not there yet.", where=str(path), do=f"run '{dvc()} repro train' first")
+        raise ConfigError(f"{path.name} does not exist yet.", where=str(path), do=f"run '{dvc()} repro train' first")
     return parse_csv(path.read_text(encoding="utf-8"))
 
 
 def parse_csv(text: str) -> list[StepRecord]:
-    """The records of a metrics file, without a torn last line. Raises ValueError for anything else."""
+    """Parse a metrics file, without a torn last line. Raises ValueError for anything else."""
     lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
     head = next(lines, list(COLUMNS))
     is_integer = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
@@ -203,17 +203,17 @@ def _lines(rows: list[list[object]]) -> str:
 
 
 def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
-    """Raise TrainingError where the adapter changes nothing, or where the opened folder is not the tuned model.
+    """Raise TrainingError if the adapter has no effect, or if the saved folder is not the tuned model.
 
-    In 16 bits two ways to compute one model differ by a rounding that depends on the model: only a folder that is as
-    near to the base as to the tuned model is refused.
+    In 16 bits, two ways to compute one model differ by a rounding that depends on the model: there, the folder fails
+    only if it is as close to the base as to the tuned model.
     """
     base, reopened, rounding = proof.base, proof.opened, ROUNDING_16_BIT if in_16_bit else NO_CHANGE
     share = 0.5 if in_16_bit else 0.02
     gained = abs(base.loss - proof.tuned_loss)
     if base.divergence < NO_CHANGE and gained < NO_CHANGE:
         raise TrainingError(
-            "The adapter changes nothing: the tuned model is its base on every label that was compared.",
+            "The adapter changes nothing: tuned and base model give the same loss on every label.",
             where=adapter,
             got=f"a divergence of {base.divergence:.1e} nats per label",
             do=DISCARD,
@@ -221,12 +221,12 @@ def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
     near, near_loss = max(rounding, share * base.divergence), max(OF_LOSS * rounding, share * gained)
     if not (reopened.divergence <= near and abs(reopened.loss - proof.tuned_loss) <= near_loss):
         raise TrainingError(
-            "The adapter's folder is not the model that was trained: mlx-lm opens it as another one.",
+            "The saved adapter is not the trained model: mlx-lm loads a different one.",
             where=adapter,
             expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {proof.tuned_loss:.4f}",
             got=f"{reopened.divergence:.1e}, and a loss of {reopened.loss:.4f}; the base: {base.divergence:.1e}, "
             f"{base.loss:.4f}",
-            do="do not touch the folder while training runs and run the same command again; if it says the same, "
+            do="run the same command again, and do not change the folder meanwhile; if it fails again, "
             "report this model's architecture",
         )
 

@@ -1,4 +1,4 @@
-"""The small records that stages hand to each other in files: what the data is, what the machine is."""
+"""Small records that stages pass on in files: reports about the data and the machine."""
 
 import functools
 import itertools
@@ -28,9 +28,9 @@ class LengthQuantiles:
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """A split by length. Count i is for lengths above ``edges[i]``, up to ``edges[i + 1]`` tokens."""
+    """Histogram of a split. Bin i has lengths above ``edges[i]`` and up to ``edges[i + 1]`` tokens."""
 
-    edges: tuple[int, ...]  # the same for all data, equally far apart on a logarithmic axis
+    edges: tuple[int, ...]  # the same for all data, evenly spaced on a logarithmic axis
     rows: tuple[int, ...]  # by their tokens
     rows_by_labels: tuple[int, ...]  # by their trained tokens
     labels: tuple[int, ...]  # trained tokens, by their place in the row, from 1
@@ -38,7 +38,7 @@ class LengthHistogram:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """One of train, valid, test."""
+    """Report on one split: train, valid or test."""
 
     rows: int
     tokens: int
@@ -48,9 +48,9 @@ class SplitReport:
     label_bytes: int = 0  # UTF-8 bytes of all labels without special tokens; 0: unknown
 
     def share_beyond(self, counts: Sequence[int], length: int) -> float:
-        """Of what ``counts`` of the histogram count, the share beyond ``length`` tokens.
+        """Share of the histogram's ``counts`` beyond ``length`` tokens.
 
-        Inside a bin as if it were filled evenly.
+        A bin counts as evenly filled.
         """
         edges = (*self.histogram.edges[:-1], self.lengths.max)
         beyond = 0.0
@@ -100,7 +100,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Machine:
-    """machine.json: the machine as it is every day, and the memory that a training may use."""
+    """machine.json: the machine, and the memory that a training may use."""
 
     system: str
     architecture: str
@@ -120,7 +120,7 @@ class Machine:
 
     @property
     def memory_budget(self) -> MemoryBudget:
-        """What a process may take."""
+        """Memory that a process may use."""
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
 
@@ -130,11 +130,11 @@ def read_data_report(path: Path) -> DataReport:
 
 
 def require_data_of(report: DataReport, source: str) -> None:
-    """Raise ConfigError when data/validated was made from other data than ``source``; DataError if that is gone."""
+    """Raise ConfigError if data/validated was not made from ``source``; DataError if ``source`` does not exist."""
     if report.source != source:
         require_source(source)
         raise ConfigError(
-            "data/validated was made from other data.",
+            "data/validated was made from different data.",
             expected=source,
             got=report.source,
             do="run validate_data with the same overrides, or safetrain run, which does",

@@ -1,6 +1,6 @@
-"""training_state.json and the checkpoints: where an unfinished run stands, and what makes two runs the same run.
+"""training_state.json and the checkpoints: the progress of an unfinished run, and what makes two runs the same run.
 
-A checkpoint is a folder that proves itself: its manifest has the length and hash of every file.
+A checkpoint is a folder that can be verified: its manifest has the length and hash of every file.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes two runs the same run. Each value is text, so that a difference can be shown."""
+    """What makes two runs the same run. All values are texts, so that a message can show a difference."""
 
     base_model: str
     training_rows: str
@@ -31,7 +31,7 @@ class RunIdentity:
     draws: str = ""  # fingerprint of how numpy orders rows
 
     def differences(self, other: "RunIdentity") -> list[str]:
-        """Names of what differs."""
+        """List what differs, for people."""
         names = ("base_model", "training_rows", "validation_rows")
         texts = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         texts += [] if self.draws == other.draws else [OTHER_DRAWS]
@@ -41,7 +41,7 @@ class RunIdentity:
         return texts
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
-        """Whether this is the same run with more epochs; values recommended by a run's length may differ with it."""
+        """Whether this is the same run with more epochs; values recommended for a run's length may differ too."""
         same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
         changed = set(self._changed_settings(other))
         if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
@@ -70,12 +70,12 @@ def write_run_state(output: Path, state: RunState) -> None:
 
 
 def read_run_state(output: Path) -> RunState | None:
-    """None where the file is missing or unreadable: the checkpoints then speak for themselves."""
+    """Read training_state.json; None if it is missing or unreadable: the checkpoints are enough to resume."""
     return read_or_none(output / POINTER, RunState)
 
 
 def is_finished(output: Path) -> bool:
-    """Whether training_state.json calls its run complete, so that nothing is continued."""
+    """Whether training_state.json calls its run complete, so that there is nothing to resume."""
     state = read_run_state(output)
     return state is not None and state.finished
 
@@ -94,7 +94,7 @@ def name_of(epoch: int, step: int) -> str:
 
 
 def checkpoints_in(output: Path) -> list[Checkpoint]:
-    """All of them, whole or not, the newest first."""
+    """List all checkpoints, intact or not, the newest first."""
     matches = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
     checkpoints = [Checkpoint(folder, int(match[2])) for folder, match in matches if match and folder.is_dir()]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
@@ -107,14 +107,14 @@ def write_manifest(folder: Path) -> None:
 
 
 def fault_of(folder: Path) -> str:
-    """What is wrong with a checkpoint, empty if it is whole. Raises OSError where the disk does not let it be read."""
+    """Say what is wrong with a checkpoint; empty if it is intact. Raises OSError if the disk fails."""
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         for name, proof in expected.items():
             actual = _proof(folder / name)
             if actual != proof:
                 size = f"{actual['bytes']} bytes instead of {proof['bytes']}"
-                return f"{name} has {size}" if actual["bytes"] != proof["bytes"] else f"{name} has other contents"
+                return f"{name} has {size}" if actual["bytes"] != proof["bytes"] else f"{name} has different contents"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,7 +123,7 @@ def fault_of(folder: Path) -> str:
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that it is no longer read as one; returns its new path."""
+    """Rename a damaged checkpoint, so that nothing reads it; returns its new path."""
     target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
     number = 2
     while target.exists():
@@ -134,12 +134,12 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def newest_whole(output: Path) -> Checkpoint | None:
-    """The one to continue from; nothing is changed."""
+    """Find the checkpoint to resume from; changes nothing."""
     return next((checkpoint for checkpoint in checkpoints_in(output) if not fault_of(checkpoint.folder)), None)
 
 
 def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
-    """Folders that are neither among the newest ``keep`` nor of the best step."""
+    """List the folders outside the newest ``keep``, except the best step's."""
     return [checkpoint.folder for checkpoint in checkpoints_in(output)[keep:] if checkpoint.step != best_step]
 
 
@@ -148,9 +148,9 @@ def _proof(file: Path) -> dict[str, object]:
 
 
 def remove_half_written(output: Path) -> None:
-    """Remove what a killed process has left; only while no other works in ``output``.
+    """Remove the temporary files of a killed process; only while no other process works in ``output``.
 
-    A folder that was being replaced, and is not there under its own name, gets that back.
+    A folder that was being replaced gets its own name back if nothing has it.
     """
     for old in output.glob(REPLACED):
         own = output / old.name[1:].rpartition("-old-")[0]
@@ -164,9 +164,9 @@ def remove_half_written(output: Path) -> None:
 
 
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:
-    """Remove the pointer, all checkpoints, bad updates, what a killed process left half written.
+    """Remove the pointer, all checkpoints, bad updates and temporary files of a killed process.
 
-    Returns how many checkpoints. Damaged ones stay for inspection, unless the caller removes them.
+    Returns the number of checkpoints. Damaged ones stay for inspection, unless ``damaged_too``.
     """
     (output / POINTER).unlink(missing_ok=True)
     (output / LADDER).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Every key a person can set: its type, its range, its place. Values live only in params.yaml: no defaults here.
+"""Every key that a user can set: its type, range and section. Values are only in params.yaml: no defaults here.
 
-A plain dataclass, because Hydra merges into it; stages hand its parts on, and nothing below them sees the whole.
+These are plain dataclasses, because Hydra merges into them; stages pass the sections on, never the whole.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers, inclusive at both ends unless ``above`` is set, which excludes that value itself."""
+    """Allowed numbers, both ends included; ``above`` excludes its own value."""
 
     at_least: float = -math.inf
     at_most: float = math.inf
@@ -43,18 +43,18 @@ def number(*, at_least: float = -math.inf, at_most: float = math.inf, above: flo
 
 
 def choice(*values: str | int) -> Any:
-    """A key that is one of a few values."""
+    """A key with a few allowed values."""
     return field(metadata={CHOICES: values})
 
 
 def plain() -> Any:
-    """A key without a range; for mypy, which takes ``number`` and ``choice`` for defaults."""
+    """A key without a range; mypy requires it, because it takes ``number`` and ``choice`` for defaults."""
     return field()
 
 
 @dataclass
 class Model:
-    """The base model. ``create`` is the preset of a new one, which is made where ``path`` does not exist."""
+    """The base model. ``create`` is the preset of a new one, which is made if ``path`` does not exist."""
 
     path: str
     create: str | None = choice("10m", "85m", "400m", "800m")
@@ -62,7 +62,7 @@ class Model:
 
 @dataclass
 class Data:
-    """The rows: where they are, how they are split, which findings are only warnings."""
+    """The rows: their path, their splits, and which findings are only warnings."""
 
     path: str
     columns: Any = plain()  # noqa: RUF009 a mapping; typed, OmegaConf could not merge one into null
@@ -74,7 +74,7 @@ class Data:
 
 @dataclass
 class Train:
-    """Settings of the training. None means: take the recommendation (for limits and checks: no limit)."""
+    """Settings of the training. None: use the recommendation (for limits and checks: no limit)."""
 
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
@@ -108,7 +108,7 @@ class Train:
 
 @dataclass
 class Lora:
-    """The adapter. None means: take the recommendation."""
+    """Settings of the adapter. None: use the recommendation."""
 
     rank: int | None = number(at_least=1, at_most=1024)
     scale: float | None = number(above=0, at_most=1000)
@@ -136,7 +136,7 @@ class Gate:
 
 @dataclass
 class Preflight:
-    """What is checked before a training."""
+    """Settings of the checks before a training."""
 
     level: str = choice("quick", "probe", "certify")
     downgrade: list[str] | None = plain()  # noqa: RUF009
@@ -156,7 +156,7 @@ class Pipeline:
 
 
 def gate_of(values: Mapping[str, Any]) -> Gate:
-    """Section gate as it stands in params.yaml; raises ConfigError for unknown keys and bad values."""
+    """Build the section gate from params.yaml's values; raises ConfigError for unknown keys and bad values."""
     names = keys_of("gate")
     unknown, missing = sorted(set(values) - set(names)), [name for name in names if name not in values]
     if unknown or missing:
@@ -180,15 +180,15 @@ def check_ranges(config: Pipeline) -> None:
             f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
         ]
     if config.train.optimizer == "adam" and config.train.weight_decay:
-        problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
-    like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as long
+        problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: use adamw")
+    like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as large as Adam's
     if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None and not like_adam:
         problems.append(f"train.optimizer = {config.train.optimizer} has no recommendation: set train.learning_rate")
     _refuse(problems)
 
 
 def _impossible(section: str, part: Any) -> Iterator[str]:
-    """What is wrong with the values of a section, key by key."""
+    """Say what is wrong with the values of a section, key by key."""
     for key in dataclasses.fields(part):
         value, name, allowed = getattr(part, key.name), f"{section}.{key.name}", key.metadata.get(RANGE)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -228,7 +228,7 @@ def describe_allowed(section: str, key: str) -> str:
 
 
 def keys_of(section: str) -> list[str]:
-    """The keys of a section, or the sections themselves for an empty name."""
+    """List the keys of a section, or the sections for an empty name."""
     return [field.name for field in _fields_of(section) or dataclasses.fields(Pipeline)]
 
 

@@ -15,7 +15,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
-MOST_OF_CHANCE = 0.6  # of the loss of a uniform guess: a base model above it does not know the general text
+MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
 SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst`` and in ``most_changed``
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
@@ -23,7 +23,7 @@ Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 @dataclass(frozen=True)
 class ModelMeasures:
-    """What one model did. Losses in nats, summed over the labels of each row."""
+    """Losses and answers of one model. Losses in nats, summed over the labels of each row."""
 
     losses: np.ndarray  # (rows,) of the test rows
     answers: dict[int, list[int]]  # token ids, by the question's number
@@ -77,7 +77,7 @@ def _groups(
     tuned: ModelMeasures,
     labels: np.ndarray,
 ) -> tuple[GroupScore, ...]:
-    """Score each category of ``questions``, the largest first; nothing if there is only one."""
+    """Score each category of ``questions``, the largest first; empty if there is only one."""
     places = defaultdict[str, list[int]](list)
     for place, question in enumerate(questions):
         places[question.group].append(place)
@@ -151,7 +151,7 @@ def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Impr
 
 
 def t95(freedom: int) -> float:
-    """Two-sided 95 % of Student's distribution; beyond 2 degrees of freedom by its expansion at the normal one."""
+    """Two-sided 95 % quantile of Student's t; above 2 degrees of freedom by an expansion of the normal one."""
     if freedom <= 2:
         return (12.7062, 4.30265)[freedom - 1]
     z, v = Z95, freedom
@@ -161,7 +161,7 @@ def t95(freedom: int) -> float:
 
 
 def wilson_interval(right: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
+    """95 % confidence interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
     share, square = right / total, Z95**2 / total
     middle = (share + square / 2) / (1 + square)
     half = Z95 / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
@@ -189,7 +189,7 @@ def chrf(answer: str, expected: str) -> float:
 
 
 def _overlap(one_set: Iterable[Hashable], other_set: Iterable[Hashable]) -> tuple[float, float]:
-    """Precision and recall of a bag."""
+    """Precision and recall of a multiset."""
     one, other = Counter(one_set), Counter(other_set)
     common = (one & other).total()
     return common / max(1, one.total()), common / max(1, other.total())

@@ -1,4 +1,4 @@
-"""The resolved settings of one training: a person's pins over the recommendation. Nothing here is null by accident."""
+"""The resolved settings of one training: the user's keys over the recommendation."""
 
 import dataclasses
 import functools
@@ -13,15 +13,15 @@ from safetrain.core.records.schema import WHOLE, Lora, Train
 from safetrain.core.storage.files import from_json, read_result
 
 ALL_LINEAR = "all-linear"
-DRY_RUN_TIMED_SECONDS = 1.5  # of ordinary updates
+DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
-NEARLY = 0.95  # of what train.memory_limit_gb leaves: the plan was made under it
+NEARLY = 0.95  # share of train.memory_limit_gb's budget: the plan was made under it
 MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
 PLANNED = (
     "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
     "compute_dtype",
 )  # fmt: skip
-SETTINGS = (*PLANNED, "method", "optimizer")  # that decide how much memory a run takes
+SETTINGS = (*PLANNED, "method", "optimizer")  # these decide how much memory a run needs
 UPDATE = ("longest", "tokens", "labels")
 
 
@@ -62,7 +62,7 @@ class TrainSettings:
     gradient_checkpointing: bool
     seed: int
     lora: LoraSettings
-    compute_dtype: str | None = None  # of a GPU's numbers; None: as the base is stored. A CPU computes in float32
+    compute_dtype: str | None = None  # on a GPU; None: the type of the base's files. A CPU computes in float32
 
     @property
     def rows_per_update(self) -> int:
@@ -81,17 +81,17 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """The most that any update of a run holds, its rows cut to length (core/data/row_order.py)."""
+    """Size of a run's largest update, with truncated rows (core/data/row_order.py)."""
 
     rows: int
-    longest: int  # tokens that the model reads of the longest row, to train or to validate on
-    tokens: int  # that the model reads of all its rows
+    longest: int  # input tokens of the longest row, in training or validation
+    tokens: int  # input tokens of all its rows
     labels: int
 
 
 @dataclass(frozen=True)
 class OwnOrder:
-    """The largest update in the order of a run's own seed, and what a dry run measured of it."""
+    """The largest update in the row order of the run's own seed, and its measured peak."""
 
     largest_update: LargestUpdate
     peak_bytes: int  # of mlx's allocator
@@ -106,7 +106,7 @@ class DryRun:
     update_seconds: float  # of an update of mean size
     device: str
     own_seconds: float  # of the whole dry run, without the start of Python
-    own_order: OwnOrder | None  # None where an update is so slow that only one is made
+    own_order: OwnOrder | None  # None if updates are so slow that the dry run makes only one
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Recommendation:
 
     @property
     def memory_budget(self) -> MemoryBudget:
-        """What a process may take."""
+        """Memory that a process may use."""
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
 
@@ -160,11 +160,11 @@ def read_recommendation(path: Path) -> Recommendation:
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
-    """Raise ConfigError when the recommendation was made for another model, or for another method's learning rate."""
+    """Raise ConfigError if the recommendation is for another model, or for a method with another learning rate."""
     is_other_whole = method != recommendation.planned_method and {method, recommendation.planned_method} & set(WHOLE)
     if is_other_whole or model != recommendation.planned_model:
         raise ConfigError(
-            "The recommended configuration was made for something else.",
+            "The recommended configuration is for another model or method.",
             expected=f"train.method={method} on {model}",
             got=f"{recommendation.planned_method} on {recommendation.planned_model}",
             do="run recommend_config with the same overrides, or dvc exp run -S, which does",
@@ -172,19 +172,19 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
 
 
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
-    """Pins over the recommendation."""
+    """Combine the user's keys with the recommendation."""
     values = _pins_over(train, recommendation, TrainSettings)
     return TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
 
 
 def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
-    """A person's LoRA pins over the recommended shape."""
+    """Combine the user's LoRA keys with the recommended shape."""
     values = _pins_over(pins, recommended, LoraSettings)
     return LoraSettings(**{**values, "targets": tuple(values["targets"])})
 
 
 def _pins_over(pins: object, recommended: object, kind: type[Any]) -> dict[str, Any]:
-    """The fields of ``kind``: as pinned, else as recommended."""
+    """Fill the fields of ``kind`` from the user's keys, or from the recommendation."""
     values = ((field.name, getattr(pins, field.name, None)) for field in dataclasses.fields(kind))
     return {name: getattr(recommended, name, None) if pin is None else pin for name, pin in values}
 
@@ -212,15 +212,15 @@ def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: i
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """What a dry run has measured, and the run that it was measured for."""
+    """Peak memory that a dry run measured, and the run that it measured."""
 
     settings: TrainSettings
     largest_update: LargestUpdate
     peak_bytes: int  # of mlx's allocator
-    own_order: OwnOrder | None = None  # of the seed that it was planned for
+    own_order: OwnOrder | None = None  # for the plan's seed
 
     def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
-        """Whether the measurement holds for a run: same memory settings, and no larger update."""
+        """Whether the measurement holds for a run: the same memory settings, and no larger update."""
         same = all(getattr(settings, key) == getattr(self.settings, key) for key in SETTINGS)
         return same and all(getattr(largest, key) <= getattr(self.largest_update, key) for key in UPDATE)
 
@@ -244,7 +244,7 @@ def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> P
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The settings that decide how much memory an update takes; they change only rounding, and what dropout draws."""
+    """The settings that decide the memory of an update; they change only rounding and dropout's random numbers."""
 
     batch_size: int
     gradient_accumulation: int
@@ -254,7 +254,7 @@ class MemoryShape:
 
     @property
     def window(self) -> str:
-        """An update's rows, in words."""
+        """Rows of an update, as ``batch size x accumulation``."""
         return f"{self.batch_size} x {self.gradient_accumulation}"
 
     def __str__(self) -> str:
@@ -267,37 +267,37 @@ class MemoryShape:
 class Rung:
     """One step down the memory ladder."""
 
-    failed: MemoryShape  # what did not fit
+    failed: MemoryShape  # shape that did not fit
     at_step: int
     evidence: str
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """flight/job.json: a training, resolved, as the supervising process hands it to the training process.
+    """flight/job.json: a resolved training, from the supervisor to the training process.
 
-    The fields after ``planned`` change nothing of what a run computes, only how it survives and what it reports.
+    The fields after ``planned`` change no results, only how a run survives and what it reports.
     """
 
     base: str
     settings: TrainSettings
-    warmup_is_recommended: bool  # for the planned number of updates, not set by a person
+    warmup_is_recommended: bool  # for the planned number of updates, not set by the user
     memory_budget: MemoryBudget
-    planned: PlannedMemory | None  # by a dry run; None: to be estimated
-    trace: bool = False  # forward, loss, backward and optimizer apart
+    planned: PlannedMemory | None  # by a dry run; None: use the estimate
+    trace: bool = False  # time forward, loss, backward and optimizer separately
     keep_checkpoints: int = 2
-    memory_limit_bytes: int | None = None  # of the training process, set by a person
-    rungs: tuple[Rung, ...] = ()  # taken so far
-    mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/estimate.py
-    gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
+    memory_limit_bytes: int | None = None  # of the training process, set by the user
+    rungs: tuple[Rung, ...] = ()  # rungs so far
+    mlx_limit_bytes: int | None = None  # set if less memory is free than planned; None: by core/memory/estimate.py
+    gpu_rungs: tuple[str, ...] = ()  # changes after the GPU watchdog, in words; they do not change memory
     ranks: int = 1  # processes that share each update's rows
-    rank_backend: str = "ring"  # of mlx, by which they exchange numbers: ring, nccl, jaccl, or any that is set up
+    rank_backend: str = "ring"  # mlx's backend for the exchange between ranks: ring, nccl, jaccl, or any available one
 
 
 def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
-    """The job of one of ``ranks_here`` ranks on this machine: each may take its share of the machine's budget.
+    """Give one of ``ranks_here`` ranks on this machine its share of the memory budget.
 
-    A budget that train.memory_limit_gb sets is each rank's already.
+    A budget from train.memory_limit_gb is already per rank.
     """
     budget, own = job.memory_budget, job.memory_limit_bytes
     is_own = own is not None and budget.total_bytes >= NEARLY * within_data_limit(own, own)
@@ -314,11 +314,10 @@ def memory_shape(settings: TrainSettings) -> MemoryShape:
 
 
 def identity_of(settings: TrainSettings) -> str:
-    """The settings that decide what is computed, as text: an unfinished run is continued only by the same ones.
+    """The settings that decide the results, as text: an unfinished run resumes only with the same ones.
 
-    Not among them: how often it is logged or saved; what a bad update is (a run that one has stopped can go on with
-    another answer); what only takes more or less memory, because it changes only rounding and what
-    dropout draws.
+    They exclude how often a run logs or saves; what a bad update is (a run that one stopped may continue with another
+    limit); and what only changes memory, because it changes only rounding and dropout's random numbers.
     """
     neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None)
     value = dataclasses.asdict(neutral)
@@ -328,7 +327,7 @@ def identity_of(settings: TrainSettings) -> str:
 
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
-    """The training that a person's pins and the recommendation make together."""
+    """Make the training from the user's keys and the recommendation."""
     settings = resolve(train, lora, recommendation)
     return TrainJob(
         base=model,

@@ -1,6 +1,6 @@
 """Files that are whole or absent: temporary name, flush, fsync, rename. Records as JSON.
 
-A record is a frozen dataclass; the types of its fields say what a list or an object in JSON becomes.
+A record is a frozen dataclass; the types of its fields say what a JSON list or object becomes.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ Kind = TypeVar("Kind")
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 LFS_POINTER = b"version https://git-lfs"  # how a file begins whose content Git LFS has not fetched
 FETCH_LFS = "git lfs install && git lfs pull, in the repository that holds it"
-SPARE_BYTES = 2**20  # that stay free beside what is written
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
+SPARE_BYTES = 2**20  # that stay free on the disk
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the disk, or no quota left
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
 
 def cache_directory(platform: str = sys.platform) -> Path:
-    """The user's cache folder for safetrain: ``$SAFETRAIN_CACHE_DIR``, else the XDG cache, else the system's own."""
+    """Return the cache folder: ``$SAFETRAIN_CACHE_DIR``, or the XDG cache, or the system's own."""
     setting, caches = os.environ.get("SAFETRAIN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     if setting:
         return Path(setting)
@@ -46,14 +46,14 @@ def cache_directory(platform: str = sys.platform) -> Path:
 
 
 def mac_cache_directory() -> Path:
-    """Where macOS keeps caches of a user's programs; the system removes nothing there."""
+    """Return macOS's cache folder of this user; the system removes nothing there."""
     return Path.home() / "Library" / "Caches" / "safetrain"
 
 
 def private_folder(folder: Path) -> Path:
     """Make a folder that only this user can read or write; raises PermissionError if it is another user's.
 
-    It holds what is loaded as code: another user who could write there would run theirs as this user.
+    Programs load code from it: another user with write access could run code as this user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
@@ -65,11 +65,11 @@ def private_folder(folder: Path) -> Path:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = True) -> None:
-    """Call ``write(temporary)``, make what it wrote durable, and rename it to ``path``.
+    """Call ``write(temporary)``, flush the file to the disk, and rename it to ``path``.
 
     The temporary file keeps the suffix of ``path``, because some writers choose a format by it.
-    A reader sees the old file or the new one, never half of either. Raises OSError when the disk refuses,
-    FileExistsError where ``path`` is there and nothing may be written ``over``. Errors name ``path``.
+    A reader sees the old file or the new one, never half of either. Raises OSError if the disk fails,
+    FileExistsError if ``path`` exists and ``over`` is false. Errors name ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
@@ -85,14 +85,14 @@ def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = Tr
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # the temporary name means nothing to the user
     finally:
-        with contextlib.suppress(OSError):  # of a disk that takes no writes: the error that counts is another
+        with contextlib.suppress(OSError):  # a failing disk: the first error counts
             temporary.unlink(missing_ok=True)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Call ``write(temporary)`` with an empty folder, make what it wrote durable, and rename it to ``path``.
+    """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``.
 
-    Raises OSError when the disk refuses, FileExistsError if ``path`` exists and is not an empty folder.
+    Raises OSError if the disk fails, FileExistsError if ``path`` exists and is not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
@@ -113,7 +113,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
-    """Raises DiskFullError, which says ``what`` is, where ``folder``'s disk has no room for what is written."""
+    """Raise DiskFullError, with the message ``what``, if the disk of ``folder`` becomes full in the block."""
     try:
         yield
     except OSError as error:
@@ -123,18 +123,18 @@ def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
 
 
 def require_new(target: Path, do: str = "choose another folder") -> Path:
-    """The folder that ``target`` will be in; raises ConfigError where it is there, or nothing can be written there."""
+    """Return the parent folder of ``target``; raises ConfigError if ``target`` exists or cannot be written."""
     if target.exists() or target.is_symlink():
         raise ConfigError("The target exists already.", where=str(target), do=do)
     parent = target.parent.resolve()
     nearest = next(folder for folder in (parent, *parent.parents) if folder.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError("Nothing can be written there.", where=str(nearest), do="choose another folder")
+        raise ConfigError("This folder is not writable.", where=str(nearest), do="choose another folder")
     return parent
 
 
 def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
-    """Raise DiskFullError, which says ``what`` is, unless the disk of ``folder`` has so much room and a little more."""
+    """Raise DiskFullError, with the message ``what``, unless the disk has ``size_bytes`` and a reserve free."""
     free = shutil.disk_usage(folder).free
     if free < size_bytes + SPARE_BYTES:
         needed = size_text(size_bytes + SPARE_BYTES)
@@ -142,17 +142,17 @@ def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
+    """Write ``text`` to ``path`` as UTF-8, atomically."""
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write ``value`` to ``path`` as indented JSON with a closing newline, whole or not at all."""
+    """Write ``value`` to ``path`` as indented JSON with a final newline, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def replace_directory(temporary: Path, final: Path) -> None:
-    """Make the files of ``temporary`` durable and give the folder its final name, replacing an older one."""
+    """Flush ``temporary`` to the disk and rename it to ``final``, replacing an older folder."""
     _fsync_inside(temporary)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
@@ -166,7 +166,7 @@ def replace_directory(temporary: Path, final: Path) -> None:
 
 
 def _fsync_inside(folder: Path) -> None:
-    """Flush a folder, and all that lies in it."""
+    """Flush a folder and everything in it to the disk."""
     for path in sorted(folder.rglob("*")):
         _fsync(path)
     _fsync(folder)
@@ -182,10 +182,10 @@ def _fsync(path: Path) -> None:
 
 
 def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
-    """Flush a file or folder to the medium itself; raises OSError when the disk refuses.
+    """Flush a file or folder to the medium itself; raises OSError if the disk fails.
 
-    On macOS fsync(2) stops at the drive, which may lose or reorder what it has; F_FULLFSYNC (``full_flush``) does not.
-    Some file systems have only fsync.
+    On macOS fsync(2) only reaches the drive's cache, which may be lost or reordered; F_FULLFSYNC (``full_flush``)
+    reaches the medium. Some file systems have only fsync.
     """
     if full_flush is not None:
         try:
@@ -205,12 +205,12 @@ def write_record(path: Path, record: object) -> None:
 
 
 def read_record(path: Path, kind: type[Kind]) -> Kind:
-    """What ``write_record`` wrote; raises OSError, and ValueError or TypeError for anything else."""
+    """Read what ``write_record`` wrote; raises OSError, or ValueError or TypeError for other content."""
     return from_json(kind, json.loads(path.read_text(encoding="utf-8")))
 
 
 def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
-    """The record; None where it is missing or cannot be read. Keys that ``kind`` does not have are passed over."""
+    """Read a record; None if it is missing or unreadable. Keys that ``kind`` does not have are ignored."""
     try:
         return from_json(kind, json.loads(path.read_text(encoding="utf-8")), partly=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -218,14 +218,14 @@ def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
 
 
 def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
-    """A stage's JSON through ``build``; raises ConfigError if it is missing or cannot be read."""
+    """Build a record from a stage's JSON; raises ConfigError if it is missing or unreadable."""
     try:
         return build(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.name} is not there yet.",
+            f"{path.name} does not exist yet.",
             where=str(path),
-            do=f"run '{dvc()} repro {stage}' first, or the 'safetrain run' that began it",
+            do=f"run '{dvc()} repro {stage}' first, or your 'safetrain run' again",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -234,7 +234,7 @@ def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
 
 
 def read_beside(path: Path, kind: type[Kind], again: str) -> Kind:
-    """The report that a command has left beside what it wrote; raises ConfigError, which advises ``again``."""
+    """Read the report next to a command's output; raises ConfigError with the remedy ``again``."""
     try:
         return read_record(path, kind)
     except (ValueError, TypeError, AttributeError) as error:
@@ -242,9 +242,9 @@ def read_beside(path: Path, kind: type[Kind], again: str) -> Kind:
 
 
 def from_json(kind: type[Kind], value: Any, *, partly: bool = False) -> Kind:
-    """The dataclass ``kind`` from its JSON; raises TypeError where a field is missing, unknown, or of another form.
+    """Build the dataclass ``kind`` from its JSON; raises TypeError for a missing, unknown or malformed field.
 
-    ``partly``: ``value`` may have more than ``kind`` has.
+    ``partly``: ``value`` may have keys that ``kind`` does not have.
     """
     if not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
@@ -253,9 +253,9 @@ def from_json(kind: type[Kind], value: Any, *, partly: bool = False) -> Kind:
 
 
 def _field(kind: Any, value: Any) -> Any:
-    """A tuple from a list, a dataclass from an object, anything else as it is."""
+    """Make a tuple from a list and a dataclass from an object; other values stay."""
     inside = get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):  # of one type and None
+    if get_origin(kind) in (Union, types.UnionType):  # one type or None
         return None if value is None else _field(inside[0], value)
     if get_origin(kind) is tuple:
         return tuple(_field(inside[0], item) for item in value)
@@ -263,21 +263,21 @@ def _field(kind: Any, value: Any) -> Any:
 
 
 def copied_sha256(source: Path, copy: Path) -> str:
-    """Copy a file; returns the hash of what the disk then holds."""
+    """Copy a file; returns the hash of the copy."""
     shutil.copyfile(source, copy)
     return sha256_of(copy)
 
 
 def sha256_of(file: Path) -> str:
-    """A hash of the file's bytes."""
+    """Hash the file's bytes."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
-    """Write the traceback of the library's error behind one of ours; gives its path, empty where there is none.
+    """Write the traceback of a library's error that caused ours; returns its path, empty without one.
 
-    Errors that are understood are raised ``from None``, or from another of ours, and need no traceback.
+    Errors raised ``from None``, or from another of ours, need no traceback.
     """
     cause = error.__cause__ if isinstance(error, SafetrainError) else error
     if cause is None or isinstance(cause, SafetrainError):
@@ -286,9 +286,9 @@ def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
 
 
 def keep_text(text: str, folder: Path | None = None) -> str:
-    """Write a traceback that is text already, as a child process left it; gives where it is.
+    """Write a traceback that is already text, for example a child process's; returns its path.
 
-    Into the user's cache: the flight folder is a training's own, which names it. A disk that refuses hides no error.
+    The default folder is the user's cache; a training names its flight folder. A failing disk must not hide the error.
     """
     path = (folder or cache_directory()) / ERROR
     try:
@@ -299,12 +299,12 @@ def keep_text(text: str, folder: Path | None = None) -> str:
 
 
 def in_one_line(error: SafetrainError) -> str:
-    """What has happened, and where its traceback is."""
+    """The error's first line, and the path of its traceback."""
     file = keep_traceback(error)
     return f"{error.what} (traceback: {file})" if file else error.what
 
 
 def with_traceback(error: SafetrainError, folder: Path | None = None) -> str:
-    """The error's message, and where its traceback is."""
+    """The error's message, and the path of its traceback."""
     file = keep_traceback(error, folder)
     return f"{error}\n  traceback: {file}" if file else str(error)

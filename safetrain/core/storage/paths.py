@@ -21,23 +21,23 @@ CHECKPOINTS = "checkpoint_epoch_*_step_*"
 BAD_UPDATES = "bad_updates"
 FLIGHT = "flight"  # recorder, stacks, job: of the last training process
 JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in there
-JOURNAL = "journal.jsonl"  # there too: what happened in this training and the ones before, for people
-ERROR = "error.txt"  # there too: the traceback of a library's error that was reported in our words
+JOURNAL = "journal.jsonl"  # there too: events of this training and earlier attempts, for people
+ERROR = "error.txt"  # there too: the traceback of a library's error, whose message is ours
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
-SAMPLES = "samples.jsonl"  # what a model that is trained from scratch has written
-REPLACED = ".*-old-*"  # a folder whose new version is being put in its place (files.replace_directory)
+SAMPLES = "samples.jsonl"  # texts of a model that is trained from scratch
+REPLACED = ".*-old-*"  # an old folder during its replacement (files.replace_directory)
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name
 
 
 def shipped(name: str) -> Path:
-    """A file or folder that comes with the program: from the repository, or from the installed package."""
+    """Find a file or folder that comes with the program, in the repository or the installed package."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "project"
     return (installed if installed.is_dir() else package.parent) / name
 
 
 def rank_folder(flight: Path, rank: int) -> Path:
-    """The flight folder of one of several ranks; rank 0 has that of the training."""
+    """Return a rank's flight folder; rank 0 uses the training's."""
     return flight / f"rank_{rank}" if rank else flight

@@ -71,7 +71,7 @@ def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors is not there yet[^$]*dvc repro validate_data"):
+    with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors does not exist yet[^$]*dvc repro validate_data"):
         open_store(store_path(tmp_path, "train"))
     assert read_made(tmp_path / "a") is None
 
