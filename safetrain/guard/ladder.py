@@ -1,4 +1,4 @@
-"""The ladder: settings that need less memory, or shorter GPU work, for the same rows per update, one rung at a time."""
+"""The ladder: rung by rung, settings with less memory or shorter GPU work for the same rows per update."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import LADDER
 
 MOST_RUNGS = 12
-NEARLY = 0.99  # of the planned budget counts as all of it
+NEARLY = 0.99  # share of the planned budget that counts as all of it
 GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
 SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
 RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
@@ -23,29 +23,29 @@ RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
 
 @dataclass(frozen=True)
 class Ladder:
-    """memory_ladder.json: what was planned, what is tried now, and the rungs between that failed."""
+    """memory_ladder.json: the planned settings, the current ones, and the failed rungs between them."""
 
     asked: MemoryShape
-    limit_bytes: int  # of the memory that it did not fit into
+    limit_bytes: int  # memory that was too small
     now: MemoryShape
     rungs: tuple[Rung, ...]
     gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog
 
 
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
-    """The ladder of a run of these settings; None for other settings, or for more memory."""
+    """Read the ladder of a run; None if it is for other settings or less memory."""
     ladder = read_or_none(output / LADDER, Ladder)
     is_same = ladder is not None and ladder.asked == memory_shape(settings) and limit_bytes <= ladder.limit_bytes
     return ladder if is_same else None
 
 
 def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = False) -> TrainSettings | None:
-    """The settings of the next rung, None at the bottom.
+    """Return the settings of the next rung; None at the bottom.
 
-    In this order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor);
-    blocks recomputed in the backward pass; a base left quantized. All give the same update up to rounding.
+    The order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor), gradient
+    checkpointing, a base that stays quantized. All give the same update up to rounding.
     """
-    if loading:  # before the first update, only the base itself can take less
+    if loading:  # before the first update, only the base can use less memory
         return dataclasses.replace(settings, dequantize_base=False) if quantized and settings.dequantize_base else None
     if settings.batch_size > 1:
         factor = next(f for f in range(2, settings.batch_size + 1) if settings.batch_size % f == 0)
@@ -62,7 +62,7 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
 
 
 def describe_change(before: MemoryShape, after: MemoryShape) -> str:
-    """The difference between two rungs, in words."""
+    """Describe the difference between two rungs."""
     changes = []
     if after.batch_size != before.batch_size:
         changes.append(f"{after.window} rows per update instead of {before.window}")
@@ -82,7 +82,7 @@ GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as variab
 
 
 def next_gpu_rung(count: int) -> str | None:
-    """The rung after ``count`` ones, in words; None at the end."""
+    """Describe the rung after ``count`` rungs; None at the end."""
     if count >= len(GPU_RUNGS):
         return None
     words, environment = GPU_RUNGS[count]
@@ -90,14 +90,14 @@ def next_gpu_rung(count: int) -> str | None:
 
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the training process after ``count`` rungs; those already set in ``ours`` stay."""
+    """Return the environment variables after ``count`` rungs; those already set in ``ours`` stay."""
     environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
     return {name: value for name, value in environment.items() if name not in ours}
 
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """Backend and largest update of a training, with rows not cut."""
+    """Backend and largest update of a training, without truncation."""
 
     backend: str
     largest_update: LargestUpdate
@@ -106,9 +106,9 @@ class PlannedUpdate:
 
 
 def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
-    """The job, taken down the ladder where less memory is free now than it needs; raises MachineError at the bottom.
+    """Take the job down the ladder if it needs more memory than is free; raises MachineError at the bottom.
 
-    Preflight checks a CUDA device's memory, this does not.
+    This does not check a CUDA device's memory; preflight does.
     """
     if planned.backend == "cuda":
         return job
@@ -134,7 +134,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Memory for a training now, and how to get more."""
+    """Memory that a training can get now, and how to get more."""
 
     size_bytes: int
     text: str
@@ -142,11 +142,11 @@ class AvailableMemory:
 
 
 def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> AvailableMemory:
-    """The free memory, or what train.memory_limit_gb leaves of it, divided by the ranks on this machine.
+    """Measure the free memory within train.memory_limit_gb, divided by the ranks on this machine.
 
-    On a Mac it is the budget, unless macOS reports critical pressure: its free memory says nothing.
+    On a Mac it is the budget, unless macOS reports critical pressure: free memory says nothing there.
     """
-    remedy = f"close other programs, or plan for what there is: {run_again()}"
+    remedy = f"close other programs, or plan for the free memory: {run_again()}"
     if backend == "metal":
         free = job.memory_budget.total_bytes
         if host.is_critical:
@@ -158,13 +158,13 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
         raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
         return AvailableMemory(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)
     if ranks_here > 1:
-        each = f"{ranks_here} ranks share this machine, so that each has only {size_text(free)}"
+        each = f"{ranks_here} ranks share this machine, and each has only {size_text(free)}"
         return AvailableMemory(free, each, f"lower train.ranks, or {remedy}")
     return AvailableMemory(free, f"only {size_text(free)} are free now", remedy)
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
-    """Memory of the whole process, with rows cut to the settings' length."""
+    """Memory of the whole process, with rows truncated to the settings' length."""
     longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(planned.largest_update, longest=longest)
     memory = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)

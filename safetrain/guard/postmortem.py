@@ -1,6 +1,6 @@
-"""Gathers the evidence of a training's end, and writes the verdict to postmortem.json for people and the next run.
+"""Gathers the evidence of a training's end, and writes the verdict to postmortem.json.
 
-Also for a training that ended together with its supervisor: flight/run.json (the marker) is then still there.
+A training that ended together with its supervisor leaves flight/run.json (the marker); the next run explains it.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from safetrain.guard.process import Ending
 from safetrain.guard.sampling import MACHINE, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
-RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
-CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not a single rank's
-REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
+RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # kept on the disk for a post-mortem when the disk is full
+CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not caused by a single rank
+REPORT_SECONDS = 5.0  # time that macOS needs to report a kill
 REBOOTED = ("the system's boot id has changed since the training started",)
-UNCLOSED = ("no process wrote down an end", "the system was not restarted since")
+UNCLOSED = ("no process recorded the end", "the system has not restarted since")
 
 
 def open_marker(output: Path, command: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
-    """Write down that a training runs, and by which command; the next training takes a marker for a sudden end."""
+    """Record that a training runs, and its command; a marker that stays tells the next training of a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
@@ -50,30 +50,30 @@ def close_marker(output: Path) -> None:
 
 
 def explain(output: Path, ending: Ending, command: str) -> PostMortem:
-    """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began."""
+    """Judge a training that ended badly, and write postmortem.json unless the training was refused at the start."""
     evidence = _evidence(rank_folder(output / FLIGHT, ending.rank or 0), ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
-    if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
+    if ending.limit.name == OWN_LIMIT:  # it counts private memory, resident or not
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     verdict = _assemble(output, cause, last, footprint, ending.limit, command, exit_code_of(ending, cause))
     rank = None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank
     verdict = dataclasses.replace(verdict, rank=rank, ranks=ending.ranks, host=ending.host)
-    if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem stays
+    if cause.name == "refused" and not ending.began:  # no process died: the last post-mortem stays
         return verdict
     return write_postmortem(output, verdict)
 
 
 def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
-    """The verdict on a training that died together with its supervisor (reboot, panic, kill); else None.
+    """Judge a training that died together with its supervisor (reboot, panic, kill); None without one.
 
-    The next command is the one that started it, or ``default_command`` where that is unknown.
+    The next command is the training's own, or ``default_command`` if unknown.
     """
     if not (output / FLIGHT / MARKER).is_file():
         return None
     last = read_flight(output / FLIGHT / RECORDER).last
     if is_finished(output) and last is not None and last.phase is Phase.FINISH:
-        close_marker(output)  # everything was written, only the marker was left
+        close_marker(output)  # the run is complete, only the marker is left
         return None
     marker = read_marker(output)
     cause = _sudden_end(output / FLIGHT, marker)
@@ -85,7 +85,7 @@ def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
 
 
 def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
-    """Write the verdict, on a full disk into the room kept for it; where even that fails, it is only printed."""
+    """Write the verdict, on a full disk into the reserve; if even that fails, it is only printed."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
         write_record(output / POSTMORTEM, verdict)
@@ -93,9 +93,9 @@ def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
 
 
 def exit_code_of(ending: Ending, cause: Cause) -> int:
-    """The stage's exit code: the child's own, 128 plus a signal, 124 for a hang, 137 beyond a limit; never 0.
+    """Choose the stage's exit code: the child's own, 128 plus a signal, 124 for a hang, 137 beyond a limit; never 0.
 
-    Python ends with 1 for every exception it does not catch, a failed allocation too.
+    Python ends with 1 for every uncaught exception, also for a failed allocation.
     """
     if ending.ended_by_us == "hang":
         return 124
@@ -109,7 +109,7 @@ def exit_code_of(ending: Ending, cause: Cause) -> int:
 
 
 def _evidence(folder: Path, ending: Ending) -> Evidence:
-    """What the process and the system have left behind, with how it ended."""
+    """Collect the traces of the process and the system."""
     flight = read_flight(folder / RECORDER)
     last = flight.last if flight.header is not None and flight.header.pid == ending.pid else None
     stacks = folder / STACKS
@@ -121,7 +121,7 @@ def _evidence(folder: Path, ending: Ending) -> Evidence:
 
 
 def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
-    """Why a training ended together with its supervisor, as far as the system tells."""
+    """Find out why a training ended together with its supervisor."""
     started = marker.started_seconds if marker is not None else (flight / MARKER).stat().st_mtime
     panics = tuple(
         f"{path.name} was written since" for path in system.reports_since("*.panic", started, system.REPORTS)
@@ -129,21 +129,21 @@ def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
     if panics:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics, quoted=panics)
     if marker is not None and marker.boot_id != boot_id():
-        return Cause("reboot", "the machine restarted or lost power in the middle of it", CONFIRMED, REBOOTED)
+        return Cause("reboot", "the machine restarted or lost power during the training", CONFIRMED, REBOOTED)
     monotonic = marker.started_monotonic_seconds if marker is not None else time.monotonic()
     headers = [read_flight(folder / RECORDER).header for folder in (flight, *sorted(flight.glob("rank_*")))]
     logs = (_kernel_log(header.pid, started, monotonic) for header in headers if header is not None)
     if log := next((log for log in logs if log), ()):
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True, quoted=log)
-    return Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor died too"), True, quoted=log)
+    return Cause("supervisor_killed", "it was killed together with its supervisor", LIKELY, UNCLOSED)
 
 
 def _kernel_log(
     pid: int, started_seconds: float, started_monotonic_seconds: float, wait_seconds: float = 0.0
 ) -> tuple[str, ...]:
-    """Lines of the kernel's log, or macOS's reports, that say the system killed this process for memory.
+    """Find lines of the kernel's log, or macOS's reports, that say the system killed this process for memory.
 
-    A report comes after the end; ``wait_seconds`` limits how long it is waited for.
+    A report appears after the end; wait for it at most ``wait_seconds``.
     """
     if sys.platform == "darwin":
         return system.killed_for_memory(pid, started_seconds, wait_seconds, system.REPORTS)
@@ -186,7 +186,7 @@ def _assemble(
 
 
 def _newest_checkpoint(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The checkpoint to continue from, or why it is unknown: a failing disk must not prevent the verdict."""
+    """Find the checkpoint to resume from, or why it is unknown: a failing disk must not prevent the verdict."""
     try:
         return newest_whole(output), ()
     except OSError as error:

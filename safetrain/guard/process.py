@@ -1,4 +1,4 @@
-"""A training process as its supervisor sees it: its events, its last words, its flight records, its memory."""
+"""A training process, watched by its supervisor: events, output, flight records and memory."""
 
 import contextlib
 import os
@@ -22,9 +22,9 @@ from safetrain.core.storage.paths import RECORDER
 from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, Sampler
 
 TAIL_BYTES = 64 * 1024
-RING_PREFIX = b"[ring] "  # mlx's lines when another rank is gone; the supervisor knows that already
-PEER_LOST = "cannot exchange numbers"  # the engine's words for it
-ENDS_ALL_RANKS = ("InterruptedRun", "BadUpdateError")  # rank 0 still writes after these
+RING_PREFIX = b"[ring] "  # mlx prints such lines when another rank is gone, which the supervisor knows already
+PEER_LOST = "cannot exchange numbers"  # in the engine's message about it
+ENDS_ALL_RANKS = ("InterruptedRun", "BadUpdateError")  # after these errors rank 0 still writes
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class WatchSettings:
     capped_by_kernel: bool = sys.platform == "linux"  # RLIMIT_DATA enforces the memory limit
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
     ranks: int = 1
-    backend: str = "ring"  # mlx's, for the exchange between ranks
-    hostfile: Path | None = None  # for mlx.launch, where some ranks are on other machines
-    launcher: tuple[str, ...] = ()  # the command of mlx.launch then
+    backend: str = "ring"  # mlx's backend for the exchange between ranks
+    hostfile: Path | None = None  # for mlx.launch, if some ranks are on other machines
+    launcher: tuple[str, ...] = ()  # its command
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the training ended, with the readings of its last seconds (sampling.RECENT_SECONDS).
+    """How a training ended, with the readings of its last seconds (sampling.RECENT_SECONDS).
 
-    With several ranks it is about the rank that ended it for all, or about rank 0 where all had the same reason.
+    With several ranks it describes the rank that ended all, or rank 0 if all ended for the same reason.
     """
 
     pid: int
     return_code: int  # negative: a signal
-    began: bool  # everything was loaded, and the state of an earlier run read or removed
+    began: bool  # everything was loaded, and an earlier run's state read or removed
     finished: Finished | None
     failed: Failed | None
     stderr_tail: str
@@ -64,23 +64,23 @@ class Ending:
     recent: RecentMemory
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
-    rank: int | None = None  # that ended it; None: a single process, or the same reason for all
+    rank: int | None = None  # rank that ended all; None: a single process, or the same reason for all
     ranks: int = 1
     host: str = ""  # of the rank; empty: this machine
 
 
 class Heartbeat:
-    """Learns how long each phase takes, and measures by how much one is overdue."""
+    """Learns how long each phase takes, and measures how long the current one is overdue."""
 
     def __init__(self, floor_seconds: float) -> None:
         self._floor = floor_seconds
         self._longest: dict[tuple[Phase, Edge], float] = {}
         self._last: FlightRecord | None = None
         self._since = time.monotonic()
-        self._pauses: list[tuple[float, float]] = []  # from, until; in order and apart
+        self._pauses: list[tuple[float, float]] = []  # start and end; in order, without overlap
 
     def feed(self, records: list[FlightRecord]) -> None:
-        """Take in new records, oldest first."""
+        """Process new records, oldest first."""
         for record in records:
             if self._last is not None and not self._paused_seconds(record.monotonic_seconds):
                 key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._since
@@ -89,16 +89,16 @@ class Heartbeat:
             self._pauses = [pause for pause in self._pauses if pause[1] > self._since]
 
     def forgive(self, start_seconds: float, end_seconds: float) -> None:
-        """Leave out a time in which the process or the supervisor was stopped.
+        """Ignore a time in which the process or the supervisor was stopped.
 
-        A record from before the pause may still come after it, because it waits in the ring meanwhile.
+        A record from before the pause may arrive after it, because it waits in the ring.
         """
         start_seconds = max([start_seconds, *(end for _, end in self._pauses[-1:])])  # the same pause, seen twice
         if start_seconds < end_seconds:
             self._pauses.append((start_seconds, end_seconds))
 
     def allowed_seconds(self) -> float | None:
-        """Time for the present phase, None without a limit."""
+        """Time limit of the current phase; None without one."""
         last = self._last
         return allowed_seconds(last, self._floor, self._longest.get((last.phase, last.edge)) if last else None)
 
@@ -148,48 +148,48 @@ class WatchedProcess:
 
     @property
     def limit(self) -> Limit:
-        """The limit on its memory."""
+        """The limit on the rank's memory."""
         return self._sampler.limit
 
     @property
     def return_code(self) -> int:
-        """Exit code, once it has ended."""
+        """Exit code of the ended process."""
         return self.process.returncode
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is in an exchange with the other ranks."""
+        """Whether the rank is in an exchange with the other ranks."""
         last = self.flight.last
         return last is not None and last.phase is Phase.EXCHANGE and last.edge is Edge.BEFORE
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it ended because another rank was gone. SIGKILL comes from outside."""
+        """Whether the rank ended because another one was gone. SIGKILL comes from outside."""
         if self.return_code == -signal.SIGKILL:
             return False
         return self.waits_for_others or (self.failed is not None and PEER_LOST in self.failed.message)
 
     @property
     def ended_with_all(self) -> bool:
-        """Whether it ended for a reason that all ranks share, some of which may still have to write."""
+        """Whether the rank ended for a reason that all ranks share; some may still have to write."""
         return self.failed is not None and self.failed.kind in ENDS_ALL_RANKS
 
     @property
     def others_have_gone(self) -> bool:
-        """Whether a rank that is not watched itself has ended badly."""
+        """Whether a rank without a WatchedProcess has ended badly."""
         return False
 
     def is_over(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the process has ended."""
         return self.process.poll() is not None
 
     def feed(self) -> None:
-        """Take in its new records, and make them durable."""
+        """Process the rank's new records, and flush them to the disk."""
         self.heartbeat.feed(self.flight.read())
         self.flight.make_durable()
 
     def sample(self) -> MemorySample | None:
-        """Its memory now; None once it has ended."""
+        """Measure the rank's memory; None after its end."""
         return self._sampler.sample(self.pid)
 
     def remember(self, sample: MemorySample) -> None:
@@ -198,7 +198,7 @@ class WatchedProcess:
         self._sampler.remember(time.monotonic(), sample)
 
     def new_events(self) -> list[Event]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         events: list[Event] = []
         while not self._events.empty():
             event = self._events.get()
@@ -211,31 +211,31 @@ class WatchedProcess:
         return events
 
     def send(self, number: int) -> None:
-        """Send a signal to the whole process group, so that nothing is left behind."""
+        """Send a signal to the whole process group, so that no child stays."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
             os.killpg(self.process.pid, number)
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds it."""
+        """Whether a signal or a debugger has stopped the process."""
         try:
             return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         except psutil.Error:  # it has just ended
             return False
 
     def finish_reading(self) -> None:
-        """Read to the end of its pipes."""
+        """Read the pipes to their end."""
         for reader in self._readers:
             reader.join(timeout=5)
 
     def drain(self) -> list[Event]:
-        """The events that were still in its pipe when it ended."""
+        """Return the events that were still in the pipe at the end."""
         self.finish_reading()
         events = self.new_events()
         self.feed()
         return events
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
-        """Everything known of its end; ``started``: wall clock and monotonic clock."""
+        """Describe the rank's end; ``started``: wall clock and monotonic clock."""
         return Ending(
             pid=self.pid,
             return_code=self.return_code,
@@ -254,11 +254,11 @@ class WatchedProcess:
         )
 
     def take_line(self, line: bytes) -> bool:
-        """Take in a line that it has written; returns whether people see it."""
+        """Process a line of output; returns whether to show it."""
         return self.settings.ranks == 1 or not line.startswith(RING_PREFIX)
 
     def read_events(self, source: int | Path) -> None:
-        """Read to the end of the pipe, in a thread."""
+        """Read the event pipe to its end, in a thread."""
         with os.fdopen(source, "rb") if isinstance(source, int) else source.open("rb") as pipe:
             for line in pipe:
                 event = parse_event(line)
@@ -268,7 +268,7 @@ class WatchedProcess:
                     self._events.put(event)
 
     def _wait(self) -> None:
-        """Note the moment of its end, finer than the supervisor looks: the first of several ranks is the cause."""
+        """Record the exact time of the end: the first of several ranks is the cause."""
         self.process.wait()
         self._note_end()
 
@@ -289,9 +289,9 @@ class WatchedProcess:
 
 
 def culprit(ended: list[WatchedProcess]) -> WatchedProcess | None:
-    """The rank that ended the training, of those that ended by themselves; None where all had the same reason.
+    """Find the rank that ended the training among those that ended by themselves; None if all had the same reason.
 
-    A rank that ends because its peer is gone is not the cause; of the others it is the first.
+    A rank that ended because another one was gone is not the cause; of the others, the first one is.
     """
     if not ended:
         return None

@@ -1,8 +1,8 @@
 """Starts the processes of a training: one, several ranks on this machine, or ranks on several machines by mlx.launch.
 
-Ranks on this machine get the environment that mlx.launch would give them, but are children of the supervisor, which so
-has each one's exit status, words and memory. On several machines mlx.launch is one process here: rank 0 is its child
-and is watched; the others are at the end of an ssh each, and only what they say is known of them.
+Ranks on this machine get mlx.launch's environment, but are children of the supervisor, which therefore knows their exit
+status, output and memory. On several machines mlx.launch is one process here: rank 0 is its child and is watched; the
+others run behind ssh, and only their output is known.
 """
 
 import contextlib
@@ -35,20 +35,20 @@ EVENTS = "events"  # in the flight folder: the FIFO that rank 0 writes to
 LOOPBACK = "127.0.0.1"
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU; engine/backend.py also takes its streams from it
-PASSED_ON = ("PYTHONPATH",)  # our variables that ranks on other machines get
-PARENT = "0"  # the worker's argument for: my supervisor is the process that started me
+PASSED_ON = ("PYTHONPATH",)  # environment variables for ranks on other machines
+PARENT = "0"  # the worker's argument: its parent is its supervisor
 RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 RANK_KILLED = re.compile(rb"Node with rank \d+ was killed")
 REFUSED = BadUpdateError.exit_code  # also the code of a rank that lost the others
 ENDS_RANK_0 = (signal.SIGINT, signal.SIGTERM)
-TO_RANK_0 = (*ENDS_RANK_0, signal.SIGUSR1)  # SIGUSR1: its stacks. mlx.launch itself would end with these
+TO_RANK_0 = (*ENDS_RANK_0, signal.SIGUSR1)  # SIGUSR1 writes its stacks; these would end mlx.launch itself
 ENDS_ALL = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after these rank 0 still writes
 READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first one
 
 
 def start_ranks(command: Sequence[str], settings: WatchSettings) -> list[WatchedProcess]:
-    """Start ``command FLIGHT EVENTS OUR_PID`` for each rank: on this machine, or where a hostfile says."""
+    """Start ``command FLIGHT EVENTS OUR_PID`` for each rank, on this machine or on those of a hostfile."""
     _clear_flight(settings.flight)
     if settings.hostfile is not None:
         return [_start_launched(command, settings, settings.hostfile)]
@@ -65,7 +65,7 @@ def start_ranks(command: Sequence[str], settings: WatchSettings) -> list[Watched
 
 
 def _clear_flight(flight: Path) -> None:
-    """Remove what the processes before have left of themselves."""
+    """Remove the files of earlier processes."""
     for folder in (flight, *flight.glob("rank_*")):
         for name in (RECORDER, STACKS, ERROR):
             (folder / name).unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def _start(command: Sequence[str], settings: WatchSettings, number: int, environ
 
 
 def _environments(settings: WatchSettings) -> list[dict[str, str]]:
-    """The variables of each rank on this machine, added to ours."""
+    """Return the environment variables of each rank on this machine, in addition to ours."""
     count, common = settings.ranks, dict(settings.environment)
     if count == 1:
         return [common]
@@ -106,7 +106,7 @@ def _environments(settings: WatchSettings) -> list[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of this machine that are free."""
+    """Find ``count`` different free ports of this machine."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -115,9 +115,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def cores_of_each(ranks: int) -> dict[str, str]:
-    """The variables by which ranks share a machine's cores.
+    """Return the variables that divide a machine's cores among its ranks.
 
-    With all cores for each they would wait for one another (measured: benchmarks/bench_ranks_training.py).
+    If each rank used all cores, they would slow each other down (measured: benchmarks/bench_ranks_training.py).
     """
     if ranks == 1 or THREADS in os.environ:
         return {}
@@ -125,7 +125,7 @@ def cores_of_each(ranks: int) -> dict[str, str]:
 
 
 class LaunchedRanks(WatchedProcess):
-    """Rank 0, with mlx.launch as its process, and what the ranks on other machines say through it."""
+    """Rank 0, with mlx.launch as its process, and the output of the ranks on other machines."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], fifo: Path, hosts: Sequence[str], settings: WatchSettings
@@ -139,38 +139,38 @@ class LaunchedRanks(WatchedProcess):
 
     @property
     def pid(self) -> int:
-        """Rank 0's, as soon as its recorder names it."""
+        """Process id of rank 0, as soon as its recorder names it."""
         return self.flight.header.pid if self.flight.header is not None else self.process.pid
 
     @property
     def return_code(self) -> int:
-        """Rank 0's exit code; mlx.launch's, if rank 0's is unknown."""
+        """Exit code of rank 0, or mlx.launch's if unknown."""
         return dict(self._codes).get(0, self.process.returncode or 0)
 
     @property
     def others_have_gone(self) -> bool:
-        """Whether a rank has ended badly, other than together with all.
+        """Whether a rank has ended badly, but not together with all others.
 
-        All refuse a bad update, and rank 0 then measures its rows; a rank 0 that waits for others has lost one.
+        All ranks refuse a bad update, and rank 0 then measures its rows; if rank 0 waits for others, one has died.
         """
         bad = any(code not in ENDS_ALL or (code == REFUSED and self.waits_for_others) for _, code in self._codes)
         return bad and not self.ended_with_all
 
     def is_over(self) -> bool:
-        """Whether mlx.launch has ended, and rank 0, which may live on to save."""
+        """Whether mlx.launch has ended, and rank 0 too, which may live longer to save."""
         return super().is_over() and self._rank_0() is None
 
     def feed(self) -> None:
-        """Take in its new records; send rank 0 the signal that came before it had started."""
+        """Process new records; send rank 0 a signal that came before its start."""
         super().feed()
         if self._pending_signal and self._rank_0() is not None:
             self.send(self._pending_signal)
             self._pending_signal = 0
 
     def send(self, number: int) -> None:
-        """Ask rank 0 to end or to write its stacks; it tells the others. Other signals are for the process group.
+        """Ask rank 0 to end or to write its stacks; it informs the others. Other signals go to the process group.
 
-        Once rank 0 is gone, SIGTERM ends mlx.launch and with it the others.
+        After rank 0's end, SIGTERM ends mlx.launch and the other ranks.
         """
         rank_0 = self._rank_0()
         if rank_0 is not None and number in TO_RANK_0:
@@ -182,7 +182,7 @@ class LaunchedRanks(WatchedProcess):
             super().send(number)
 
     def take_line(self, line: bytes) -> bool:
-        """Take in what mlx.launch or a rank says of a rank's end; other lines are for people."""
+        """Process a line of mlx.launch or a rank about a rank's end; other lines are shown."""
         end, event = RANK_ENDED.search(line), parse_event(line)
         if end:
             self._codes.append((int(end[1]), int(end[2])))
@@ -191,12 +191,12 @@ class LaunchedRanks(WatchedProcess):
         return not (end or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
 
     def read_events(self, source: int | Path) -> None:
-        """Read from every process that opens the FIFO, one after the other: each waits for a reader."""
+        """Read from each process that opens the FIFO, one after another: each waits for a reader."""
         while self._reading:
             super().read_events(source)
 
     def finish_reading(self) -> None:
-        """Read to the end; no longer wait for a rank 0 that has never opened the FIFO."""
+        """Read to the end; do not wait for a rank 0 that never opened the FIFO."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         self._reading = False
@@ -209,7 +209,7 @@ class LaunchedRanks(WatchedProcess):
         self._fifo.unlink(missing_ok=True)
 
     def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
-        """The ending of the rank that ended the training, as far as it is known."""
+        """Describe the end of the rank that ended the training."""
         ending = super().ending(started, ended_by_us, overdue, passed_on)
         rank, code = self._first()
         if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
@@ -223,13 +223,13 @@ class LaunchedRanks(WatchedProcess):
         return dataclasses.replace(ending, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
 
     def _rank_0(self) -> psutil.Process | None:
-        """Rank 0's process, while it runs."""
+        """Return rank 0's process while it runs."""
         return living_process(self.flight.header.pid) if self.flight.header is not None else None
 
     def _first(self) -> tuple[int | None, int]:
-        """The first rank that ended badly; those that may have ended because of another come last.
+        """Find the first rank that ended badly; ranks that may have ended because of another come last.
 
-        mlx.launch looks once a second, so the order in which it reports two ends can be the wrong one.
+        mlx.launch checks once a second, so it may report two ends in the wrong order.
         """
         failed = self.failed
         is_peer_lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
@@ -254,7 +254,7 @@ def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: P
             *(word for name, value in shared.items() for word in ("--env", f"{name}={value}")),
             "--", *command[1:], str(settings.flight), str(fifo), PARENT,
         ],
-        stdin=subprocess.PIPE,  # stays open: at its end mlx.launch would spin
+        stdin=subprocess.PIPE,  # stays open: at the end of stdin mlx.launch would spin
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=settings.locks,
@@ -264,7 +264,7 @@ def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: P
 
 
 def first_port(count: int) -> int:
-    """The first of ``count`` free ports in a row; mlx.launch's own default where that is possible."""
+    """Find the first of ``count`` consecutive free ports, from mlx.launch's default on."""
     for first in range(FIRST_PORT, FIRST_PORT + 100 * PORT_STEP, PORT_STEP):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):

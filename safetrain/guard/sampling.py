@@ -1,4 +1,4 @@
-"""Looks at the training process and the machine from outside, a few times a second."""
+"""Measures the training process and the machine from outside, a few times a second."""
 
 import contextlib
 import statistics
@@ -22,22 +22,22 @@ from safetrain.core.memory.system import (
 from safetrain.core.records.metrics import StepRecord
 
 MACHINE = "the machine's memory"
-RECENT_SECONDS = 10.0  # before the end are evidence of why it ended
+RECENT_SECONDS = 10.0  # before the end count as evidence
 PRESSURE = Path("/proc/pressure/memory")
-USUAL_RECORDS = 4  # before a speed counts as usual
+USUAL_RECORDS = 4  # needed for a usual speed
 SLOW_SHARE = 0.5  # of the usual speed
 SWAP_GROWTH_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Memory at a moment, in bytes."""
+    """Memory at one moment, in bytes."""
 
-    footprint_bytes: int  # resident; on macOS what the system charges to the process, Metal's buffers included
-    data_bytes: int  # private writable; the footprint where the system does not say
+    footprint_bytes: int  # resident memory; on macOS the system's footprint, with Metal's buffers
+    data_bytes: int  # private writable memory; the footprint if unknown
     available_bytes: int  # on the machine
     swap_used_bytes: int
-    stalled_percent: float  # share of ten seconds in which all processes waited for memory; 0 where unknown
+    stalled_percent: float  # share of ten seconds in which all processes waited for memory; 0: unknown
     pressure_level: int  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
 
 
@@ -58,20 +58,20 @@ class RecentMemory:
     least_available_bytes: int = 2**63
     most_stalled_percent: float = 0.0
     most_pressure_level: int = 0
-    oom_kills: int = 0  # that the kernel has counted in them
+    oom_kills: int = 0  # the kernel's count in that time
 
 
 class Sampler:
-    """Samples one process, and keeps what it saw in the last RECENT_SECONDS."""
+    """Samples one process, and keeps the samples of the last RECENT_SECONDS."""
 
     def __init__(self, own_limit_bytes: int | None) -> None:
         self._groups = memory_groups()
-        self._kills = oom_kills(self._groups)  # that the kernel had counted at the start
+        self._kills = oom_kills(self._groups)  # the kernel's count at the start
         self._samples: deque[tuple[float, MemorySample, int]] = deque()
         self.limit = limit_now(own_limit_bytes)
 
     def sample(self, pid: int) -> MemorySample | None:
-        """Memory now; None once the process is gone."""
+        """Measure the memory; None if the process is gone."""
         try:
             memory = psutil.Process(pid).memory_info()
         except psutil.Error:
@@ -89,13 +89,13 @@ class Sampler:
         )
 
     def remember(self, seconds: float, sample: MemorySample) -> None:
-        """Keep a sample as evidence, of a time of a monotonic clock."""
+        """Keep a sample as evidence; ``seconds`` is its time on the monotonic clock."""
         self._samples.append((seconds, sample, oom_kills(self._groups)))
         while self._samples[0][0] < seconds - RECENT_SECONDS:
             self._samples.popleft()
 
     def recent(self) -> RecentMemory:
-        """Maxima and minima of what is remembered."""
+        """Maxima and minima of the kept samples."""
         samples = [sample for _, sample, _ in self._samples]
         if not samples:
             return RecentMemory(oom_kills=oom_kills(self._groups) - self._kills)
@@ -110,14 +110,14 @@ class Sampler:
 
 
 class Thrashing:
-    """Notices that the machine swaps instead of training: the speed falls while the swap in use grows."""
+    """Detects swapping: the speed falls while the swap in use grows."""
 
     def __init__(self) -> None:
         self._speeds: list[float] = []
         self._swap_bytes: int | None = None
 
     def warning(self, record: StepRecord, swap_used_bytes: int) -> str:
-        """The warning after a record; empty while all is well."""
+        """Make the warning after a record; empty without swapping."""
         before, self._swap_bytes = self._swap_bytes, swap_used_bytes
         if record.labels_per_second is None:
             return ""
@@ -143,7 +143,7 @@ def limit_now(own: int | None) -> Limit:
 
 
 def _stalled_percent() -> float:
-    """Share of ten seconds lost to memory, from Linux's kernel; 0 where it does not say."""
+    """Read from Linux's kernel the share of ten seconds lost to memory; 0 if unknown."""
     with contextlib.suppress(OSError):  # another system, another kernel, or switched off
         for line in PRESSURE.read_text().splitlines():
             if line.startswith("full"):

@@ -1,4 +1,4 @@
-"""Runs the training process: watches it, passes signals on, ends it when it hangs, and outlives it."""
+"""Runs the training process: watches it, passes signals on, and ends it if it hangs."""
 
 import contextlib
 import dataclasses
@@ -21,16 +21,16 @@ from safetrain.guard.ranks import start_ranks
 from safetrain.guard.sampling import Thrashing
 
 POLL_SECONDS = 0.05
-LATE_SECONDS = 1.0  # between two looks: the supervisor itself did not run
+LATE_SECONDS = 1.0  # between two rounds: the supervisor itself was stopped
 SAMPLE_SECONDS = 0.25
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
 LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: a killed one may leave wired GPU memory (omlx#2184)
 OTHERS_SECONDS = 1.0  # for ranks to end by themselves when one has died, and again after SIGTERM
-LAST_SECONDS = 5.0  # the same when rank 0 has ended well
-ORPHAN_SECONDS = 4.0  # to save and end once the program that started us is gone
-SECOND_SECONDS = 0.5  # within which a second signal counts as the first one, sent twice
-SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # that dvc may run a stage in
+LAST_SECONDS = 5.0  # the same after rank 0 has finished
+ORPHAN_SECONDS = 4.0  # to save and end after the program that started us has died
+SECOND_SECONDS = 0.5  # a second signal within this time counts as the first one, sent twice
+SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # dvc runs a stage in a shell
 CAFFEINATE = Path("/usr/bin/caffeinate")  # macOS
 STOPPING = "stopping after this micro-batch, then saving; another Ctrl-C ends at once, back to the last checkpoint"
 STOPPING_ALL = "stopping after this update, then saving; another Ctrl-C ends at once, back to the last checkpoint"
@@ -50,14 +50,14 @@ def supervise(command: Sequence[str], settings: WatchSettings, show: Callable[[E
             watch.drain(show)
     finally:
         for rank in ranks:
-            if not rank.is_over():  # whatever goes wrong here, nothing is left running
+            if not rank.is_over():  # even after an error here, no process keeps running
                 rank.send(signal.SIGKILL)
                 rank.process.wait()
     return watch.ending(started)
 
 
 class _Watch:
-    """The state of one supervision."""
+    """The state of one supervised training."""
 
     def __init__(self, ranks: list[WatchedProcess], settings: WatchSettings, starter: psutil.Process | None) -> None:
         self._ranks, self._settings, self._starter = ranks, settings, starter
@@ -72,14 +72,14 @@ class _Watch:
         self._signal, self._signal_at, self._signal_answered = 0, 0.0, False
 
     def goes_on(self) -> bool:
-        """Whether any rank still runs."""
+        """Whether any rank is still running."""
         running = self._running()
         if self._kill_at is None:
             self._ended_first = [rank for rank in self._ranks if rank not in running]
         return bool(running)
 
     def look(self, show: Callable[[Event], None]) -> None:
-        """One round: events, records, memory, deadlines."""
+        """Do one round: events, records, memory, deadlines."""
         now = time.monotonic()
         for rank in self._ranks:
             self._show(rank.new_events(), rank, show)
@@ -101,14 +101,14 @@ class _Watch:
                 self._end_if_orphaned()
 
     def drain(self, show: Callable[[Event], None]) -> None:
-        """Show what was still in the pipes when the last process ended."""
+        """Show the events that were still in the pipes at the end."""
         for rank in self._ranks:
             self._show(rank.drain(), rank, show)
 
     def pass_on(self, number: int) -> None:
-        """The first signal asks the process to save and end, a second one by hand ends it.
+        """Pass the first signal on, so that the process saves and ends; a second one by hand kills it.
 
-        A closing terminal hangs up more than once, and some programs pass on what the terminal has already sent.
+        A closing terminal sends SIGHUP more than once, and some programs repeat the terminal's signals.
         """
         if self._signal:
             if number != signal.SIGHUP and time.monotonic() - self._signal_at > SECOND_SECONDS:
@@ -120,7 +120,7 @@ class _Watch:
             rank.send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def suspend(self) -> None:
-        """Ctrl-Z: stop the training with us, and let it go on with us."""
+        """Handle Ctrl-Z: stop the training and the supervisor, and continue both together."""
         began = time.monotonic()
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -131,7 +131,7 @@ class _Watch:
             self._kill_at += ended - began
 
     def ending(self, started: tuple[float, float]) -> Ending:
-        """Everything that is known of the end."""
+        """Describe the end of the training."""
         first, cause = self._ranks[0], None
         if first.finished is None and len(self._ranks) > 1:
             suspects = [rank for rank in self._ended_first if rank.return_code or rank is first]
@@ -145,13 +145,13 @@ class _Watch:
         together = sum(sample.footprint_bytes for _, sample in samples)
         limit = None if self._settings.capped_by_kernel else self._settings.memory_limit_bytes
         for rank, sample in samples:
-            own = rank.limit.name == OWN_LIMIT  # which is each rank's; any other limit is for all together
+            own = rank.limit.name == OWN_LIMIT  # a limit for each rank; any other limit is for all together
             rank.remember(sample if own else dataclasses.replace(sample, footprint_bytes=together))
             if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
                 self._end("limit", LIMIT_SECONDS, rank)
 
     def _leave_out_pause(self, now: float) -> None:
-        """A time in which a process was stopped (SIGSTOP, a debugger), or the supervisor itself, is not a hang."""
+        """Ignore a time in which a process or the supervisor was stopped (SIGSTOP, a debugger): it is not a hang."""
         before, self._was_stopped = self._was_stopped, any(rank.is_stopped() for rank in self._ranks)
         if before or self._was_stopped or now - self._looked_at > LATE_SECONDS:
             self._forgive(self._looked_at, now)
@@ -162,7 +162,7 @@ class _Watch:
             rank.heartbeat.forgive(start_seconds, end_seconds)
 
     def _end_the_others(self, now: float) -> None:
-        """A rank that has ended leaves the others nothing to do: they get a moment to end by themselves."""
+        """End the other ranks after one has ended; first they get a moment to end by themselves."""
         has_died = any(rank.return_code and not rank.ended_with_all for rank in self._ended_first)
         has_died = has_died or any(rank.others_have_gone for rank in self._ranks)
         first = self._ranks[0]
@@ -184,7 +184,7 @@ class _Watch:
             self._end("hang", TERM_SECONDS if len(self._ranks) == 1 else OTHERS_SECONDS, rank)
 
     def _hung(self) -> WatchedProcess | None:
-        """The rank that is overdue. One that waits for others does not count, unless all wait."""
+        """Find the overdue rank. Ranks that wait for others do not count, unless all wait."""
         running = self._running()
         at_work = [rank for rank in running if not rank.waits_for_others]
         overdue = [rank for rank in at_work or running if rank.heartbeat.overdue_seconds()]
@@ -198,7 +198,7 @@ class _Watch:
             self._end("orphan", ORPHAN_SECONDS)
 
     def _end(self, reason: str, grace_seconds: float, rank: WatchedProcess | None = None) -> None:
-        """Ask the processes to end, because of this rank, and kill them later."""
+        """Ask the processes to end because of ``rank``, and kill them after ``grace_seconds``."""
         self._ended_by_us, self._culprit = reason, rank if len(self._ranks) > 1 else None
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + grace_seconds
@@ -220,7 +220,7 @@ class _Watch:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs: not a zombie, nor a later process with the same id."""
+    """Whether the process still runs: no zombie, and no later process with the same id."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -230,7 +230,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _signals(watch: _Watch) -> AbstractContextManager[None]:
-    """Pass SIGINT, SIGTERM and a closed terminal on; a signal that was ignored from the start (nohup) stays so."""
+    """Pass on SIGINT, SIGTERM and a closed terminal; a signal ignored from the start (nohup) stays ignored."""
     handlers: dict[int, Callable[[int], None]] = {
         signal.SIGINT: watch.pass_on,
         signal.SIGTERM: watch.pass_on,
@@ -242,7 +242,7 @@ def _signals(watch: _Watch) -> AbstractContextManager[None]:
 
 @contextmanager
 def _awake(pid: int) -> Iterator[None]:
-    """Keep a Mac from idle sleep (caffeinate -i) until process ``pid`` ends (-w); it sleeps on mains power too.
+    """Keep a Mac from idle sleep (caffeinate -i), even on mains power, until process ``pid`` ends (-w).
 
     The display may sleep, which keeps the GPU watchdog quiet. A closed lid still puts a laptop to sleep.
     """
@@ -264,9 +264,9 @@ def _awake(pid: int) -> Iterator[None]:
 
 
 def who_started_us() -> psutil.Process | None:
-    """The program that runs this stage (dvc, safetrain run), past the shell it uses; None from a person's shell.
+    """Find the program that runs this stage (dvc, safetrain run), skipping its shell; None if the user ran it directly.
 
-    When that program is killed, the run is saved and ends, because no program waits for its result.
+    If that program dies, the run saves and ends, because no program waits for its result.
     """
     if not (os.environ.get("DVC_STAGE") or os.environ.get(RUN)):
         return None
