@@ -1,11 +1,11 @@
 """The layout of an update's rows (core/data/row_order.py) in memory.
 
-They are laid out as lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the
-gradient only by rounding, because it is a sum over labels. A CPU takes them without padding.
+Rows become lists of tokens, longest row first, cut into micro-batches of limited size. The cut changes the gradient
+only by rounding, because it is a sum over labels. On CPU rows are not padded.
 
-A GPU takes rectangles: mlx compiles a program for each shape there and keeps it for ever. A shape is a width, a number
-of rows and a number of labels, each out of a small set, so that a run meets a few dozen of them however many rows it
-has. They follow from only the lengths, not from the order of training.
+On a GPU rows are padded to rectangles, because mlx compiles a program for each shape and keeps it. A shape is a width,
+a number of rows and a number of labels, each from a small set, so even a large dataset needs only a few dozen
+programs. Shapes depend only on row lengths, not on the order of training.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 from safetrain.engine.upstream.probing import head_size
 
-LARGEST_WASTE = 4000  # scores of padding per row that cost about as much as a separate rectangle
-MOST_PADDING = 128  # tokens in a rectangle that cost about as much as a separate rectangle
+LARGEST_WASTE = 4000  # padded attention scores per row that cost about as much as another rectangle
+MOST_PADDING = 128  # padding tokens that cost about as much as another rectangle
 LABEL_STEP = 64  # a list of labels is padded to a multiple of this
-LABEL_SHARES = 4  # and in planned rectangles to so many sizes
+LABEL_SHARES = 4  # planned rectangles pad it to one of this many sizes
 PAD_ID = 0
 MOST_WIDTHS = 16
 MOST_LONGER = 1.125  # times as wide, for a faster kernel: within the margin of the memory estimate
@@ -42,14 +42,14 @@ KERNEL, GRADIENT_KERNEL = "ScaledDotProductAttention", "ScaledDotProductAttentio
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The way that rows become lists of tokens.
+    """How rows become lists of tokens.
 
-    ``rectangles``: each shard is one, of a width in ``widths`` where these are planned. Rectangles whose width is a
-    multiple of ``fused_step`` go through mlx's own attention, all others take the ``way``.
+    ``rectangles``: each shard is one rectangle, of a width in ``widths`` if any are planned. Rectangles whose width is
+    a multiple of ``fused_step`` use mlx's own attention, all others use ``way``.
     """
 
     most_tokens: int  # of a micro-batch, padding included
-    shards: int = 1  # lists that a micro-batch is divided into, to be computed side by side
+    shards: int = 1  # lists per micro-batch, computed in parallel
     rectangles: bool = False
     widths: tuple[int, ...] = ()  # ascending; none: any multiple of WIDTH_STEP
     way: Way = Way.POWERS
@@ -57,7 +57,7 @@ class BatchLayout:
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
-    """How rows are laid out here to be measured: on CPU without padding, one shard a core; on a GPU in rectangles."""
+    """The layout for measuring: on CPU without padding, one shard per core; on a GPU in rectangles."""
     here = device()
     if here.packs_without_padding:
         return BatchLayout(most_tokens, shards=here.shards, rectangles=not model.packs_rows)
@@ -67,7 +67,7 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
 def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
     """The layout for training on rows that feed ``inputs`` (rows,) tokens, ``batch_size`` of the longest at once.
 
-    On a GPU in rectangles of few shapes, so that few programs are compiled.
+    On a GPU the rectangles have few shapes, so that mlx compiles few programs.
     """
     if device().packs_without_padding:
         return layout_for(model, batch_size * padded(int(inputs.max())))
@@ -77,7 +77,7 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Ba
 
 
 def _fused_step(model: BaseModel, kernel: str) -> int:
-    """The least of FUSED_STEPS at whose multiples mlx computes the model's attention by ``kernel``; 0: none."""
+    """The smallest of FUSED_STEPS for whose multiples mlx runs the model's attention with ``kernel``; 0: none."""
     size = head_size(model.module)
     if not model.packs_rows or not size:
         return 0
@@ -89,7 +89,7 @@ def _fused_step(model: BaseModel, kernel: str) -> int:
 
 
 def attention_graph(width: int, head_size: int, dtype: mx.Dtype, kernel: str) -> str:
-    """What mlx would compute here for causal attention, or for its gradient if ``kernel`` is that of a gradient.
+    """mlx's graph for causal attention, or for its gradient if ``kernel`` is the gradient kernel.
 
     mlx chooses its kernels when it builds a graph, so nothing is computed.
     """
@@ -103,8 +103,8 @@ def attention_graph(width: int, head_size: int, dtype: mx.Dtype, kernel: str) ->
 def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = WIDTH_STEP) -> tuple[int, ...]:
     """At most ``most`` widths, ascending, that hold rows of these lengths with the least padding.
 
-    Multiples of WIDTH_STEP; beyond ``long_step`` of that, where it is little more. Exact, by dynamic programming over
-    the distinct widths.
+    Widths are multiples of WIDTH_STEP; above ``long_step``, multiples of that if padding stays small. The solution is
+    exact, by dynamic programming over the distinct widths.
     """
     rounded = padded_to(lengths, WIDTH_STEP)
     longer = padded_to(lengths, long_step)
@@ -129,7 +129,7 @@ def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = W
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows that go through the model together, and the labels in them."""
+    """Rows that go through the model together, with their labels."""
 
     inputs: mx.array  # (tokens,) ids, padded with PAD_ID
     layout: PackedRows
@@ -141,7 +141,7 @@ class Shard:
 
     @property
     def label_rows(self) -> np.ndarray:
-        """(labels,) index of each label's row; any for padding."""
+        """(labels,) index of each label's row; arbitrary for padding."""
         return (self.tokens[np.array(self.positions)] >> 32) - 1
 
 
@@ -153,7 +153,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of its rows in messages."""
+        """Row numbers as messages show them."""
         return tuple(row for shard in self.shards for row in shard.rows)
 
 
@@ -170,25 +170,25 @@ class Update:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of every row in the update, as in messages."""
+        """Row numbers of the update, as messages show them."""
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
     def per_label(self, total: float) -> float:
-        """Of a sum over all labels; 0 without any, as in windows that are masked from end to end."""
+        """Divide a sum by the number of labels; 0 without labels, as in fully masked windows."""
         return total / max(1, self.trained_tokens)
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of an update's rows. Who computes a row changes sums by rounding only."""
+    """One rank's part of an update's rows. Which rank computes a row changes sums only by rounding."""
 
     rank: int = 0
     ranks: int = 1
 
     def of(self, sizes: np.ndarray) -> np.ndarray:
-        """Places of this rank's rows in ``sizes`` (rows,), their tokens, longest first.
+        """Indices of this rank's rows. ``sizes``: (rows,) tokens of each row, longest first.
 
-        Each row goes to the rank with the least work so far, at most a third above the optimum (Graham 1969).
+        Each row goes to the rank with the least work so far: at most a third above the optimum (Graham 1969).
         """
         places, work = list[int](), [(0, rank) for rank in range(self.ranks)]
         for place, size in enumerate(sizes.tolist()):
@@ -205,9 +205,9 @@ WHOLE = Share()
 def update_at(
     data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout, share: Share = WHOLE
 ) -> Update:
-    """The update at ``cursor``: the same rows whatever the layout.
+    """Build the update at ``cursor``. The layout does not change its rows.
 
-    With several ranks, only this rank's micro-batches, perhaps none; labels and tokens count all ranks.
+    With several ranks it holds only this rank's micro-batches, perhaps none; label and token counts cover all ranks.
     """
     update = rows_at(data, cursor, seed, rows_per_update)
     rows, widths = update.rows, update.data.inputs(update.rows)
@@ -220,7 +220,7 @@ def update_at(
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
-    """The update of these groups of rows, a micro-batch each."""
+    """Build an update from groups of rows, one micro-batch per group."""
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     tokens = sum(shard.inputs.size for batch in batches for shard in batch.shards)
     window = np.array([row for rows in groups for row in rows], dtype=np.int64)
@@ -229,7 +229,7 @@ def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Bat
 
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
-    """Every row once, the longest first."""
+    """Yield every row once, the longest first."""
     for rows in fill(data, data.by_length, layout):
         yield make_batch(data, rows, layout)
 
@@ -252,7 +252,7 @@ def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout)
 
 
 def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
-    """Count the rows, longest first, that share a rectangle: until its padding costs more than another rectangle."""
+    """Count the longest rows that share a rectangle, until padding costs more than another rectangle."""
     width = int(widths_of(widths[:1], layout.widths)[0])
     most = max(1, layout.most_tokens // width)
     wasted = width - widths_of(widths[:most], layout.widths)
@@ -272,7 +272,7 @@ def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Mic
 
 
 def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Shard:
-    """Lay rows, sorted longest first, one after the other; padding is never a label."""
+    """Concatenate rows, sorted longest first; padding is never a label."""
     widths, labels = data.inputs(rows), int(data.label_counts[list(rows)].sum())
     blocks = (_rectangle(widths, layout),) if layout.rectangles else _blocks(widths.tolist(), layout.way)
     size = blocks[-1].stop
@@ -305,16 +305,16 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
 
 
 def _rectangle(widths: np.ndarray, layout: BatchLayout) -> Block:
-    """One for rows of these widths, widest first."""
+    """A rectangle for rows of these widths, widest first."""
     width, rows = int(widths_of(widths[:1], layout.widths)[0]), len(widths)
     fused = layout.fused_step and width % layout.fused_step == 0
     return Block(0, rows * width, rows, width, way=Way.FUSED if fused else layout.way)
 
 
 def _blocks(widths: Sequence[int], way: Way) -> tuple[Block, ...]:
-    """Rectangles for the attention of rows of these widths, widest first, that lie without padding.
+    """Rectangles for the attention of unpadded rows of these widths, widest first.
 
-    Short rows share one, whatever their lengths; a long row only one with rows of nearly its own.
+    Short rows share one rectangle; a long row shares one only with rows of nearly the same length.
     """
     groups: list[list[int]] = []
     for width in widths:
@@ -330,7 +330,7 @@ def _blocks(widths: Sequence[int], way: Way) -> tuple[Block, ...]:
 
 
 def _gather(widths: list[int]) -> Gather | None:
-    """Indices of a rectangle of rows of these widths, None if they are all the same."""
+    """Indices that gather rows of these widths into a rectangle; None if all widths are equal."""
     if len(set(widths)) == 1:
         return None
     starts = np.cumsum([0, *widths[:-1]])
@@ -345,7 +345,7 @@ def _gather(widths: list[int]) -> Gather | None:
 
 
 def widths_of(lengths: np.ndarray, widths: Sequence[int]) -> np.ndarray:
-    """What each row is padded to: the next of the planned widths, or the next multiple of WIDTH_STEP."""
+    """Each row's padded width: the next planned width, or the next multiple of WIDTH_STEP."""
     if not len(widths):
         return padded_to(lengths, WIDTH_STEP)
     places = np.searchsorted(widths, lengths)
@@ -354,16 +354,16 @@ def widths_of(lengths: np.ndarray, widths: Sequence[int]) -> np.ndarray:
 
 
 def whole_rows(rows: int, most: int) -> int:
-    """So many of ``rows`` that rectangles come with few numbers of rows: ``most`` of them, or a power of two."""
+    """Rows to take, so that rectangles have few distinct row counts: ``most``, or a power of two up to ``rows``."""
     return most if rows >= most else 2 ** (rows.bit_length() - 1)
 
 
 def padded_labels(labels: int, tokens: int) -> int:
-    """Room for ``labels`` of a rectangle's tokens: a quarter of these, a half, three or all."""
+    """Length of the padded label list: one, two, three or four quarters of the rectangle's tokens."""
     share = -(-tokens // (LABEL_SHARES * LABEL_STEP)) * LABEL_STEP
     return max(share, -(-labels // share) * share)
 
 
 def padded_to(lengths: np.ndarray | int, step: int) -> np.ndarray:
-    """Rounded up to multiples."""
+    """Round lengths up to multiples of ``step``."""
     return -(-np.asarray(lengths, dtype=np.int64) // step) * step

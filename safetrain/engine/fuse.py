@@ -83,7 +83,7 @@ def write_candidate(job: FuseJob, bits: int | None, folder: Path) -> int:
     arrays = folded(module, folds, plan)
     size = sum(value.nbytes for value in arrays.values())
     do = "free some space, or choose a folder on another disk"
-    require_room(job.out.parent, size, "There is too little room for the fused model.", do)
+    require_room(job.out.parent, size, "There is too little disk space for the fused model.", do)
     folder.mkdir()
     write_config(module, quantization_in(config, module, plan), folder)
     form = read_prompt_format(job.adapter)

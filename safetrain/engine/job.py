@@ -1,4 +1,4 @@
-"""A training with all that is read before mlx is loaded: the headers of its model, its rows, what memory it takes."""
+"""A training job and everything read before mlx loads: model headers, rows, predicted memory."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage import paths
 
-LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**11, 16  # where max_steps ends the run: a validation takes 2 % of its time
+LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**11, 16  # with max_steps: a validation takes 2 % of the run's time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(TrainJob):
-    """The supervisor's job with what its training reads before mlx is loaded, and the output folders.
+    """The supervisor's job, with the files read before mlx loads and the output folders.
 
-    A recommended warm-up is no longer than this run wants.
+    A recommended warm-up is shortened to suit the length of this run.
     """
 
     rows: TrainingRows  # cut to length
@@ -69,9 +69,9 @@ class Job(TrainJob):
 
 
 def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
-    """Read model headers and map the rows; raises SafetrainError for what cannot be used.
+    """Read model headers and map the rows. Raises SafetrainError if the model or the rows cannot be used.
 
-    ``beat`` is called again and again where that takes long.
+    ``beat`` is called repeatedly while slow work makes progress.
     """
     base, settings = Path(asked.base), asked.settings
     files = read_model_files(base)
@@ -89,7 +89,7 @@ def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
 
 
 def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
-    """The largest update of the run, its rows in its own seed's order."""
+    """The largest update of the run, with rows in the order of the run's seed."""
     settings = job.settings
     return largest_update(
         job.train,
@@ -103,16 +103,16 @@ def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
 
 
 def memory_of(job: Job, backend_name: str) -> RunMemory:
-    """What the run will take; raises MachineError when it exceeds the budget."""
+    """Predict the run's memory. Raises MachineError when it exceeds the budget."""
     largest = own_largest_update(job, backend_name)
     memory = memory_of_run(job.files, job.settings, largest, backend_name, job.memory_budget, job.planned)
-    if not job.rungs:  # the ladder has its own end
+    if not job.rungs:  # after an out-of-memory retry the retries decide
         require_fit(memory, job.settings, largest, job.memory_budget)
     return memory
 
 
 def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:
-    """The first words of a training; ``adaptation``: how the model computes it."""
+    """Describe the run before its first step. ``adaptation``: how this engine runs the model."""
     settings, rows, ranks = job.settings, job.train, job.ranks
     lost = (
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "

@@ -1,7 +1,7 @@
 """The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly.
 
 The head is applied only to labelled tokens, in chunks that bound the logits in memory.
-A GPU has ``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are; a CPU takes
+A GPU has ``mx.fast.cross_entropy``, one kernel each way, which sums in float32 whatever the logits' type; a CPU uses
 powers of two.
 """
 
@@ -19,7 +19,7 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.adaptation import Head, SplitModel
 from safetrain.engine.upstream.functions import call_packed, call_padded
 
-Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
+Observe = Callable[[mx.array], mx.array]  # sees the output of the forward pass, before the loss
 
 
 def _unseen(values: mx.array) -> mx.array:
@@ -27,11 +27,11 @@ def _unseen(values: mx.array) -> mx.array:
 
 
 class ShardLoss:
-    """Sum of the cross-entropies in nats of a shard's labels.
+    """Summed cross-entropy of a shard's labels, in nats.
 
-    Only the logits of labels are made, in chunks, through the head, which is trained only where the whole model is
-    (``trains_head``); models that do more to their logits make all of them. ``training``: the gradient is made with
-    the loss, and costs no second pass over the logits.
+    The head computes only the logits of labels, in chunks, unless the model changes its logits afterwards: then it
+    computes all. ``trains_head``: the head is trained too, as in pretraining. ``training``: the gradient is computed
+    with the loss, without a second pass over the logits.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class ShardLoss:
         self._split = model.adaptation.split
         self._matrix = self._split.matrix if self._split is not None and trains_head else None
         if trains_head and self._matrix is None:
-            self._split = None  # all logits at once: mlx then finds every gradient by itself
+            self._split = None  # all logits at once: mlx then derives every gradient itself
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
-        """Loss of one shard, lazily."""
+        """The loss of one shard, as a lazy array."""
         if not self._training:
             return self.by_label(shard).sum()
         split, fused = self._split, device().fuses_loss
@@ -59,13 +59,13 @@ class ShardLoss:
         return loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
 
     def by_label(self, shard: Shard) -> mx.array:
-        """(labels,) of one shard, lazily and without a gradient; 0 where the list of labels is padded."""
+        """(labels,) losses of one shard, as a lazy array without a gradient; 0 for padding labels."""
         split = self._split
         head, size = (_unseen, shard.targets.size) if split is None else (self._head(split), _chunk(split))
         return measured_losses(head, size, self._chosen(shard), shard.targets, shard.weights, fused=device().fuses_loss)
 
     def _chosen(self, shard: Shard) -> mx.array:
-        """(labels, features) of what predicts the labels."""
+        """(labels, features) outputs that predict the labels."""
         call = self._split.trunk if self._split else self._model.module
         return self._observe(through(self._model, call, shard))[shard.positions]
 
@@ -74,7 +74,7 @@ class ShardLoss:
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
-        """Inside, all shards use one head: a large quantized vocabulary is dequantized once for all of them."""
+        """Share one head between all shards, so that a large quantized vocabulary is dequantized only once."""
         self._shared = self._split.head() if self._split is not None else None
         try:
             yield
@@ -83,12 +83,12 @@ class ShardLoss:
 
 
 def _chunk(split: SplitModel) -> int:
-    """Labels whose logits are made together."""
+    """Labels per chunk of logits."""
     return chunk_tokens(split.vocabulary, device().shards)
 
 
 def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
-    """(tokens, features) of the model or its trunk, which ``call`` is."""
+    """(tokens, features) outputs of ``call``, the model or its trunk."""
     if model.packs_rows:
         return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
     return call_padded(call, shard.inputs, shard.layout)
@@ -104,9 +104,9 @@ def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array
 def chunked_loss(head_of: Callable[..., Head], chunk: int, *, fused: bool = False) -> Callable[..., mx.array]:
     """A loss that never holds the logits of more than ``chunk`` tokens.
 
-    It takes hidden states (labels, width), targets and weights (labels,), and the arrays that ``head_of`` makes a head
-    of: the matrix where that is trained, nothing where the head is frozen. The gradients are made in the forward pass,
-    chunk after chunk, each waiting for the one before, so nothing is computed twice.
+    Its inputs are hidden states (labels, width), targets and weights (labels,), and the arguments of ``head_of``: the
+    matrix of a trained head, nothing for a frozen one. The forward pass computes the gradients chunk by chunk, each
+    waiting for the one before, so nothing is computed twice.
     """
 
     def of_chunk(inputs: list[mx.array], targets: mx.array, weights: mx.array) -> mx.array:
@@ -141,7 +141,7 @@ def chunked_loss(head_of: Callable[..., Head], chunk: int, *, fused: bool = Fals
 def measured_losses(
     head: Head, chunk: int, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool = False
 ) -> mx.array:
-    """The losses themselves, (tokens,), without what a gradient needs, in chunks that wait for one another too."""
+    """(tokens,) losses without a gradient, computed one chunk after the other to save memory."""
     losses = [mx.zeros(0)]
     for start in range(0, hidden.shape[0], chunk):
         some = slice(start, start + chunk)

@@ -1,4 +1,4 @@
-"""A training in progress as one value: what belongs to it, how it begins, and how it waits for room on a full disk."""
+"""A training run in memory: its parts, how it starts, and how it waits for free space on a full disk."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load
 from safetrain.engine.update import Gradients, Tracer, prepare
 from safetrain.engine.weight_files import ADAPTER_FILE, save_adapter
 
-WAIT_MINUTES = 30.0  # for room on a full disk
+WAIT_MINUTES = 30.0  # for space on a full disk
 LOOK_SECONDS = 1.0
 SPARE_BYTES = MIB = 2**20
 
@@ -38,9 +38,9 @@ SPARE_BYTES = MIB = 2**20
 class Watcher:
     """How the loop is observed.
 
-    ``begin`` is called once with earlier records, the step resumed from and how the model was adapted, ``record`` at
-    each new record with all of them, ``stop`` between micro-batches for the signal that wants the run to end, 0 for
-    none, ``say`` with messages for people; ``recorder`` gets each phase.
+    ``begin`` is called once with earlier records, the step resumed from and a description of the adaptation; ``record``
+    with all records after each new one; ``say`` with messages for people. ``stop`` is called between micro-batches and
+    returns the signal that requests a stop, or 0. ``recorder`` gets each phase.
     """
 
     begin: Callable[[list[StepRecord], int, str], None]
@@ -50,49 +50,49 @@ class Watcher:
     say: Callable[[str], None] = lambda _text: None
 
     def quiet(self) -> "Watcher":
-        """The same on a rank whose news is that of rank 0."""
+        """A copy that reports nothing, for ranks other than 0."""
         return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
 
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk that a run writes to. Where it is full the run waits for room instead of being lost."""
+    """The disk that a run writes to. If it is full, the run waits for free space instead of failing."""
 
     folder: Path
     watcher: Watcher
 
     def require(self, needed_bytes: int, what: str) -> None:
-        """Raise DiskFullError, before anything is spent, when the first write would have to wait for room."""
+        """Raise DiskFullError before training starts if the first write would not fit."""
         free = shutil.disk_usage(self.folder).free
         if free < needed_bytes + SPARE_BYTES:
             raise DiskFullError(
-                f"There is too little room for {what}.",
+                f"There is too little disk space for {what}.",
                 where=str(self.folder.resolve()),
                 expected=f"{needed_bytes / MIB:,.0f} MiB",
                 got=f"{free / MIB:,.0f} MiB free",
-                do="free some space, or keep fewer (train.keep_checkpoints)",
+                do="free some space, or lower train.keep_checkpoints",
             )
 
     def write(self, needed_bytes: int, step: int, action: Callable[[], None]) -> None:
-        """Do ``action``, which writes ``needed_bytes``; while the disk is full, wait, then do it again from its start.
+        """Run ``action``, which writes ``needed_bytes``. While the disk is full, wait, then start it again.
 
-        Raises DiskFullError when the wait is over, InterruptedRun when a signal ends it; the files of earlier writes
-        are whole.
+        Raises DiskFullError if the disk stays full too long, InterruptedRun after a signal. Files of earlier writes
+        stay complete.
         """
         began, say, is_waiting = time.monotonic(), self.watcher.say, False
         while True:
             if self._has_room(needed_bytes):
                 try:
                     action()
-                    return say("there is room again") if is_waiting else None
+                    return say("there is free space again") if is_waiting else None
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
             if not is_waiting:
                 say(
                     f"the disk of {self.folder.resolve()} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. "
-                    f"Training waits for room, {WAIT_MINUTES:g} minutes at most (process {os.getpid()}); nothing is "
-                    "lost"
+                    f"Training waits for free space, at most {WAIT_MINUTES:g} minutes (process {os.getpid()}); nothing "
+                    "is lost"
                 )
             is_waiting = True
             with self.watcher.recorder.phase(Phase.WAIT, Work(step=step)):
@@ -104,7 +104,7 @@ class Disk:
         return shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES
 
     def _look(self, step: int, began: float) -> None:
-        """Sleep until the next look; raises what ends the wait."""
+        """Sleep until the next check. Raises InterruptedRun after a signal, DiskFullError when the time is up."""
         if stop := self.watcher.stop():
             raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
         if time.monotonic() - began > WAIT_MINUTES * 60:
@@ -114,12 +114,12 @@ class Disk:
 
 
 class StopRequested(Exception):
-    """A signal wants the run to end. Raised between micro-batches, when the state is that of the last update."""
+    """A signal requests a stop. Raised between micro-batches, so the state is that of the last update."""
 
 
 @dataclass
 class TrainingRun:
-    """The parts of one running training."""
+    """The parts of a training run in progress."""
 
     job: Job
     watcher: Watcher
@@ -135,17 +135,17 @@ class TrainingRun:
     saved: tuple[int, int]  # step and last recorded step of the newest checkpoint
 
     def stop(self) -> int:
-        """The signal that wants the run to end, 0 for none; of several ranks, one that all know of."""
+        """The signal that requests a stop, or 0. With several ranks: the one that all ranks agreed on."""
         return self.ranks.stop if self.ranks.together else self.watcher.stop()
 
     def check_stop(self) -> None:
-        """Raise StopRequested where a signal wants the run to end. Several ranks agree on that after an update."""
+        """Raise StopRequested if a signal requests a stop. Several ranks agree on it only after an update."""
         if not self.ranks.together and self.watcher.stop():
             raise StopRequested
 
 
 def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
-    """Load the model, and the state of an unfinished run of the same identity, or a fresh one: that of rank 0."""
+    """Load the model and the state: rank 0's, from an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
     recorder.device(device().label)
@@ -163,14 +163,14 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
-        ranks.total(0.0, watcher.stop(), state.step)  # whether a rank wants to end before it has begun
+        ranks.total(0.0, watcher.stop(), state.step)  # a rank may have received a signal before the first step
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     saved = state.step, state.recorded_step
     return TrainingRun(job, watcher, model, gradients, optimizer, disk, state, layout, tracer, ranks, share, saved)
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: Disk) -> TrainState:
-    """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
+    """Load the unfinished run's state, or remove what older runs left and start with a fresh one."""
     remove_half_written(job.output)
     state = load_checkpoint(job.output, job.identity, model, optimizer, disk.watcher.say)
     if state is None:
@@ -179,7 +179,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: Disk) ->
         state = TrainState()
     more = job.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
-    disk.require(max(1, more) * size, "the checkpoints of this training")
+    disk.require(max(1, more) * size, "this run's checkpoints")
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
         disk.write(best.stat().st_size, state.step, lambda: save_best(job, model, best))
@@ -187,14 +187,14 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: Disk) ->
 
 
 def records_of_run(job: Job) -> int:
-    """The most that a run makes: one before the first update, then one for each that is logged or validated at."""
+    """Most records a run can make: one before the first update, one for each step that logs or validates."""
     return 2 + job.updates // job.settings.log_steps + job.updates // job.settings.eval_steps
 
 
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
-    """A micro-batch holds the tokens of ``batch_size`` of the longest rows; a continued run keeps its number of shards.
+    """Lay out micro-batches that hold ``batch_size`` of the longest rows.
 
-    On CPU, also with another number of cores; a GPU computes none.
+    On CPU a resumed run keeps its number of shards, even with a different number of cores; a GPU uses none.
     """
     layout = training_layout(model, job.settings.batch_size, job.train.shapes())
     if not device().side_by_side:
@@ -207,7 +207,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
 
 def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
-    """The best adapter so far into its folder: the model's own weights, or a copy of the file ``weights``."""
+    """Write the best adapter to its folder: the model's current weights, or a copy of the file ``weights``."""
     settings, form = job.settings, job.rows.prompt_format
     base = job.identity.base_model
     save_adapter(model, settings.method, settings.lora, job.base_folder, job.adapters, form, weights, base)

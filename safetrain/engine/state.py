@@ -1,6 +1,6 @@
-"""Everything a restart needs as one value, and the folders that hold it: checkpoint_epoch_E_step_S, whole or absent.
+"""The state that a resume needs, and its checkpoint folders, checkpoint_epoch_E_step_S: complete or absent.
 
-Random numbers are functions of the step (engine/layers.py), so none of their state is in here.
+Random numbers are functions of the step (engine/layers.py), so a checkpoint holds no random state.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.weight_files import load_arrays, require_same, save_arrays
 
-RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, one on each line
-OTHER_TEXT_BYTES = 2**16  # of a checkpoint, or of a line of metrics, on the safe side
+RECORD_BYTES = 640  # upper bound for a record in state.json: eleven numbers, one a line
+OTHER_TEXT_BYTES = 2**16  # upper bound for the other text of a checkpoint, or a line of metrics
 START = Cursor(0, 0)
 MLX = importlib.metadata.version("mlx")
-START_OVER = "'safetrain discard' throws it away"
+START_OVER = "'safetrain discard' removes it"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
 
@@ -67,7 +67,7 @@ class TrainState:
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0
-    best_sha256: str = ""  # of the file with the weights of the best step, which no memory holds
+    best_sha256: str = ""  # of the file with the best step's weights, which are only on disk
     grad_norm: float | None = None  # of the last update, before clipping; None: before the first
     records: list[StepRecord] = field(default_factory=list)
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
@@ -89,10 +89,10 @@ def save_checkpoint(
     best: Path | None,
     keep: int = 2,
 ) -> None:
-    """Write a checkpoint and read it back, give it its name, then write the pointer, then remove what is not needed.
+    """Write a checkpoint, read it back and rename it; then write the pointer and remove old checkpoints.
 
-    ``best`` is the file of the best adapter so far, which is copied. Raises OSError when the disk refuses,
-    TrainingError when it returns other bytes than it was given.
+    ``best``, the file of the best adapter so far, is copied. Raises OSError when a write fails, TrainingError when
+    the disk returns different bytes.
     """
     final = output / name_of(state.cursor.epoch, state.step)
     arrays = {"adapters": adapter_weights(model), "optimizer": dict(tree_flatten(optimizer.state))}
@@ -107,9 +107,9 @@ def save_checkpoint(
             save_arrays(temporary / BEST_FILE, {})
         elif copied_sha256(best, temporary / BEST_FILE) != state.best_sha256:
             raise TrainingError(
-                "The disk returned other bytes than were written.",
+                "The disk returned different bytes than were written.",
                 where=str(temporary / BEST_FILE),
-                do="the checkpoint before is whole; look after this disk, then run the same command again",
+                do="check this disk, then run the same command again; the previous checkpoint is complete",
             )
         content = {**dataclasses.asdict(state), "mlx": MLX, "identity": dataclasses.asdict(identity)}
         write_json(temporary / "state.json", content)
@@ -122,9 +122,9 @@ def save_checkpoint(
 
 
 def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
-    """The file with the best weights so far: ``adapter``, or where that was removed, a checkpoint's copy of it.
+    """The file with the best weights so far: ``adapter``, or a checkpoint's copy if ``adapter`` was removed.
 
-    None where no validation has made one. Raises TrainingError when no file is the one that was written.
+    None before the first validation. Raises TrainingError if no file has the expected checksum.
     """
     if not state.best_sha256:
         return None
@@ -145,10 +145,10 @@ def load_checkpoint(
     optimizer: BlockOptimizer,
     say: Callable[[str], None] = lambda _text: None,
 ) -> TrainState | None:
-    """Put an unfinished run's state back, from its newest whole checkpoint; None without one.
+    """Restore an unfinished run from its newest undamaged checkpoint; None without one.
 
-    A damaged checkpoint is set aside and reported by ``say``. Raises TrainingError if the run is another one. A
-    finished run is continued only where ``num_epochs`` is longer now and nothing else differs.
+    A damaged checkpoint is renamed and reported through ``say``. Raises TrainingError if the checkpoint belongs to a
+    different run. A finished run continues only if ``num_epochs`` is now larger and nothing else differs.
     """
     pointer = read_run_state(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
@@ -162,28 +162,28 @@ def load_checkpoint(
     state, longer, mlx = _read_state(folder, identity) if folder is not None else (None, False, MLX)
     for checkpoint, fault in damaged:  # only now: a refused run leaves everything as it was
         moved = set_aside(checkpoint)
-        say(f"{checkpoint.folder.name} is damaged ({fault}): it is now called {moved.name}")
+        say(f"{checkpoint.folder.name} is damaged ({fault}): renamed to {moved.name}")
     if folder is None or state is None:
         if damaged:
-            say("no whole checkpoint is left: training starts from the beginning")
+            say("no undamaged checkpoint is left: training starts from the beginning")
         elif pointer is not None and not pointer.finished and pointer.step:
-            say(f"no whole checkpoint is there of the run that stopped at step {pointer.step}")
+            say(f"the run that stopped at step {pointer.step} left no complete checkpoint")
         return None
     weights, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))
     set_adapter_weights(model, weights)
     optimizer.state = tree_unflatten(list(moments.items()))
     if mlx != MLX:
-        say(f"this run was begun with mlx {mlx}: with {MLX} it continues, equal up to rounding")
+        say(f"this run started with mlx {mlx}: it continues with {MLX}, identical up to rounding")
     if longer:
-        state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run is elsewhere now
-        say(f"train.num_epochs is longer than before: the run goes on from step {state.step} (or {START_OVER})")
+        state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run has moved
+        say(f"train.num_epochs is larger than before: the run continues from step {state.step} (or {START_OVER})")
     return state
 
 
 def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool, str]:
-    """A checkpoint's state, whether this run is that of the checkpoint with more epochs, and the version of its mlx.
+    """A checkpoint's state, whether this run only adds epochs to it, and the mlx version that wrote it.
 
-    Raises TrainingError when this run is another one.
+    Raises TrainingError when the checkpoint belongs to a different run.
     """
     try:
         value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -192,7 +192,7 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool, 
         own = {field.name: value[field.name] for field in dataclasses.fields(TrainState)}
         state = TrainState(**{**own, "cursor": cursor, "records": records, "resumed_from_step": value["step"]})
     except (ValueError, KeyError, TypeError) as error:
-        what = f"The checkpoint is that of another version: {error}"
+        what = f"The checkpoint was written by a different version: {error}"
         raise TrainingError(what, where=str(folder), do=START_OVER) from error
     longer = identity.is_longer_than(theirs)
     differences = [] if longer else identity.differences(theirs)
@@ -206,6 +206,6 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool, 
 
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
-    """Call when the result is written down: from then on the same command trains again instead of continuing."""
+    """Mark the run as finished, after its results are written: the same command then trains again from the start."""
     pointer = read_run_state(output)
     write_run_state(output, RunState(True, pointer.checkpoint if pointer else "", step, identity))

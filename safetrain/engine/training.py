@@ -26,8 +26,8 @@ from safetrain.engine.tuned import TunedModel
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
 
 SAME_COMMAND = "the same command continues"
-FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
-REMEMBERED = 32  # updates whose losses a new one is compared with
+FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
+REMEMBERED = 32  # updates whose losses a new loss is compared with
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Result:
     metrics: TrainingMetrics
     state: TrainState
     trainable_parameters: int
-    tuned: TunedModel  # to be compared with what the adapter's folder gives
+    tuned: TunedModel  # to compare with the adapter that was saved
 
 
 def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
-    """Train to the end, continuing an unfinished run of the same identity; after a signal save what is done.
+    """Train to the end, resuming an unfinished run of the same identity. A signal saves the state and stops the run.
 
-    Of several ranks only rank 0, which has the run's files, has a result. Raises TrainingError when the loss is not a
-    number, InterruptedRun after a signal, its state saved.
+    With several ranks only rank 0, which owns the run's files, returns a result. Raises TrainingError when the loss is
+    not a number, and InterruptedRun after a signal.
     """
     run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
     state = run.state
@@ -59,8 +59,8 @@ def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
 
 
 def _train_steps(run: TrainingRun) -> None:
-    """Record, save, update, until the last step. What is due is decided from the state, so a stop in between loses
-    nothing: a continued run begins with the record that was not made."""
+    """Record, save and update until the last step. The state alone decides what is due, so a stop in between loses
+    nothing: a resumed run starts with the record that is still missing."""
     state, settings = run.state, run.job.settings
     upcoming: Update | None = None
     while True:
@@ -85,7 +85,7 @@ def _train_steps(run: TrainingRun) -> None:
 
 
 def _record_if_due(run: TrainingRun) -> None:
-    """Validate and log where the state's step asks for it and it was not done yet."""
+    """Validate and log if this step is due and has no record yet."""
     state, settings = run.state, run.job.settings
     if state.recorded_step == state.step:
         return
@@ -130,7 +130,7 @@ def make_update(
     recorder.loss = update.per_label(result.summed_loss)
     if not run.ranks.together:
         recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
-    if not update.trained_tokens:  # nothing to learn from, in windows that are masked from end to end
+    if not update.trained_tokens:  # nothing to learn: the windows are fully masked
         return upcoming, result, None
     fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
     if fault:
@@ -145,7 +145,7 @@ def make_update(
 
 
 def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gradient) -> tuple[mx.array, Gradient]:
-    """Summed loss and gradient of the whole update, from this rank's part of it."""
+    """Exchange this rank's part for the summed loss and gradient of the whole update."""
     state = run.state
     mx.eval(loss, gradient)
     run.watcher.recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
@@ -156,18 +156,18 @@ def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gr
 
 
 def update_of(run: TrainingRun, cursor: Cursor, share: Share | None = None) -> Update:
-    """The update at a place in the data; of several ranks, this one's share of it if no other is asked for."""
+    """The update at a place in the data; ``share`` defaults to this rank's part."""
     settings = run.job.settings
     return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, share or run.share)
 
 
 def _next_cursor(run: TrainingRun) -> Cursor:
-    """The place in the data after the update at hand."""
+    """The place in the data after the current update."""
     return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
 
 
 def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float) -> None:
-    """Count one update."""
+    """Add one update to the state's totals."""
     state = run.state
     state.step += 1
     state.cursor = _next_cursor(run)
@@ -192,7 +192,7 @@ def _result(run: TrainingRun) -> Result:
     """The result of a run that reached its last update."""
     state = run.state
     before, valid_loss = state.records[0].valid_loss, state.records[-1].valid_loss
-    if not state.final_tokens:  # stopped early: the last updates stand in
+    if not state.final_tokens:  # stopped early: use the last updates
         state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
     if not state.final_tokens or before is None or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
@@ -204,12 +204,12 @@ def _result(run: TrainingRun) -> Result:
 
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:
-    """What to say when mlx itself gives up, out of GPU memory for example."""
+    """The error for a failure inside mlx, such as running out of GPU memory."""
     first = update.micro_batches[:1]
     tokens = sum(shard.inputs.size for batch in first for shard in batch.shards)
     rows = sum(len(batch.rows) for batch in first)
     return EngineError(
         f"mlx failed at step {state.step + 1}: {error}",
         where=f"a micro-batch of {counted(rows, 'row')} and {counted(tokens, 'token')}",
-        do="if it is memory: lower train.batch_size or train.max_seq_length; what was saved before is kept",
+        do="if memory ran out, lower train.batch_size or train.max_seq_length; saved checkpoints are kept",
     )

@@ -28,7 +28,7 @@ from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.loading import training_refusal
 
-Gradient = Any  # a tree of arrays, shaped as the trainable parameters
+Gradient = Any  # a tree of arrays, shaped like the trainable parameters
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class UpdateResult:
 
 
 class Tracer:
-    """Evaluates forward pass, loss and backward pass one by one, so that a death in an update has a name (train.trace).
+    """Evaluates forward pass, loss and backward pass separately, to show which one crashes (train.trace).
 
-    A record and a line before and after each. The numbers are those of an untraced run: the same graph, in three
-    pieces.
+    It writes a record and a line before and after each. The results equal an untraced run's: the same graph, in three
+    parts.
     """
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ class Tracer:
         self._write(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
 
     def done(self, phase: Phase, values: Any, following: Phase | None = None) -> Any:
-        """Compute and give back what a phase gives; then the following one begins."""
+        """Compute and return the phase's values, then start the ``following`` phase."""
         mx.eval(values)
         is_output = phase is Phase.FORWARD
         detail = f"output {tuple(values.shape)} {str(values.dtype).split('.')[-1]}" if is_output else ""
@@ -67,7 +67,7 @@ class Tracer:
 
     @contextmanager
     def optimizer(self, step: int) -> Iterator[None]:
-        """Around the optimizer's work; the loop itself writes the records."""
+        """Print a line before and after the optimizer; the training loop writes its records."""
         self._work = Work(step)
         self._tell(Phase.OPTIMIZER, Edge.BEFORE)
         yield
@@ -86,9 +86,9 @@ class Tracer:
 def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, "Gradients"]:
-    """Open the base as the settings want it, its trainable part in place, and what computes its gradients.
+    """Open the base model with the given settings, make part of it trainable, and build its Gradients.
 
-    Raises ModelError for a family that is not trained.
+    Raises ModelError for a model family that cannot be trained.
     """
     if refusal := training_refusal(base):
         raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
@@ -99,7 +99,7 @@ def prepare(
 def equip(
     model: BaseModel, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> "Gradients":
-    """Put a model's trainable part in place; returns what computes its gradients."""
+    """Make part of a model trainable and build its Gradients."""
     make_trainable(model, settings.method, settings.lora, settings.seed)
     blocks, dtype = model.module.layers[-settings.lora.num_layers :], None
     if settings.method == PRETRAIN:
@@ -111,11 +111,11 @@ def equip(
 
 
 class Gradients:
-    """Computes the gradient of an update; on CPU the shards of a micro-batch run side by side, one thread each.
+    """Computes the gradient of an update. On CPU the shards of a micro-batch run in parallel, one thread each.
 
     On a GPU each shape is compiled once and kept; the parameters are inputs, so their values may change.
-    ``whole_model`` is the type in which a model that is trained whole computes, None for any other method: its weights
-    and their gradients stay float32 (arXiv 1710.03740).
+    ``whole_model`` is the compute type of pretraining, None for any other method: the weights and their gradients stay
+    float32 (arXiv 1710.03740).
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class Gradients:
 
         ``check_stop`` is called before each micro-batch, and may raise.
 
-        k micro-batches give the gradient of the one big batch, whatever their lengths, because sums add and each label
-        counts for one in all of the update's. Each micro-batch is evaluated before the next is started, so that only
-        one is in memory; the next one's graph is built meanwhile.
+        Accumulation gives the gradient of one big batch, because every label of the update has the same weight,
+        whatever its micro-batch. Each micro-batch is evaluated before the next one starts, so only one is in memory;
+        the next one's graph is built meanwhile.
         """
         total, summed, share = mx.array(0.0), None, update.per_label(1.0)
         at_once = device().side_by_side
@@ -155,7 +155,7 @@ class Gradients:
             if summed is not None:
                 mx.eval(total, summed)
                 loss, gradient = total + loss, _added(summed, gradient)
-            if not at_once:  # only now does a GPU begin with it
+            if not at_once:  # a GPU starts only now
                 self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
             total, summed = loss, gradient
@@ -167,7 +167,7 @@ class Gradients:
     def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
         """The summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
 
-        ``share``: of each label in the sum; one divided by the update's labels gives its mean.
+        ``share``: weight of each label in the sum; 1 / labels of the update gives the mean.
         """
         module, layout = self._model.module, shard.layout
         parameters = module.trainable_parameters()
@@ -182,7 +182,7 @@ class Gradients:
             self._recorder.write(Phase.GRADIENT, edge, work)
 
     def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
-        """Its shards through the whole model. What goes through the model in another way takes this one's place."""
+        """Summed loss and gradient of a micro-batch: all its shards through the whole model."""
 
         def of_shard(shard: Shard) -> tuple[mx.array, Gradient]:
             key, rows = key_of(self._seed, step, shard.rows[0]), shard.rows
@@ -203,7 +203,7 @@ class Gradients:
         return total, summed
 
     def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
-        """The function for rows that lie so; a compiled one is kept for each rectangle (engine/batches.py)."""
+        """The gradient function for this layout of rows; each rectangle (engine/batches.py) is compiled once."""
         program = mx.value_and_grad(functools.partial(self._summed_loss, blocks))
         if not self.compiles or len(blocks) > 1 or blocks[0].gather is not None:
             return program
@@ -234,13 +234,13 @@ def _added(one: Gradient, other: Gradient) -> Gradient:
 
 
 def work_of(batch: MicroBatch, step: int, number: int) -> Work:
-    """What the flight recorder says of a micro-batch of the update after ``step``."""
+    """The flight recorder's entry for a micro-batch of the update after ``step``."""
     tokens = sum(shard.inputs.size for shard in batch.shards)
     return Work(step + 1, number, len(batch.rows), tokens, row_ids(batch.rows))
 
 
 def last_work_of(update: Update, step: int) -> Work:
-    """What the flight recorder says of an update's last micro-batch."""
+    """The flight recorder's entry for an update's last micro-batch."""
     last = len(update.micro_batches) - 1
     return work_of(update.micro_batches[last], step, last) if update.micro_batches else Work(step + 1)
 

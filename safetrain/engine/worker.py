@@ -1,7 +1,7 @@
 """The training process: `python -m safetrain.engine.worker`, started and watched by a supervisor that never loads mlx.
 
-It reads a job file, trains, writes everything there is to write, and says what happens over a pipe. It may die at any
-moment: what it was doing is in the flight recorder.
+It reads a job file, trains, writes all results and reports its progress over a pipe. It may die at any moment: the
+flight recorder then shows what it was doing.
 """
 
 import dataclasses
@@ -41,17 +41,17 @@ RANK = "MLX_RANK"  # set by mlx.launch
 
 
 def main(arguments: list[str]) -> int:
-    """``arguments``: the flight folder, the event pipe (a descriptor or a path), the supervisor's process id.
+    """Run one rank. ``arguments``: flight folder, event pipe (a descriptor or a path), the supervisor's process id.
 
-    Process id 0 stands for the process that started this one, as mlx.launch does on another machine.
+    Process id 0 means the process that started this one, as under mlx.launch on another machine.
     """
     rank = int(os.environ.get(RANK, "0"))
     flight = Path(arguments[0])
-    if flight.name != f"rank_{rank}":  # mlx.launch tells all ranks the same folder
+    if flight.name != f"rank_{rank}":  # mlx.launch gives all ranks the same folder
         flight = rank_folder(flight, rank)
     flight.mkdir(parents=True, exist_ok=True)
     pipe = open_events(arguments[1], required=rank == 0)
-    job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # the others are given it by rank 0
+    job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # rank 0 sends it to the others
     limit = job.memory_limit_bytes if job is not None else None
     set_up_child(int(arguments[2]) or os.getppid(), flight, limit)
     with stop_on_signal() as stop:
@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
-    """Train. Errors that a person can act on are sent to the supervisor; others end the process with a traceback.
+    """Train. The supervisor gets errors that a user can act on; all others end the process with a traceback.
 
-    ``job`` is None on a rank that is given it by rank 0.
+    ``job`` is None on a rank that receives it from rank 0.
     """
     try:
         if job is None or job.ranks > 1:
@@ -86,16 +86,16 @@ def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopReque
 
 
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
-    """Meet the other ranks, take rank 0's job, train."""
+    """Connect to the other ranks, receive the job from rank 0 and train."""
     blas = load_fast_blas()  # before anything imports mlx
     from safetrain.engine.ranks import backend_here, join, versions
 
     ranks = join(backend_here() if job is None else job.rank_backend, recorder)
-    ranks.require_same(versions())  # first of all: another version may not understand the job
+    ranks.require_same(versions())  # first: a different version may not understand the job
     text = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
     shared = from_json(TrainJob, json.loads(text))
     if shared.ranks != ranks.size:
-        raise ConfigError("The hostfile has another number of ranks.", expected=str(shared.ranks), got=str(ranks.size))
+        raise ConfigError("The hostfile's number of ranks is wrong.", expected=str(shared.ranks), got=str(ranks.size))
     if job is None:
         limit_memory(shared.memory_limit_bytes)
     _train(shared, recorder, pipe, stop, blas, ranks)
@@ -139,7 +139,7 @@ def _train(
 
     watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
     result = train(job, watcher, ranks)
-    if result is None:  # rank 0 has what follows
+    if result is None:  # rank 0 does the rest
         return
     metrics = result.metrics
     proof = prove(job, result.tuned, watcher, metrics.steps)
@@ -185,7 +185,7 @@ class Metrics:
         self._pipe, self._again = pipe, False
 
     def record(self, records: list[StepRecord]) -> None:
-        """Append the newest record; after a failed attempt, which may have left half a line, write the whole file."""
+        """Append the newest record. After a failed attempt, which may leave half a line, write the whole file again."""
         again, self._again = self._again, True
         if again:
             start_csv(paths.METRICS_CSV, records)
@@ -198,5 +198,5 @@ class Metrics:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code and RANK in os.environ:
-        os._exit(code)  # at once: mlx may wait for a rank that is gone, and others for this one's connection to close
+        os._exit(code)  # at once: mlx may wait for a dead rank, and other ranks wait for this connection to close
     sys.exit(code)

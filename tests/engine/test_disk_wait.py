@@ -132,14 +132,14 @@ def test_a_run_on_a_disk_that_is_full_now_and_then_gives_the_same_bits(
     assert asked > 20
     disk.looks = (0 if look % 5 == 3 else 100 * MIB for look in range(10**6))
     run(job_in(tmp_path / "full", base), say=said.append)
-    assert said.count("there is room again") >= 5
+    assert said.count("there is free space again") >= 5
     assert same(final_state(tmp_path / "full"), final_state(tmp_path / "whole"))
     assert metrics_without_time(tmp_path / "full") == metrics_without_time(tmp_path / "whole")
 
 
 def test_a_run_without_room_for_its_checkpoints_does_not_start(disk: Disk, tiny_model: Build, tmp_path: Path) -> None:
     disk.free = MIB
-    with pytest.raises(DiskFullError, match="too little room for the checkpoints of this training"):
+    with pytest.raises(DiskFullError, match="too little disk space for this run's checkpoints"):
         run(job_in(tmp_path / "a", tiny_model()))
 
 

@@ -241,7 +241,7 @@ def test_half_written_adapters_and_a_full_disk_are_named_and_leave_nothing(
     base = build_model(tmp_path / "base", **TINY)
     adapter = adapter_of(base, tmp_path / "adapter")
     monkeypatch.setattr("safetrain.core.storage.files.SPARE_BYTES", 2**62)
-    with pytest.raises(DiskFullError, match="too little room"):
+    with pytest.raises(DiskFullError, match="too little disk space"):
         fused(job_of(base, adapter, tmp_path / "out"))
     monkeypatch.undo()
     filled = OSError(errno.ENOSPC, "No space left on device")  # by another program, after the room was looked at

@@ -273,7 +273,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: p
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
-        with pytest.raises(DiskFullError, match="too little room for the GGUF file"):
+        with pytest.raises(DiskFullError, match="too little disk space for the GGUF file"):
             write(base, tmp_path / "m.gguf")
 
     def full(*_: object) -> None:

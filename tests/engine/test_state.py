@@ -177,7 +177,7 @@ def test_without_a_whole_checkpoint_the_run_says_so_and_starts_over(base: Path, 
     result, said = telling(job_of(broken, base))
     assert result.state.resumed_from_step == 0
     assert sum("is damaged" in text for text in said) == 2
-    assert "no whole checkpoint is left: training starts from the beginning" in said
+    assert "no undamaged checkpoint is left: training starts from the beginning" in said
     assert same(final_state(broken), final_state(unbroken))
 
 
@@ -284,5 +284,5 @@ def test_a_checkpoint_of_another_version_is_refused(base: Path, broken: Path) ->
     (folder / "state.json").write_text(json.dumps(state))
     (folder / MANIFEST).unlink()
     write_manifest(folder)
-    with pytest.raises(TrainingError, match="is that of another version"):
+    with pytest.raises(TrainingError, match="was written by a different version"):
         run(job_of(broken, base))

@@ -186,7 +186,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     changed = workspace.run(*command, "train.learning_rate=0.5")
     assert changed.returncode == 7
     assert "learning_rate" in changed.stderr
-    assert "'safetrain discard' throws it away" in changed.stderr
+    assert "'safetrain discard' removes it" in changed.stderr
     finished = workspace.run(*command)
     assert finished.returncode == 0
     summary = workspace.json("training_summary.json")

@@ -160,7 +160,7 @@ class _GgufExport:
         """Whether memory holds the file; raises DiskFullError, and MachineError where it must and does not."""
         do = "free some space, choose a folder on another disk, or fewer bits with --type"
         disk = sum(part.bytes_as(self._kind) for part in self._parts)
-        require_room(path.parent, disk, "There is too little room for the GGUF file.", do)
+        require_room(path.parent, disk, "There is too little disk space for the GGUF file.", do)
         size = sum(part.bytes_as(self._kind, opened=True) for part in self._parts)
         room = host_room_bytes(read_memory())
         if size > room and self._job.may_lose < 1:

@@ -116,8 +116,8 @@ def full_then_room(ground: Ground, project: Project, site: str, occurrence: int)
     finally:
         filler.unlink()
     done = project.finish(process)
-    ending.require("Training waits for room" in done.out, "it did not wait")
-    ending.require("there is room again" in done.out, "it did not go on")
+    ending.require("Training waits for free space" in done.out, "it did not wait")
+    ending.require("there is free space again" in done.out, "it did not go on")
     ending.verdict = "waits, and goes on"
     ending.compare(project, ground.reference, done)
     return ending
