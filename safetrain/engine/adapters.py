@@ -1,8 +1,8 @@
-"""What of a model is trained: LoRA and DoRA layers, some blocks (full), or everything (pretrain).
+"""The trained part of a model: LoRA and DoRA layers, some blocks (full), or everything (pretrain).
 
-The layers have mlx-lm's parameter names and take bases of any number of bits, quantized or not. mlx-lm's own multiply a
-16-bit stream in float32 and know no DoRA on 3, 5 and 6 bits. Master weights are float32 here too; they are rounded to
-the stream's type for the product.
+The layers have mlx-lm's parameter names and work on a base of any bit width, quantized or not. mlx-lm's own layers
+multiply 16-bit activations in float32 and do not support DoRA on 3, 5 and 6 bits. Master weights are float32 here too;
+they are rounded to the activations' type for the product.
 """
 
 import math
@@ -50,7 +50,7 @@ class LoraLinear(nn.Module):
 
 
 class DoraLinear(LoraLinear):
-    """LoRA whose columns are brought to a trained length m, after arXiv 2402.09353, section 4.3.
+    """LoRA whose columns are rescaled to a trained length m, after arXiv 2402.09353, section 4.3.
 
     Call ``measure`` whenever lora_a or lora_b has changed.
     """
@@ -70,9 +70,9 @@ class DoraLinear(LoraLinear):
         return y if bias is None else y + bias
 
     def measure(self) -> mx.array:
-        """Lengths of the rows of W + scale (A B)^T, without making that matrix: |w + d|^2 = |w|^2 + 2 w.d + |d|^2.
+        """Compute the row lengths of W + scale (A B)^T without building it: |w + d|^2 = |w|^2 + 2 w.d + |d|^2.
 
-        Returns them, (outputs,), which from now on are divided by.
+        Returns them, (outputs,); the next forward passes divide by them.
         """
         a, b = self.lora_a, self.lora_b * self.scale
         crossed = by_rows(self.linear, lambda weight, rows: ((weight @ a) * b[:, rows].T).sum(axis=1))
@@ -83,9 +83,9 @@ class DoraLinear(LoraLinear):
 
 
 def by_rows(linear: Any, function: Callable[[mx.array, slice], mx.array]) -> mx.array:
-    """``function`` of a few rows of the float32 weight at a time, and which these are; the results behind each other.
+    """Apply ``function`` to a few rows of the float32 weight at a time (and their slice); concatenate the results.
 
-    Each waits for the one before, so that no float32 copy of a whole weight is ever there.
+    Each call waits for the one before, so memory never holds a whole weight in float32.
     """
     outputs, inputs = shape_of(linear)
     step, parts = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
@@ -112,7 +112,7 @@ def shape_of(linear: Any) -> tuple[int, int]:
 
 
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
-    """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze blocks (full) or all (pretrain).
+    """Add LoRA or DoRA to the linear layers that ``lora`` names, or unfreeze blocks (full) or everything (pretrain).
 
     Only the top ``lora.num_layers`` blocks train, except in pretraining. Trained weights are float32 whatever the
     base is; adapters' initial values depend only on ``seed``. Raises ConfigError or ModelError where there is nothing
@@ -141,7 +141,7 @@ def adapter_weights(model: BaseModel) -> dict[str, mx.array]:
 
 
 def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
-    """Put trainable parameters back; raises ModelError unless names and shapes are exactly those of the model."""
+    """Restore trainable parameters; raises ModelError unless names and shapes match the model exactly."""
     own = adapter_weights(model)
     wrong = sorted(
         name for name in own.keys() | weights.keys()
@@ -166,7 +166,7 @@ def _unfreeze(model: BaseModel, blocks: list[Any]) -> None:
 
 
 def _add_layers(model: BaseModel, block: Any, names: set[str], method: str, lora: LoraSettings) -> None:
-    """Put an adapter on the layers of ``block`` that ``names`` has; raises ConfigError for DoRA on experts."""
+    """Add an adapter to the layers ``names`` of ``block``; raises ConfigError for DoRA on experts."""
     parts: list[tuple[str, Any]] = []
     for name, layer in block.named_modules():
         if name not in names:
@@ -198,6 +198,6 @@ def _target_names(model: BaseModel, targets: tuple[str, ...]) -> set[str]:
     if unmatched:
         raise ConfigError(
             f"lora.targets names layers that the model does not have: {', '.join(unmatched)}.",
-            expected=f"some of {', '.join(sorted(names))}, or null for all",
+            expected=f"any of {', '.join(sorted(names))}, or null for all",
         )
     return {name for name in names if any(is_target(name, target) for target in targets)}

@@ -1,8 +1,8 @@
-"""What this engine puts into a model's layers: dropout by key, frozen weights in full, blocks that compute again.
+"""Changes to a model's layers: dropout by key, dequantized weights, gradient checkpointing.
 
-Nothing random is state: a draw depends only on seed, update, rows and place in the model. So nothing of it has to be
-saved, and a block that is computed twice draws the same numbers twice. With other micro-batches, or on other ranks, the
-same row draws other numbers.
+Random numbers depend only on seed, update, rows and place in the model. So checkpoints save no random state, and a
+block that is computed twice draws the same numbers twice. With different micro-batches or ranks, the same row draws
+different numbers.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
 
 class Randomness:
-    """Hands out keys to the places in a model that draw. ``key`` is set before each forward pass."""
+    """Gives a random key to each place in a model that needs one. Set ``key`` before each forward pass."""
 
     def __init__(self) -> None:
         self.places = 0
         self.key: mx.array | None = None
 
     def key_at(self, place: int) -> mx.array:
-        """The key of a place, for this forward pass."""
+        """The random key of a place in this forward pass."""
         if self.key is None:
             raise RuntimeError("a layer draws random numbers before it was given a key")
         return self.key + place
 
 
 def key_of(seed: int, update: int, first_row: int) -> mx.array:
-    """The key of the rows that an update computes together, of which ``first_row`` is the first."""
+    """The random key of rows that an update computes together, starting with ``first_row``."""
     digest = hashlib.blake2b(f"{seed} {update} {first_row}".encode(), digest_size=8).digest()
     return mx.random.key(int.from_bytes(digest, "little"))
 
@@ -53,9 +53,9 @@ class Dropout(nn.Module):
 
 
 class RowLengths:
-    """Lengths of the rows of every weight under DoRA, by place: what DoRA divides by.
+    """Row lengths of every DoRA weight, by place: DoRA divides by them.
 
-    They depend only on adapters and base, so they are made once for each change of the adapters, not in each forward
+    They depend only on adapter and base, so they are computed once per change of the adapter, not in each forward
     pass. Compiled programs take ``values`` as inputs.
     """
 
@@ -64,7 +64,7 @@ class RowLengths:
 
 
 def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
-    """The weight of a quantized layer in full, of a plain one as it is; or some rows of it."""
+    """A layer's weight, or some rows of it, dequantized if it is quantized."""
     if "scales" not in layer:
         return layer.weight[rows]
     biases = layer.get("biases")
@@ -79,7 +79,7 @@ def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
 
 
 class OneMatrix(nn.QuantizedLinear):
-    """A quantized linear layer for a GPU, whose input is one matrix whatever its shape.
+    """A quantized linear layer for a GPU. It reshapes any input to one matrix.
 
     mlx's CUDA backend multiplies (tokens, 1, width) token by token and reads the whole weight for each
     (backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``).
@@ -110,16 +110,16 @@ def change_classes(module: Any, kinds: Mapping[type, type]) -> None:
 
 
 def give(part: Any, members: Mapping[str, Any]) -> None:
-    """Let this object, and no other, have these methods, by its own subclass."""
+    """Give these methods to this object only, through a subclass."""
     kind: Any = type(part)
     part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
 
 def checkpoint(block: Any) -> None:
-    """Let this block, and no other, keep only its input, and compute again in the backward pass.
+    """Let only this block use gradient checkpointing: keep its input and recompute in the backward pass.
 
-    mlx-lm replaces ``__call__`` of the class of the first block, which misses blocks of other classes, and stays for
-    ever. A second call changes nothing.
+    mlx-lm instead replaces ``__call__`` of the first block's class permanently, which misses blocks of other classes.
+    A second call changes nothing.
     """
     kind = type(block)
     if getattr(kind, "recomputes", False):
@@ -138,7 +138,7 @@ def checkpoint(block: Any) -> None:
             results.append(kind.__call__(self, *positional, **keywords))
             return _floats_in(results[-1])
 
-        # every number goes in and comes out openly: what a closure holds gets no gradient
+        # every array is an explicit input or output: arrays in a closure get no gradient
         outputs = recomputed(compute, len(values))(*values, *_floats_in(call_arguments))
         self.update(tree_unflatten(list(zip(names, values, strict=True))))
         return _with_floats(results[0], outputs)
@@ -147,10 +147,10 @@ def checkpoint(block: Any) -> None:
 
 
 def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:
-    """``compute`` once more in the backward pass; the first ``parameters`` of its inputs are trained.
+    """Recompute ``compute`` in the backward pass; the first ``parameters`` of its inputs are trained.
 
-    It waits for its gradient, and the blocks below wait for the gradients of its parameters. ``mx.checkpoint`` says
-    neither, and a graph that is walked in breadth, as for several streams, then keeps all blocks in memory.
+    Recomputation waits for the block's gradient, and the blocks below wait for its parameters' gradients. With
+    ``mx.checkpoint`` neither waits, so breadth-first evaluation, as on several streams, keeps all blocks in memory.
     """
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
@@ -164,7 +164,7 @@ def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Calla
 
 
 def with_gradient(forward: Callable[..., Any], backward: Callable[[Arrays, Arrays, Arrays], Arrays]) -> Any:
-    """A function that has a gradient of its own: ``backward`` takes inputs, cotangents and outputs."""
+    """A function with a custom gradient: ``backward`` takes inputs, cotangents and outputs."""
     function: Any = mx.custom_function(forward)
     function.vjp(backward)
     return function
@@ -175,7 +175,7 @@ def _floats_in(tree: Any) -> list[mx.array]:
 
 
 def _with_floats(tree: Any, arrays: Iterable[mx.array]) -> Any:
-    """The same tree with other numbers."""
+    """A tree with its numbers replaced."""
     following = iter(arrays)
     return tree_map(lambda leaf: next(following) if _is_float(leaf) else leaf, tree)
 

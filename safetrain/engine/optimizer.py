@@ -1,9 +1,9 @@
-"""mlx's optimizers, at work on one transformer block after the other.
+"""mlx's optimizers, applied to one transformer block at a time.
 
 The learning rate of each update is a pure function of its number.
 
-Of a model that is trained whole not every weight is a matrix between hidden states. With adamw and muon, norms and
-biases are not decayed. Muon takes the matrices inside blocks; embedding, head and norms go to AdamW (Jordan et al.,
+In pretraining not every weight is a matrix between hidden states. adamw and muon do not decay norms and biases. Muon
+updates the matrices inside blocks; AdamW updates embedding, head and norms (Jordan et al.,
 kellerjordan.github.io/posts/muon). Its steps are as long as AdamW's, so that one learning rate serves both: the
 orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the gradient (arXiv 2502.16982).
 """
@@ -25,18 +25,18 @@ from safetrain.engine.backend import device
 
 MOMENTUM = 0.9  # of plain descent
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
-FLOOR = 0.1  # share of the peak at which the learning rates cosine, linear and wsd end
+FLOOR = 0.1  # final share of the peak learning rate in cosine, linear and wsd
 BETAS, EPSILON = [0.9, 0.95], 1e-8  # usual for pretraining (arXiv 2005.14165, appendix B)
 ADAMW_LENGTH = 0.2  # root mean square of what AdamW changes a number by, in learning rates (arXiv 2502.16982)
 DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; arXiv 2404.06395)
 
-Tree = Any  # of arrays, shaped as the trainable parameters
+Tree = Any  # of arrays, shaped like the trainable parameters
 
 
 class BlockOptimizer:
-    """One of mlx's optimizers, whose new values stand beside the old ones for one block only.
+    """One of mlx's optimizers. Old and new values are in memory together for only one block at a time.
 
-    ``compiled``: one program for all blocks of the same kind, in which each parameter is one kernel.
+    ``compiled``: one program for all blocks of the same kind, with one kernel per parameter.
     """
 
     def __init__(self, mlx_optimizer: optim.Optimizer, *, compiled: bool = False) -> None:
@@ -45,7 +45,7 @@ class BlockOptimizer:
 
     @property
     def state(self) -> Tree:
-        """What a checkpoint must hold: the number of updates, the learning rate, and what is kept of each parameter."""
+        """State for a checkpoint: number of updates, learning rate and each parameter's moments."""
         return self._mlx.state
 
     @state.setter
@@ -57,9 +57,9 @@ class BlockOptimizer:
         self._mlx.init(parameters)
 
     def update(self, module: Any, gradient: Tree, rate: float, scale: float, evaluate: Callable[..., None]) -> None:
-        """One update of the module's parameters, along the gradient times ``scale``, at learning rate ``rate``.
+        """Update the module's parameters with the gradient times ``scale``, at learning rate ``rate``.
 
-        ``evaluate`` is called with what each block has become.
+        ``evaluate`` is called with each block's new values.
         """
         step, now = self._mlx.step + 1, mx.array(rate)
         for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
@@ -72,7 +72,7 @@ class BlockOptimizer:
     def _update_block(
         self, module: Any, names: Iterable[str], gradients: Iterable[mx.array], numbers: tuple[mx.array, ...]
     ) -> None:
-        """Leaves no reference to the old values, so that mlx may write the new ones in their place."""
+        """Update one block. It keeps no reference to the old values, so mlx can reuse their memory."""
         parameters = [part_at(module, name) for name in names]
         states = [dict(part_at(self.state, name)) for name in names]
         new, states = self._of_block(list(gradients), parameters, states, *numbers)
@@ -89,7 +89,7 @@ class BlockOptimizer:
         rate: mx.array,
         scale: mx.array,
     ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
-        """New parameters and what is kept of each."""
+        """New parameters and their optimizer state."""
         self.state["step"], self.state["learning_rate"] = step, rate
         each = zip(gradients, parameters, states, strict=True)
         new = [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each]
@@ -97,15 +97,15 @@ class BlockOptimizer:
 
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
-    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
+    """The optimizer in the settings; compiled where launching kernels costs more than compiling saves."""
     own = of_mlx(settings.optimizer, settings.weight_decay, whole_model=settings.method == PRETRAIN)
     return BlockOptimizer(own, compiled=device().compiles)
 
 
 def of_mlx(name: str, weight_decay: float, *, whole_model: bool = False) -> optim.Optimizer:
-    """mlx's own optimizer; ``name`` is one of the schema's, and the learning rate is given with each update.
+    """Build mlx's optimizer. ``name`` is from the schema; each update passes its own learning rate.
 
-    Raises ConfigError for weight decay with Adam, which has none: adamw is that.
+    Raises ConfigError for weight decay with Adam, which has none: use adamw.
     """
     if name in ("adamw", "muon") and whole_model:
         return _WholeModel(weight_decay, muon=name == "muon")
@@ -130,7 +130,7 @@ class _WholeModel(optim.Adam):
         self._decay, self._muon = weight_decay, optim.Muon(0.0) if muon else None
 
     def init(self, parameters: Any) -> None:
-        """One momentum of what Muon takes, two moments of all others."""
+        """One momentum for Muon's matrices, two moments for all others."""
         super().init(parameters)
         for name, parameter in tree_flatten(parameters):
             if self._muon is not None and block_of(name) and parameter.ndim == 2:
@@ -151,7 +151,7 @@ class _WholeModel(optim.Adam):
 
 
 def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: int, schedule: str = "cosine") -> float:
-    """Linear warm-up to ``peak``, then as ``schedule`` says. ``update`` counts from 0."""
+    """Linear warm-up to ``peak``, then ``schedule``. ``update`` counts from 0."""
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates
     span = max(1, total_updates - warmup_updates)
@@ -172,7 +172,7 @@ def block_of(name: str) -> str:
 
 
 def part_at(tree: Tree, name: str) -> Any:
-    """The part of a tree, or of a module, that a dotted name leads to."""
+    """The part of a tree or module at a dotted name."""
     for key in name.split("."):
         tree = tree[int(key)] if isinstance(tree, list) else tree[key]
     return tree

@@ -1,8 +1,8 @@
-"""Several processes that make one training together, and what they tell each other.
+"""Several processes (ranks) of one training run, and their communication.
 
-Each computes the gradient of its share of an update's rows (engine/batches.py); the sum over all is the gradient of
-the update, and every rank applies it to its own weights. Decisions depend only on numbers that all ranks
-share, so all decide the same. Only rank 0 reads and writes the run's files.
+Each rank computes the gradient of its share of an update's rows (engine/batches.py); the sum over all is the gradient
+of the update, and every rank applies it to its own weights. Decisions depend only on numbers that all ranks share, so
+all decide alike. Only rank 0 reads and writes the run's files.
 
 mlx's ring adds each piece of a message on one rank and sends the sum around, so all ranks have the same bits
 (mlx/distributed/ring/ring.cpp, ``all_reduce_impl``).
@@ -37,7 +37,7 @@ from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.state import TrainState
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
-MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several
+MESSAGE_BYTES = 64 * 2**20  # larger data is split
 FACTS_BYTES = 2048  # of what ranks compare, as JSON
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
@@ -48,7 +48,7 @@ JOIN_SECONDS = 90.0  # the other ranks have stopped trying to connect by then
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a rank says of its part of an update."""
+    """A rank's numbers for its part of an update."""
 
     loss: float  # nats, summed over its labels
     stop: int  # the signal that wants this rank to end, 0 for none
@@ -56,7 +56,7 @@ class Contribution:
 
 
 class Ranks:
-    """One process among those of a training. A single process exchanges nothing."""
+    """One process of a training run. A single process exchanges nothing."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: mx.distributed.Group | None = None, recorder: Recorder | None = None
@@ -73,11 +73,11 @@ class Ranks:
 
     @property
     def writes(self) -> bool:
-        """Whether the run's files are this rank's business."""
+        """Whether this rank reads and writes the run's files."""
         return self.rank == 0
 
     def gather(self, content: bytes, step: int = 0) -> list[bytes]:
-        """What each rank gives; of the same length on all."""
+        """Collect one message from each rank, of the same length on all."""
         with self._exchange(step):
             rows = mx.distributed.all_gather(mx.array(np.frombuffer(content, np.uint8))[None], group=self._group)
             mx.eval(rows)
@@ -91,10 +91,10 @@ class Ranks:
         return float(sum(pairs[:, 0].tolist()))
 
     def sum_update(self, own_part: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
-        """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
+        """Sum the gradient over all ranks, with the same bits on each; collect contributions and agree on ``stop``.
 
-        Small arrays go together: it is the number of messages that costs time. The message goes with them, in a row
-        that no other rank writes to, so adding changes nothing in it.
+        Small arrays share a message, because the number of messages costs time. Contributions travel in it too, each
+        in a row that no other rank writes to, so adding does not change it.
         """
         own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
         own[self.rank] = dataclasses.astuple(own_part)
@@ -107,7 +107,7 @@ class Ranks:
         return sums["gradient"], contributions
 
     def broadcast(self, content: bytes) -> bytes:
-        """What rank 0 gives, on all ranks."""
+        """Send bytes from rank 0 to all ranks."""
         length = int.from_bytes(self.gather(len(content).to_bytes(8, "little"))[0], "little")
         mine = content if self.rank == 0 else bytes(length)
         return np.array(self._sum(mx.array(np.frombuffer(mine, dtype=np.uint8)))).tobytes()
@@ -126,7 +126,7 @@ class Ranks:
         return copies
 
     def require_same(self, facts: Mapping[str, str]) -> None:
-        """Raise ConfigError, on all ranks, where one differs from rank 0 in what would make it another training."""
+        """Raise ConfigError on all ranks if one differs from rank 0 in a fact that would change the training."""
         own = json.dumps([socket.gethostname(), *facts.values()]).encode()
         answers = [json.loads(each) for each in self.gather(own.ljust(FACTS_BYTES))]
         self.hosts = tuple(host for host, *_ in answers)
@@ -138,7 +138,7 @@ class Ranks:
             ]
             if differs:
                 raise ConfigError(
-                    f"Rank {rank} on {host} would train something else than rank 0 on {self.hosts[0]}.",
+                    f"Rank {rank} on {host} would train differently from rank 0 on {self.hosts[0]}.",
                     expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
                     got="; ".join(differs),
                     do="make that machine's project, packages, model and data/validated like the first one's",
@@ -152,7 +152,7 @@ class Ranks:
 
     @contextmanager
     def _exchange(self, step: int) -> Iterator[None]:
-        """Around what waits for other ranks. Raises EngineError when one is gone; nothing can be exchanged after it."""
+        """Wrap every exchange. Raises EngineError when a rank is gone; no further exchange is possible then."""
         try:
             with _noted(self.recorder, step):
                 yield
@@ -163,7 +163,7 @@ class Ranks:
             raise EngineError(
                 f"{who} is gone: the ranks cannot exchange numbers any more ({error}).",
                 where=f"rank {self.rank} of {self.size}, at step {step}",
-                do=f"look at what the other said; {SAME_COMMAND}",
+                do=f"read the other rank's output; {SAME_COMMAND}",
             ) from error
 
 
@@ -175,10 +175,10 @@ def _noted(recorder: Recorder | None, step: int = 0) -> AbstractContextManager[N
 
 
 def join(backend: str, recorder: Recorder | None = None) -> Ranks:
-    """Meet the other ranks, which mlx.launch's environment names; waits for them.
+    """Connect to the other ranks, which mlx.launch's environment names, and wait for them.
 
-    Raises EngineError where they cannot be reached: mlx's ring tries to connect for half a minute. It waits for others
-    to connect without an end, and no Python runs meanwhile, so this process is ended with exit code 1 after a while.
+    Raises EngineError if they cannot be reached: mlx's ring tries for half a minute. It then waits forever for
+    others to connect, and no Python runs meanwhile, so a timer ends this process with exit code 1.
     """
     name = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
@@ -189,7 +189,7 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
         raise EngineError(
             f"The ranks cannot reach each other: {error}",
             where=f"backend {backend}, hosts as in {os.environ.get(HOSTFILE, 'no hostfile')}",
-            do="see that every rank is started, and that the machines have these addresses and can be reached",
+            do="check that every rank runs, and that the machines have these addresses and are reachable",
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -197,12 +197,12 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
 
 
 def backend_here() -> str:
-    """What the environment is set up for, for a rank that has not read the job."""
+    """The backend that the environment is set up for, for ranks without a job file."""
     return "ring" if HOSTFILE in os.environ else "any"
 
 
 def facts_of(identity: RunIdentity) -> dict[str, str]:
-    """What has to be the same on all ranks, by name."""
+    """Facts that must be equal on all ranks, by name."""
     texts = {
         "base model": identity.base_model,
         "training rows": identity.training_rows,
@@ -215,12 +215,12 @@ def facts_of(identity: RunIdentity) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide the numbers and the form of the job."""
+    """Versions of the packages that affect results or the job's format."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def hand_out(ranks: Ranks, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
-    """Weights, the optimizer's state and the position of rank 0 on all ranks; its records stay with it."""
+    """Copy rank 0's weights, optimizer state and position to all ranks; records stay on rank 0."""
     bare = dataclasses.asdict(dataclasses.replace(state, records=[])) if ranks.writes else {}
     value = json.loads(ranks.broadcast(json.dumps(bare).encode()))
     weights = ranks.broadcast_arrays(adapter_weights(model))
@@ -234,7 +234,7 @@ def hand_out(ranks: Ranks, state: TrainState, model: BaseModel, optimizer: Block
 
 
 def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
-    """Raise EngineError, on all ranks, where one's trained weights are not those of rank 0."""
+    """Raise EngineError on all ranks if one rank's trained weights differ from rank 0's."""
     digest = hashlib.sha256()
     for name, array in sorted(adapter_weights(model).items()):
         digest.update(name.encode())
@@ -245,6 +245,6 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
         names = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
         raise EngineError(
             f"After step {step} the weights of {names} are no longer those of rank 0 on {ranks.hosts[0]}.",
-            expected="the same bits on all ranks, because all apply the same gradient",
+            expected="identical weights on all ranks, because all apply the same gradient",
             do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
         )

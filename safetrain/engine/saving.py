@@ -1,7 +1,7 @@
-"""What a run leaves as it goes: records, the best adapter, checkpoints, samples of a model trained from scratch.
+"""What a run writes: records, the best adapter, checkpoints, samples of a model trained from scratch.
 
-And what is known of an update that must not be applied. It is checked between gradient and optimizer, so the weights
-are always those of the last good update.
+It also checks each update between gradient and optimizer and reports a bad one, so the weights are always those of
+the last good update.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ ENOUGH = 8  # updates before a jump of the loss is called one
 
 
 def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
-    """Make a record of the updates since the last one, after a validation where that is due, and report it.
+    """Record and report the updates since the last record, after validation if that is due.
 
     ``rate``: the last update's learning rate.
     """
@@ -75,7 +75,7 @@ def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
 
 
 def _validate(run: TrainingRun) -> float:
-    """Loss on the rows to validate on; a new best goes to the adapters folder."""
+    """Measure the validation loss; save a new best to the adapters folder."""
     job, state, model = run.job, run.state, run.model
 
     def beat(batch: MicroBatch, number: int) -> None:
@@ -103,7 +103,7 @@ def _validate(run: TrainingRun) -> float:
 
 
 def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> float:
-    """The loss on the rows to validate on, from this rank's part of them: the same bits on all ranks."""
+    """Measure this rank's part of the validation rows; returns the loss of all, the same bits on every rank."""
     data = run.job.valid
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:  # the same on every rank
@@ -115,7 +115,7 @@ def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> 
 
 
 def save(run: TrainingRun) -> None:
-    """Write a checkpoint, unless the newest has this state; wait for room where the disk is full.
+    """Write a checkpoint unless the newest one has this state; wait for free space if the disk is full.
 
     Several ranks compare their weights first.
     """
@@ -137,7 +137,7 @@ def save(run: TrainingRun) -> None:
 
 
 def _take_samples(run: TrainingRun) -> None:
-    """Let a model that is trained from scratch go on from nothing, and from beginnings of documents to validate on.
+    """Generate samples in pretraining: unprompted, and from the first tokens of validation documents.
 
     One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
     """
@@ -162,7 +162,7 @@ def _take_samples(run: TrainingRun) -> None:
 
 
 def _prompts(valid: TokenRows, ends: tuple[int, ...]) -> list[list[int]]:
-    """The token that documents begin with, then a few documents' first tokens."""
+    """Prompts of the samples: the token that starts documents, then a few documents' first tokens."""
     some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * SAMPLES_TAKEN)).round().astype(int).tolist()
     documents = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in ends]
     beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in documents if len(ids) > PROMPT_TOKENS]
@@ -170,7 +170,7 @@ def _prompts(valid: TokenRows, ends: tuple[int, ...]) -> list[list[int]]:
 
 
 def _samples_before(path: Path, step: int) -> list[WrittenSample]:
-    """What the file holds of earlier steps; lines that are no samples are left out."""
+    """Samples of earlier steps in the file; other lines are dropped."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     samples = list[WrittenSample]()
     for line in text.split("\n"):  # a text may hold other characters that splitlines() divides at
@@ -194,7 +194,7 @@ class RefusedUpdate:
 
 
 def fault_in(result: UpdateResult, labels: int, recent: Sequence[float], max_jump: float | None) -> str:
-    """What is wrong with an update, empty if nothing. ``recent``: nats per label of the updates before it.
+    """Describe what is wrong with an update; empty if nothing. ``recent``: nats per label of the updates before it.
 
     A jump is above them all: updates of one row may have losses of two kinds, as short and long answers do.
     """
@@ -209,12 +209,12 @@ def fault_in(result: UpdateResult, labels: int, recent: Sequence[float], max_jum
 
 
 def path_of(output: Path, step: int) -> Path:
-    """The file about one update."""
+    """The report file of one bad update."""
     return output / BAD_UPDATES / f"step_{step}.json"
 
 
 def stop_at(run: TrainingRun, refused: RefusedUpdate) -> BadUpdateError:
-    """Write down an update that is not applied and save the state before it; returns the error to end with.
+    """Report an update that is not applied and save the state before it; returns the error to raise.
 
     The same command stops there again.
     """
@@ -228,16 +228,16 @@ def stop_at(run: TrainingRun, refused: RefusedUpdate) -> BadUpdateError:
     larger = "To allow this jump: a larger train.max_loss_jump, or null. " if all(map(math.isfinite, numbers)) else ""
     return BadUpdateError(
         f"Update {refused.step} was not applied: {refused.fault}.",
-        where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",
+        where=f"rows {rows} of data/validated/train.jsonl; loss of each row: {path}",
         do=f"{larger}Repair these rows in your data, or lower train.learning_rate. Then start over: safetrain discard",
     )
 
 
 def _write_down(run: TrainingRun, refused: RefusedUpdate, path: Path) -> None:
-    """Measure each row of the update alone, with dropout off, and write numbers of the update and losses of its rows.
+    """Measure each row of the update separately, without dropout; write the update's numbers and the rows' losses.
 
-    Losses in nats per label, null for what is not a number; rows by their line in data/validated/train.jsonl, the
-    worst first.
+    Losses are in nats per label, null if not a number. Rows are line numbers of data/validated/train.jsonl, the worst
+    first.
     """
     run.model.module.eval()
     loss_of, update, data = ShardLoss(run.model, training=False), refused.update, refused.update.data

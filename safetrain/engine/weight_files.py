@@ -1,6 +1,6 @@
-"""Weights on the disk: named arrays in safetensors files, and adapters in mlx-lm's format.
+"""Weights on disk: named arrays in safetensors files, and adapters in mlx-lm's format.
 
-An adapter is a folder with its weights and its shape. A full disk is told as what it is.
+An adapter is a folder with weights and their configuration. A full disk raises OSError, not mlx's RuntimeError.
 """
 
 import errno
@@ -25,15 +25,15 @@ from safetrain.engine.upstream.layers import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 EMPTY = "__empty__"
-SHARD_BYTES = 2**29  # of a model's weight files: what is in memory while one is written
+SHARD_BYTES = 2**29  # size of one weight file, held in memory while it is written
 
 
 def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> None:
-    """Write arrays by name; a marker stands in for none, because safetensors files may not be empty.
+    """Write arrays by name. Without arrays it writes a marker, because safetensors files may not be empty.
 
-    ``kind``: the library that the file's metadata names, for those that ask.
+    ``kind``: the library to name in the file's metadata.
 
-    Raises OSError when the disk refuses: mlx says RuntimeError then, which would pass for a fault of the program.
+    Raises OSError when a write fails: mlx raises RuntimeError, which would look like a bug of the program.
     """
     try:
         mx.save_safetensors(str(path), arrays or {EMPTY: mx.zeros((1,))}, metadata={"format": kind})
@@ -44,9 +44,9 @@ def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> N
 
 
 def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:
-    """Write a model's weights and their index, as mlx-lm names them, and take each out of ``arrays`` when it is there.
+    """Write a model's weights and index with mlx-lm's file names; remove each array from ``arrays`` once written.
 
-    What is not computed yet is computed array by array, and only for the file that comes next. Raises OSError.
+    Lazy arrays are computed one by one, and only for the next file. Raises OSError.
     """
     shards, size = list[list[str]](), SHARD_BYTES
     total = sum(value.nbytes for value in arrays.values())
@@ -70,22 +70,22 @@ def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:
 
 
 def require_same(path: Path, values: dict[str, mx.array]) -> None:
-    """Compare a file with what was to be written, one array in memory at a time.
+    """Compare a written file with its arrays, one in memory at a time.
 
-    Raises TrainingError when the disk returns other numbers than it was given.
+    Raises TrainingError when the disk returns different numbers.
     """
     written = mx.load(str(path))
     for name, value in values.items():
         if not isinstance(written, dict) or not mx.array_equal(written.pop(name), value, equal_nan=True).item():
             raise TrainingError(
-                f"The disk returned other numbers than were written ({name}).",
+                f"The disk returned different numbers than were written ({name}).",
                 where=str(path),
-                do="the checkpoint before is whole; look after this disk, then run the same command again",
+                do="check this disk, then run the same command again; the previous checkpoint is complete",
             )
 
 
 def load_arrays(path: Path) -> dict[str, mx.array]:
-    """Read what ``save_arrays`` wrote, into memory; raises OSError, ValueError or RuntimeError when it is not whole."""
+    """Read a file of ``save_arrays`` into memory; raises OSError, ValueError or RuntimeError when it is damaged."""
     loaded = mx.load(str(path))
     if not isinstance(loaded, dict):
         raise ValueError(f"{path.name} holds no named arrays")
@@ -95,7 +95,7 @@ def load_arrays(path: Path) -> dict[str, mx.array]:
 
 
 def apply_adapter(model: BaseModel, folder: Path) -> None:
-    """Put the adapter in ``folder`` on the model; raises ModelError when it is missing or does not fit."""
+    """Add the adapter in ``folder`` to the model; raises ModelError when it is missing or does not fit."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (folder / name).is_file()]
     if missing:
         raise ModelError(
@@ -119,7 +119,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
 
 
 def require_effect(folder: Path) -> None:
-    """Raise ModelError where the adapter in ``folder`` makes no answer another one, or none at all."""
+    """Raise ModelError if the adapter in ``folder`` is empty, has no effect or is not finite."""
     where, weights = str(folder / ADAPTER_FILE), adapter_arrays(folder)
     if not weights:
         raise ModelError("The adapter's file holds no weights.", where=where, do="copy it again, or train again")
@@ -128,17 +128,17 @@ def require_effect(folder: Path) -> None:
             "The adapter holds numbers that are not finite.", where=where, do="train again: safetrain diagnose says why"
         )
     up = [weights[name] for name in weights if name.endswith(".lora_b")]
-    only_lora = up and not any(name.endswith(".m") for name in weights)  # DoRA's magnitudes move answers by themselves
+    only_lora = up and not any(name.endswith(".m") for name in weights)  # DoRA's magnitudes alone can change answers
     if only_lora and not any(mx.any(each).item() for each in up):
         raise ModelError(
             "The adapter changes nothing: all its lora_b are zero.",
             where=where,
-            do="it was never trained, or saved before it was: take the trained one",
+            do="it was saved before training: use the trained adapter",
         )
 
 
 def adapter_arrays(folder: Path) -> dict[str, mx.array]:
-    """What is in an adapter's folder, by name; raises ModelError where its file is not whole."""
+    """Read an adapter's arrays by name; raises ModelError when the file is damaged."""
     path = folder / ADAPTER_FILE
     try:
         return load_arrays(path)
@@ -146,7 +146,7 @@ def adapter_arrays(folder: Path) -> dict[str, mx.array]:
         raise ModelError(
             f"The adapter's weights cannot be read: {error}",
             where=str(path),
-            do="the file is damaged or half written: train again, or copy it again from where it is whole",
+            do="the file is damaged or incomplete: copy it again from an intact source, or train again",
         ) from error
 
 
@@ -160,10 +160,10 @@ def save_adapter(
     weights: Path | None = None,
     base_fingerprint: str = "",
 ) -> None:
-    """Write the adapter as mlx-lm reads it, and what it was taught beside it; the folder whole or not at all.
+    """Write the adapter in mlx-lm's format with its prompt format next to it. The folder is complete or absent.
 
-    ``weights``: a file to copy, where they are not the model's own. ``base_fingerprint``: of the base's files. Raises
-    TrainingError when the disk returns other numbers than it was given, OSError when it refuses.
+    ``weights``: a file to copy instead of the model's weights. ``base_fingerprint``: checksum of the base's files.
+    Raises TrainingError when the disk returns different numbers, OSError when a write fails.
     """
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
     if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):

@@ -102,7 +102,7 @@ def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
         told.disk.write(10 * MIB, 3, lambda: done.append(1))
     assert 0.19 <= time.monotonic() - began < 5
     assert caught.value.exit_code == 143
-    assert "it continues from there" in str(caught.value)
+    assert "it continues from the newest checkpoint" in str(caught.value)
     assert done == []
 
 

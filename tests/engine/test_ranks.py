@@ -189,7 +189,7 @@ def test_an_update_that_is_bad_on_one_rank_is_refused_by_all(
 def test_ranks_that_differ_are_refused_on_all_of_them(said: Callable[[str, int], list[dict[str, Any]]]) -> None:
     for each in said("differs", 4):
         assert (each["error"], each["code"]) == ("ConfigError", 2)
-        assert f"Rank 3 on {socket.gethostname()} would train something else" in each["text"]
+        assert f"Rank 3 on {socket.gethostname()} would train differently" in each["text"]
         assert "got:      training rows\n" in each["text"]
     for each in said("drifts", 4):
         assert each["error"] == "EngineError"

@@ -160,7 +160,7 @@ def test_another_mlx_is_told(base: Path, broken: Path) -> None:
     (folder / MANIFEST).unlink()
     write_manifest(folder)
     _, said = telling(job_of(broken, base))
-    assert [text for text in said if "begun with mlx 0.32.0" in text]
+    assert [text for text in said if "started with mlx 0.32.0" in text]
 
 
 def test_a_refused_run_leaves_a_damaged_checkpoint_where_it_is(base: Path, broken: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_longer_run_goes_on_from_a_finished_one(base: Path, tmp_path: Path) ->
     longer = job_of(tmp_path, base, num_epochs=4, warmup_steps=3, eval_steps=4)
     result, said = telling(longer)
     assert (result.state.resumed_from_step, result.metrics.steps) == (STEPS, LONGER)
-    assert any("num_epochs is longer" in text and f"from step {STEPS}" in text for text in said)
+    assert any("num_epochs is larger" in text and f"from step {STEPS}" in text for text in said)
     assert result.state.trained_tokens > first.state.trained_tokens
     assert result.metrics.best_valid_loss <= first.metrics.best_valid_loss
 
