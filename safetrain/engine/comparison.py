@@ -1,4 +1,4 @@
-"""Models side by side: the loss of each held-out row and of general text, and answers to the rows' questions."""
+"""Compares models: loss on each held-out row and on general text, and answers to the rows' questions."""
 
 import dataclasses
 import gc
@@ -26,8 +26,8 @@ from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.weight_files import apply_adapter
 
-FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
-CACHE_COPIES = 2  # of keys and values: a cache that grows is copied
+FIRST_QUESTIONS = MOST_ROWS  # always answered: fewer save little time and are not informative
+CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 2  # float32 numbers per logit alive while a token is chosen
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 Answers = dict[int, list[int]]  # ids, by the question's number
@@ -39,12 +39,12 @@ class Subject:
 
     name: str  # base, tuned
     folder: Path
-    adapter: Path | None = None  # on it
+    adapter: Path | None = None  # to load onto it
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What models are measured on, in how much memory, and how much they answer."""
+    """The data that models are measured on, and limits of memory, time and answers."""
 
     held_out: HeldOut
     general: GeneralText
@@ -52,13 +52,13 @@ class Examination:
     max_new_tokens: int
     max_questions: int | None  # None: as many as the time allows
     seconds: float  # for the answers of all models
-    beat: Callable[[str, str, int, float], None]  # which model, at what work, how many there are, how many are done
+    beat: Callable[[str, str, int, float], None]  # model, kind of work, total, done so far
 
     def measure(self, *subjects: Subject) -> list[ModelMeasures]:
-        """Models one after the other, each asked what those before it have answered.
+        """Measure models one after the other; later models get the questions that earlier ones answered.
 
-        A base that was left quantized in training is dequantized where there is room: its numbers are the same. An
-        adapter goes on the base that is open already. Raises TrainingError where a loss is not a number.
+        A quantized base is dequantized if memory allows: its numbers are the same. An adapter reuses the base that is
+        already open. Raises TrainingError if a loss is not a number.
         """
         order = in_random_order(len(self.held_out.questions))[: self.max_questions]
         found, model, plain = list[ModelMeasures](), None, None  # plain: whose folder it is, without an adapter
@@ -126,7 +126,7 @@ def tokens_to_hold(model: ModelFiles, max_new_tokens: int, room_bytes: int) -> i
 
 
 def in_random_order(count: int) -> list[int]:
-    """The numbers below ``count``, always the same way: a longer sample holds a shorter one."""
+    """Numbers below ``count`` in a fixed random order, so that a longer sample contains a shorter one."""
     order = list(range(count))
     random.Random(0).shuffle(order)
     return order
@@ -139,7 +139,7 @@ def in_time(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answers:
-    """Answers to as many questions of ``order`` as ``seconds`` allow, at least to the ``first`` so many.
+    """Answer as many questions of ``order`` as ``seconds`` allow, but at least the ``first`` ones.
 
     Questions are answered in growing parts. A larger part takes at most proportionally longer than the last one, and
     starts only if that much time is left.

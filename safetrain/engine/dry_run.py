@@ -1,7 +1,7 @@
-"""Makes the largest updates of a training before it begins: `python -m safetrain.engine.dry_run JOB SCRATCH`
+"""Runs the largest updates of a training before it starts: `python -m safetrain.engine.dry_run JOB SCRATCH`
 
 It uses the job's own model, rows and limits, and does everything a training does. It is a separate process because it
-may die, which is an answer too. It prints one line of JSON and writes only into the scratch folder.
+may run out of memory and die. It prints one line of JSON and writes only into the scratch folder.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from safetrain.engine.run import TrainingRun
 
 MOST_TIMED = 6  # updates
-RATE = 1e-6  # what is learnt is thrown away
+RATE = 1e-6  # small: the weights are discarded
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MeasuredUpdate:
 
 
 def main(job_path: str, scratch: str) -> int:
-    """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
+    """Make the dry run. Print an error that a user can act on in one line and return its exit code."""
     train_job = read_record(Path(job_path), TrainJob)
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
@@ -70,7 +70,7 @@ def main(job_path: str, scratch: str) -> int:
 
 
 def dry_run(job: Job, scratch: Path) -> DryRun:
-    """Make the largest updates, validate and save; then time a few ordinary updates, where updates are quick."""
+    """Make the largest updates, validate and save; then time a few ordinary updates if updates are quick."""
     start = time.monotonic()
     from safetrain.engine.backend import device
     from safetrain.engine.saving import record, save
@@ -100,7 +100,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
 
 
 def _open(job: Job, scratch: Path) -> "TrainingRun":
-    """The training, limited as it will be, with only the longest rows to validate on."""
+    """Open the training with its memory limits and only the longest validation rows."""
     from safetrain.engine.run import Watcher, open_run
 
     output = scratch / "output"
@@ -134,7 +134,7 @@ def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
 
 
 def _time_updates(run: "TrainingRun") -> list[MeasuredUpdate]:
-    """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
+    """Time ordinary updates; on a GPU each runs twice, because the first time compiles its shapes."""
     from safetrain.engine.backend import device
     from safetrain.engine.training import update_of
 

@@ -1,4 +1,4 @@
-"""Measures a model on rows: loss per trained token, and greedy answers. Nothing random, nothing trained."""
+"""Measures a model on rows: loss per label and greedy answers. Nothing is random, nothing is trained."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,7 +14,7 @@ from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.generation import Continuations
 
-MOST_ROWS = 32  # that are continued together: with more, each token takes longer in proportion
+MOST_ROWS = 32  # per batch: beyond that, time per token grows in proportion
 
 
 def measure_loss(
@@ -31,7 +31,7 @@ def measure_loss(
 
 
 def nothing_to_measure() -> DataError:
-    """The error for rows without a label."""
+    """The error for rows without labels."""
     return DataError("No token of the validation rows is a label.", do="give data/valid rows with answers")
 
 
@@ -41,7 +41,7 @@ def row_losses(
     max_tokens: int,
     beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
 ) -> np.ndarray:
-    """(rows,) loss in nats, summed over each row's labels; at most ``max_tokens`` tokens are computed at a time.
+    """(rows,) loss in nats, summed over each row's labels. Computes at most ``max_tokens`` tokens at a time.
 
     Leaves the model in evaluation mode. ``beat`` is called with each micro-batch before it is computed.
     """
@@ -68,11 +68,11 @@ def answer(
     max_tokens: int,
     beat: Callable[[float], None] = lambda _done: None,
 ) -> list[list[int]]:
-    """Greedy continuations without their closing token: the model's own, or one of ``stop_ids``.
+    """Greedy answers without their stop token, which is the model's own or one of ``stop_ids``.
 
-    Prompts of like length run together, at most ``max_tokens`` tokens of prompts and answers at a time; in a model that
-    cannot be padded, those of one length. They equal those of single prompts, unless two tokens are equally likely
-    up to rounding. ``beat`` gets the number of finished answers after each token, open ones in parts.
+    Prompts of similar length run as a batch of at most ``max_tokens`` prompt and answer tokens; of equal length if the
+    model cannot be padded. Answers equal those of single prompts, unless two tokens are equally likely up to rounding.
+    After each token ``beat`` gets the number of finished answers, with unfinished ones as fractions.
     """
     model.module.eval()
     ends = stop_ids | model.eos_ids
@@ -93,7 +93,7 @@ def answer(
 
 
 def _groups(lengths: Sequence[int], max_new_tokens: int, max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Indices of prompts that run together, the longest first."""
+    """Indices of prompts for each batch, the longest first."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         longest = lengths[groups[-1][0]] if groups else 0
@@ -107,7 +107,7 @@ def _groups(lengths: Sequence[int], max_new_tokens: int, max_tokens: int, *, pad
 def _greedy(
     together: Continuations, tokens: mx.array, ends: frozenset[int], max_new_tokens: int
 ) -> Iterator[dict[int, int]]:
-    """The next token of each row that has not ended, by its number, ``max_new_tokens`` times or until all have."""
+    """Yield the next token of each unfinished row, by row index, until all end or ``max_new_tokens`` is reached."""
     places = list(range(tokens.shape[0]))  # of rows in the batch
     open_rows = set(places)
     for _ in range(max_new_tokens):

@@ -1,4 +1,4 @@
-"""Folds an adapter into its base: in its own bits, in 8 bits or in float, the first that keeps what was learnt."""
+"""Merges an adapter into its base: in the base's bits, in 8 bits or in float, whichever first keeps what it learned."""
 
 import gc
 import shutil
@@ -24,25 +24,25 @@ from safetrain.engine.upstream.loading import copy_beside, logits_for_a_consumer
 from safetrain.engine.upstream.probing import tolerance_of
 from safetrain.engine.weight_files import adapter_arrays, save_shards
 
-MORE_BITS = 8  # where the base's own lose too much
+MORE_BITS = 8  # if the base's own bits lose too much
 OPENED_TOKENS = 8  # through the model as mlx-lm itself computes it
 
 
 @dataclass(frozen=True)
 class FuseJob(ExportJob):
-    """What to fold, and how much of what was learnt may be lost."""
+    """What to merge, and how much of the training's effect may be lost."""
 
     adapter: Path
     bits: int | None = None  # None: the base's own, then 8, then float
     as_float: bool = False  # all of it
-    may_lose: float = 0.02  # share of what was learnt
+    may_lose: float = 0.02  # share of the training's effect
 
 
 def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
-    """Write the first fused model that holds to ``job.out``, whole or not at all, with its report.
+    """Write the first fused model that is accurate enough to ``job.out``, complete or not at all, with its report.
 
-    Raises ConfigError, ModelError where nothing holds or adapter and base do not belong together, DiskFullError, and
-    MachineError where a model does not fit into memory to be measured.
+    Raises ConfigError, ModelError if no model is accurate enough or adapter and base do not match, DiskFullError, and
+    MachineError if memory is too small to measure a model.
     """
     parent = require_new(job.out)
     files = read_model_files(job.base)
@@ -68,7 +68,7 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
 
 
 def bits_to_try(job: FuseJob, own: int | None) -> list[int | None]:
-    """As ``plan_of`` takes them, in the order of trying; ``own``: those of the base, None: float."""
+    """Bits for ``plan_of``, in the order to try them; ``own``: the base's bits, None: float."""
     if job.as_float or (job.bits is None and own is None):
         return [FLOAT]
     if job.bits is not None or own is None:
@@ -77,7 +77,7 @@ def bits_to_try(job: FuseJob, own: int | None) -> list[int | None]:
 
 
 def write_candidate(job: FuseJob, bits: int | None, folder: Path) -> int:
-    """Write a fused model into a new ``folder``; bytes of its weights."""
+    """Write a fused model into a new ``folder``; returns the size of its weights, in bytes."""
     module, config, folds = open_to_fold(job.base, job.adapter)
     plan = plan_of(module, folds, bits)
     arrays = folded(module, folds, plan)
@@ -90,7 +90,7 @@ def write_candidate(job: FuseJob, bits: int | None, folder: Path) -> int:
     copy_beside(job.base, folder, form.stop_ids if form else ())
     if form is not None:
         write_prompt_format(folder, form)  # for safetrain chat and serve
-    del module, folds  # what is written is then gone from memory
+    del module, folds  # frees what is written
     save_shards(folder, arrays)
     return size
 
@@ -109,7 +109,7 @@ def _nothing_holds(job: FuseJob, tried: list[Candidate]) -> ModelError:
 
 
 class _Fusing:
-    """Base and tuned model, measured, and each candidate beside them."""
+    """Measurements of base, tuned model and each candidate."""
 
     def __init__(self, job: FuseJob, files: ModelFiles, say: Callable[[str], None]) -> None:
         self._job, self._files, self._say = job, files, say
@@ -119,7 +119,7 @@ class _Fusing:
         say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(self._tuned.rows)))
 
     def measured(self, name: str, size: int, folder: Path) -> Candidate:
-        """Open what is in ``folder`` and measure it, once; raises MachineError where memory is too small."""
+        """Measure the model in ``folder``, once; raises MachineError if memory is too small."""
         gc.collect()
         room, job, rows = host_room_bytes(read_memory()), self._job, self._tuned.rows
         if size > room:
@@ -155,7 +155,7 @@ class _Fusing:
             )
 
     def report(self, tried: list[Candidate]) -> FuseReport:
-        """What is said of the last of ``tried``, which holds."""
+        """Report on the last of ``tried``, which is accurate enough."""
         job, rows = self._job, self._tuned.rows
         return FuseReport(
             str(job.base), self._files.fingerprint, fingerprint(job.adapter), len(rows), int(rows.label_counts.sum()),

@@ -1,9 +1,9 @@
-"""Asks mlx what it runs on, and a model what it does, in a process of its own: what is asked may kill it.
+"""Probes mlx's device and a model, in a separate process because a probe may crash.
 
 ``python -m safetrain.engine.probe [FOLDER [LIMIT]]`` prints one JSON object about the machine and, with a model's
-folder, whether it can be trained; ``--pass FOLDER ROWS TOKENS [LIMIT]`` one about a pass beside mlx-lm's own;
-``--report SECTION FOLDER`` figures for people, on each line the section, a tab, a text. Memory is limited to what a
-training may take, and to LIMIT.
+folder, whether it can be trained; ``--pass FOLDER ROWS TOKENS [LIMIT]`` compares a pass with mlx-lm's own;
+``--report SECTION FOLDER`` prints figures for people: on each line the section, a tab, a text. Memory is limited as
+in training, and to LIMIT.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetrain.engine.cpu.blas import Blas, load_fast_blas
 
 
 def main(arguments: list[str]) -> None:
-    """Print what is asked for."""
+    """Print the requested result."""
     if arguments[:1] in (["--pass"], ["--report"]):
         die_with_parent(os.getppid())
         prefer_for_oom_kill()
@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> None:
 
 
 def probe(blas: Blas, folder: str = "", limit: str = "") -> dict[str, object]:
-    """The backend, and with a model's folder whether a pass works and how long loading takes."""
-    import safetrain.engine.training  # noqa: F401 all that a training loads
+    """Describe the backend and, with a model's folder, whether a pass works and how long loading takes."""
+    import safetrain.engine.training  # noqa: F401 loads every module of a training
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.backend import device, keep_to_room

@@ -1,7 +1,7 @@
-"""Opens the adapter's folder again, as its consumer will, and compares it with the model that was trained.
+"""Checks the saved adapter: loads it from its folder and compares it with the model that was trained.
 
-The tuned model leaves its states in the computer's memory and is freed before the base is opened again: no two models
-are ever held, and nothing that only training needs (gradient, optimizer, activations of all blocks).
+The tuned model's hidden states stay in memory, but the model is freed before the base is opened again. So memory never
+holds two models, nor anything that only training needs (gradient, optimizer, activations of all blocks).
 """
 
 import gc
@@ -30,10 +30,10 @@ TRAINED_TO_PROVED = 100  # with so many times fewer tokens than were trained, a 
 
 
 def remember_best(run: TrainingRun) -> TunedModel:
-    """Look at the best model, which is put back where training has gone on from it.
+    """Measure the best model, restoring its weights first if training has continued past it.
 
-    Nothing of it stays in mlx but a head that was trained. Raises TrainingError where its file is not the one that was
-    written, InterruptedRun.
+    Only a trained head stays in mlx. Raises TrainingError if the best weights' file was changed, InterruptedRun after a
+    signal.
     """
     job, state = run.job, run.state
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
@@ -47,10 +47,10 @@ def remember_best(run: TrainingRun) -> TunedModel:
 
 
 def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
-    """Open the base, then put the adapter's folder on it as mlx-lm does, and compare both with the tuned model.
+    """Open the base, load the adapter's folder as mlx-lm does, and compare both with the tuned model.
 
-    Call it when the training's model is gone. Raises TrainingError where the folder changes nothing, or is another
-    model than the tuned one; ModelError where mlx-lm cannot open it; InterruptedRun.
+    Call it after the training's model is freed. Raises TrainingError if the adapter has no effect or differs from the
+    tuned model; ModelError if mlx-lm cannot open it; InterruptedRun after a signal.
     """
     gc.collect()
     settings, recorder, work = job.settings, watcher.recorder, Work(step)
@@ -80,19 +80,19 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
 
 
 def proved_tokens(job: Job) -> int:
-    """Tokens of validation rows that the adapter is checked on, if there are as many."""
+    """Most tokens of validation rows for the adapter check."""
     return min(MOST_TOKENS, max(LEAST_TOKENS, job.tokens // TRAINED_TO_PROVED))
 
 
 def passes_over(job: Job) -> float:
-    """Time of the whole adapter check, in validations: three passes over a sample of the rows."""
+    """Time of the adapter check, in validations: three passes over a sample of the rows."""
     return 3 * min(1.0, proved_tokens(job) / max(1, job.valid.tokens))
 
 
 def _beats(subject: str, watcher: Watcher, step: int) -> Callable[[], None]:
-    """To be called before each micro-batch of one of the three passes.
+    """A callback for each micro-batch of one of the three passes.
 
-    It tells the supervisor that the proof goes on, says how far a long pass is, and ends it on a signal.
+    It shows the supervisor that the check is alive, reports progress of a long pass, and stops it on a signal.
     """
     said_seconds, micro_batches = time.monotonic(), 0
 

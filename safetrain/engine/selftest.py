@@ -1,4 +1,4 @@
-"""Whether a model opens and can be trained, one of its passes beside mlx-lm's own, and how fast this machine is."""
+"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures this machine's speed."""
 
 import functools
 import time
@@ -36,11 +36,11 @@ REPORT_ROWS, REPORT_TOKENS = 3, 64
 
 
 def load(folder: Path) -> dict[str, object]:
-    """Open the model as it is stored, run one token through it, then a few, and their gradient.
+    """Open the model as stored, run one token through it, then a few tokens and their gradient.
 
-    Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
+    If possible it runs only some blocks, at least one of each kind, because a large model takes long.
     """
-    if refusal := training_refusal(folder):  # before it is opened, which takes long
+    if refusal := training_refusal(folder):  # before opening it, which is slow
         fault = {"load_error": refusal, "train_error": refusal}
         return {"loads": False, "load_seconds": 0.0, "trains": False, **fault}
     began = time.perf_counter()
@@ -50,7 +50,7 @@ def load(folder: Path) -> dict[str, object]:
             result = try_tokens(model, began)
         if not fewer or result.get("trains") is not False:
             return result
-        del model  # two would not fit
+        del model  # memory may not hold two models
         return try_tokens(open_base(folder, dequantize=False), began)
     except SafetrainError as error:
         return {"loads": False, "load_error": in_one_line(error), "load_seconds": 0.0}
@@ -74,7 +74,7 @@ def try_tokens(model: BaseModel, began: float) -> dict[str, object]:
 
 
 def training_fault(model: BaseModel) -> str:
-    """Why the model cannot be trained here; empty where it can."""
+    """Why the model cannot be trained here; empty if it can."""
     row = list(range(1, TRIED_TOKENS + 1))
     try:
         logits = asked(model.module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
@@ -87,7 +87,7 @@ def training_fault(model: BaseModel) -> str:
 
 
 def gradient_fault(model: BaseModel) -> str:
-    """Why no gradient comes through the blocks that the model has now; empty where one does."""
+    """Why the backward pass fails in the model's current blocks; empty if it works."""
     settings = settings_of(LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,)), 1, TRIED_TOKENS)
     data = TokenRows.of([token_row(range(TRIED_TOKENS), [True] * TRIED_TOKENS)])
     try:
@@ -106,9 +106,9 @@ def gradient_fault(model: BaseModel) -> str:
 
 
 def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
-    """A forward and backward pass against mlx-lm's own layers and a plain cross-entropy; differences are relative.
+    """Compare a forward and backward pass with mlx-lm's own layers and a plain cross-entropy; differences are relative.
 
-    On ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained.
+    It uses ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained.
     """
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), (ALL_LINEAR,))
@@ -145,7 +145,7 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
 def _textbook(
     folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, mx.array], data: TokenRows
 ) -> tuple[float, np.ndarray, bool]:
-    """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, row by row."""
+    """Loss, gradient, and whether in float32: by mlx-lm's unchanged model and LoRA layers, row by row."""
     module = plain_model(folder, in_float32=device().computes_in_float32)
     add_lora(module, lora.num_layers, lora.rank, lora.scale, keys)
     module.load_weights(list(weights.items()), strict=False)
@@ -181,7 +181,7 @@ def as_vector(tree: Any) -> np.ndarray:
 
 
 def random_rows(rows: int, tokens: int, vocabulary: int) -> TokenRows:
-    """Of falling lengths; the second half of each is trained."""
+    """Random rows of decreasing length; the second half of each is trained."""
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]
     return TokenRows.of([
@@ -190,7 +190,7 @@ def random_rows(rows: int, tokens: int, vocabulary: int) -> TokenRows:
 
 
 def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
-    """Of an update of ``rows`` rows of up to ``tokens`` tokens, a quantized base left as it is."""
+    """Settings for an update of ``rows`` rows of up to ``tokens`` tokens; a quantized base stays quantized."""
     return TrainSettings(
         method="lora", optimizer="adam", schedule="constant", batch_size=rows, gradient_accumulation=1,
         max_seq_length=tokens, learning_rate=1e-4, num_epochs=1, max_steps=1, max_examples=None, warmup_steps=0,

@@ -1,6 +1,6 @@
-"""The tuned model at every label of some rows: what a model that was opened, fused or exported is compared with.
+"""The tuned model's outputs at labels, to compare with a reopened, fused or exported model.
 
-Of the tuned model only its head stays in memory, so that another one has room beside it.
+Only the tuned model's head stays in memory, which leaves space for another model.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ Beat = Callable[[], None]  # before each micro-batch
 
 @dataclass(frozen=True, eq=False)
 class TunedModel:
-    """What the tuned model gives, (labels,) each, in the order of rows and places."""
+    """The tuned model's outputs, (labels,) each, in the order of rows and positions."""
 
     rows: TokenRows
     most_tokens: int  # that are computed together
-    head: Callable[[], Head] | None  # None: that of the model that is compared
+    head: Callable[[], Head] | None  # None: use the compared model's head
     keys: np.ndarray  # int64: row and place
     losses: np.ndarray  # nats
-    greedy: np.ndarray  # the token it chooses
+    greedy: np.ndarray  # its most likely token
     right: np.ndarray  # whether that is the label
     states: np.ndarray  # (labels, width) before the head
 
@@ -46,7 +46,7 @@ class TunedModel:
     def of(
         cls, model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = lambda: None, *, keep_head: bool = True
     ) -> "TunedModel":
-        """Look at it. Its head need not be kept where others have the same."""
+        """Measure a model. Its head need not be kept if other models have the same one."""
         seen = _at_labels(model, rows, most_tokens, None, beat)
         return cls(rows, most_tokens, head_of(model) if keep_head else None, *seen)
 
@@ -56,7 +56,7 @@ class TunedModel:
         return self._likeness(self.losses, self.greedy, self.right, np.zeros(1))
 
     def likeness_of(self, model: BaseModel, beat: Beat = lambda: None) -> Likeness:
-        """Compare another model with it."""
+        """Compare another model with the tuned one."""
         return self._likeness(*_at_labels(model, self.rows, self.most_tokens, self, beat)[1:])
 
     def _likeness(self, losses: np.ndarray, greedy: np.ndarray, right: np.ndarray, divergences: np.ndarray) -> Likeness:
@@ -76,23 +76,23 @@ class TunedModel:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What was trained, where it goes, and what both are measured on."""
+    """The trained model, its destination, and the rows to measure both on."""
 
     base: Path
     adapter: Path | None  # None: the base is the tuned model already
     out: Path
     rows: TokenRows  # to measure on: those of the validation
     most_tokens: int  # that are computed together
-    mlx_limit_bytes: int  # that the training kept to
+    mlx_limit_bytes: int  # memory limit of the training
     compute_dtype: str | None = field(default=None, kw_only=True)  # of a GPU
 
     def open(self, folder: Path) -> BaseModel:
-        """Open a model for questions, dequantized if memory allows."""
+        """Open a model, dequantized if memory allows."""
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 
     def measure_base(self, tuned: TunedModel, files: ModelFiles, say: Callable[[str], None]) -> Likeness:
-        """Open the base, and begin a table with it; raises ModelError where the adapter changes nothing."""
+        """Measure the base as the table's first entry; raises ModelError if the adapter has no effect."""
         base = tuned.likeness_of(self.open(self.base))
         gc.collect()
         require_effect(base, str(self.adapter))
@@ -110,7 +110,7 @@ class ExportJob:
 
 
 def measure_tuned(job: ExportJob, files: ModelFiles) -> TunedModel:
-    """Look at the tuned model, which is gone from memory afterwards."""
+    """Measure the tuned model, then free it."""
     model = job.open(job.base)
     rows = sample_of(job.rows, files, model, min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters)), LEAST_ROWS)
     if job.adapter is not None:
@@ -122,7 +122,7 @@ def measure_tuned(job: ExportJob, files: ModelFiles) -> TunedModel:
 
 
 def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
-    """Rows to compare models on, evenly spread: about ``most_tokens``, ``least_rows``, and what memory holds."""
+    """Evenly spread rows to compare models on, limited by ``most_tokens``, ``least_rows`` and memory."""
     width = files.vocab_size if model.adaptation.split is None else files.hidden_size
     state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
     kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
@@ -133,7 +133,7 @@ def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens:
 def _at_labels(
     model: BaseModel, rows: TokenRows, most_tokens: int, tuned: TunedModel | None, beat: Beat
 ) -> list[np.ndarray]:
-    """Keys, losses, choices, whether these are right, and divergences from the tuned model; without it, states."""
+    """Keys, losses, greedy tokens, whether these are right, and divergences from ``tuned``, or states without it."""
     model.module.eval()
     heads = [head_of(model)()]
     if tuned is not None:
@@ -182,6 +182,6 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def head_of(model: BaseModel) -> Callable[[], Head]:
-    """What makes logits of its states; a model that is not split gives logits itself."""
+    """The function from states to logits; the identity if the model is not split."""
     split = model.adaptation.split
     return split.head if split is not None else lambda: lambda logits: logits
