@@ -1,4 +1,4 @@
-"""Where mlx computes, everything that the engine does otherwise for it, and how much memory it may take there.
+"""The device that mlx computes on, how the engine adapts to it, and its memory limits.
 
 mlx's limits are set before the model is loaded. No backend refuses more: mlx waits for running work, and frees. It
 allocates up to a hundred operations ahead of what is computed. With a limit at its need it waits instead, oversteps by
@@ -31,9 +31,9 @@ WIRED_SHARE = 0.9  # of the working set that Metal recommends, at most
 
 @dataclass(frozen=True)
 class Device:
-    """A CPU computes at once, in float32, and each number costs time; on a GPU each kernel does, and it runs ahead.
+    """Properties of a device. On a CPU each number costs time; on a GPU each kernel does, and the GPU runs ahead.
 
-    What is not said is so on a CPU.
+    The defaults describe a CPU.
     """
 
     name: str  # cpu, metal or cuda
@@ -75,21 +75,21 @@ def device() -> Device:
 
 
 def name_now() -> str:
-    """Of the device; what tests replace to take a GPU's paths on a CPU."""
+    """The device's name; tests replace it to run a GPU's code on a CPU."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def allocator() -> Allocator:
-    """mlx's memory now."""
+    """Current memory use of mlx."""
     return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
 
 def set_limits(mlx_limit_bytes: int) -> None:
-    """Memory, cache and wired limits of a run that needs so much. On CPU the cache stays at mlx's own 32 MiB.
+    """Set memory, cache and wired limits for a run. On CPU the cache keeps mlx's default of 32 MiB.
 
-    Wired memory is a seventh faster on Metal (mlx #2006), and the system is the worse for it when too much is wired.
+    On Metal wired memory makes training a seventh faster (mlx #2006), but too much of it slows the system.
     """
     mx.set_memory_limit(mlx_limit_bytes)
     here = device()
@@ -102,14 +102,14 @@ def set_limits(mlx_limit_bytes: int) -> None:
 
 
 def room_bytes() -> int:
-    """What mlx may take here now."""
+    """Memory that mlx may use now, in bytes."""
     here = device()
     name = "free_memory" if here.name == "cuda" else "max_recommended_working_set_size"
     return max(0, budget_bytes(here.name, int(here.facts.get(name, 0)), read_memory()) - PROCESS_BYTES)
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:
-    """Cap this process, which measures or tests, at what a training may take here, and at ``own_limit_bytes``.
+    """Limit this process, which measures or tests, to a training's memory and to ``own_limit_bytes``.
 
     On CPU that is what is available, and the private memory that is reserved and not used; a GPU's memory is its own,
     and a Mac's is watched by who started the process. A limit of the shell holds already.

@@ -1,4 +1,4 @@
-"""What a supervised process does first: die with its parent, keep to its memory limit, be the kernel's first choice.
+"""Sets up a supervised process: it dies with its parent, has a memory limit, and is the OOM killer's first choice.
 
 ``python -m safetrain.engine.child_process PARENT ARGUMENTS`` is mlx.launch, ending with the process PARENT.
 """
@@ -25,7 +25,7 @@ PTHREAD_ATTRIBUTES_BYTES = 64  # of glibc on aarch64, and 56 on x86-64
 
 
 def set_up_child(parent: int, flight: Path, memory_limit_bytes: int | None) -> None:
-    """Everything that a supervised process does first. SIGUSR1 writes the stacks of its threads to ``flight``."""
+    """Set up a supervised process. SIGUSR1 writes the stacks of its threads to ``flight``."""
     die_with_parent(parent)
     prefer_for_oom_kill()
     stacks = (flight / STACKS).open("w", encoding="utf-8")
@@ -35,12 +35,12 @@ def set_up_child(parent: int, flight: Path, memory_limit_bytes: int | None) -> N
 
 
 def die_with_parent(parent: int) -> None:
-    """Arrange that this process is killed when ``parent`` ends, however that ends. Its last checkpoint is whole."""
+    """Kill this process when ``parent`` ends for any reason. Its last checkpoint stays complete."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before we could say so
+    if os.getppid() != parent:  # the parent has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -64,7 +64,7 @@ def _small_stacks() -> None:
 
 
 def prefer_for_oom_kill() -> None:
-    """When the whole machine is out of memory."""
+    """Make this process the OOM killer's first choice when the machine runs out of memory."""
     path = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # not Linux, or a container that forbids it
         if int(path.read_text()) < OOM_SCORE:

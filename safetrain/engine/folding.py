@@ -1,7 +1,7 @@
-"""An adapter as what it does to each weight, and a base's weights with that done to them, stored in any bits.
+"""Merges an adapter's change of each weight into the base's weights, stored in any bits.
 
-Nothing is computed before it is written: a layer is read from the base's files, folded and quantized a few rows at a
-time, so that no float copy of the model is ever there.
+Everything is lazy until it is written: each layer is read from the base's files, merged and quantized a few rows at a
+time, so memory never holds a float copy of the model.
 """
 
 import math
@@ -40,14 +40,14 @@ Plan = Mapping[str, LayerStorage | None]  # by a layer's path; None: float. A la
 
 @dataclass(frozen=True)
 class Folds:
-    """What an adapter does to a model: to weights of layers, by path, and values in place of others, by name."""
+    """An adapter's changes: functions of layer weights, by path, and replaced values, by name."""
 
     layers: dict[str, Fold]
     values: dict[str, mx.array]
 
 
 def open_to_fold(base: Path, adapter: Path | None) -> tuple[Any, dict[str, Any], Folds]:
-    """A base, its configuration and what the adapter does to it; weights stay unread on the disk. Raises ModelError."""
+    """Open a base, its configuration and the adapter's changes, without reading weights. Raises ModelError."""
     with errors_told("open the model", str(base)):
         module, config = load(base)
     if adapter is None:
@@ -56,7 +56,7 @@ def open_to_fold(base: Path, adapter: Path | None) -> tuple[Any, dict[str, Any],
 
 
 def folds_of(module: Any, weights: Mapping[str, mx.array], scale: float) -> Folds:
-    """What the adapter's arrays do to ``module``."""
+    """The changes that the adapter's arrays make to ``module``."""
     layers = dict(module.named_modules())
     folds: dict[str, Fold] = {}
     values: dict[str, mx.array] = {}
@@ -90,7 +90,7 @@ def _replacing(value: mx.array) -> Fold:
 
 
 def as_it_is(weight: mx.array, _rows: slice) -> mx.array:
-    """Of a layer that no adapter is on."""
+    """The fold of a layer without an adapter: no change."""
     return weight
 
 
@@ -100,7 +100,7 @@ def stored_as(layer: Any) -> LayerStorage | None:
 
 
 def inputs_of(layer: Any) -> int:
-    """Width of what a layer takes, quantized or not."""
+    """Input width of a layer, quantized or not."""
     width = layer.weight.shape[-1]
     return width * 32 // layer.bits if "scales" in layer else width
 
@@ -170,7 +170,7 @@ def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: 
 
 
 def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[str, Any]:
-    """config.json with the quantization of each layer whose way of being stored changes."""
+    """config.json, updated with the quantization of each layer that is stored differently."""
     stored = {path: stored_as(layer) for path, layer in module.named_modules() if "weight" in layer} | dict(plan)
     kinds, before = Counter(each for each in stored.values() if each), config.get("quantization")
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}

@@ -28,12 +28,12 @@ class BaseModel:
 
     @property
     def packs_rows(self) -> bool:
-        """Whether rows of different lengths go through it as one list of tokens."""
+        """Whether rows of different lengths can be packed into one list of tokens."""
         return not self.adaptation.packing_refusal
 
     @functools.cached_property
     def continues_padded(self) -> bool:
-        """Whether prompts of different lengths are continued together as one by one; tried once on a few tokens."""
+        """Whether a padded batch of prompts gives the same answers as single prompts; tried once on a few tokens."""
         return not padding_refusal(self.module)
 
 

@@ -20,7 +20,7 @@ Pass = Callable[..., Arrays]  # (scale, window, *arrays)
 
 
 def softmax_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-    """For a GPU, where a softmax is one kernel: only the outputs, in the type of the inputs."""
+    """Attention for a GPU, where a softmax is one kernel; returns only the outputs, in the inputs' type."""
     scaled, k, v, outputs = q * scale, mx.contiguous(k), mx.contiguous(v), list[mx.array]()
     for start, stop in spans(q.shape[2], GPU_TILES):
         (here,) = after(outputs[-1:], scaled[..., start:stop, :])
@@ -59,7 +59,7 @@ def spans(width: int, tiles: Tiles) -> list[tuple[int, int]]:
 
 
 def after(before: Sequence[mx.array], *arrays: mx.array) -> Sequence[mx.array]:
-    """The same arrays, computed when ``before`` is: mlx would else start on many tiles, each with its memory."""
+    """Delay arrays until ``before`` is computed: mlx would start many tiles at once, each using memory."""
     return mx.depends(list(arrays), list(before)) if before else arrays
 
 
