@@ -1,4 +1,4 @@
-"""Answers a token at a time, in a chat that goes on."""
+"""Answers in a chat, one token at a time."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ PREFILL_TOKENS = 512  # of a prompt that are read at a time
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are made: the likeliest token at temperature 0."""
+    """Sampling settings: temperature 0 takes the most likely token."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -33,17 +33,17 @@ class Sampling:
 
 
 class _StoppedReading(Exception):
-    """In the middle of a prompt."""
+    """Reading was stopped in the middle of a prompt."""
 
 
 class Conversation:
-    """One chat with one model, which keeps what it has read: the next prompt is read from where it differs.
+    """A chat with one model. It keeps its cache, and reads the next prompt from the first token that differs.
 
-    ``ended`` says how the last answer did: stop, length, context or stopped.
+    ``ended`` says how the last answer ended: stop, length, context or stopped.
     """
 
     def __init__(self, model: BaseModel, stop_ids: frozenset[int], context: int | None, sampling: Sampling) -> None:
-        """``context``: tokens that the model takes, None where it does not say."""
+        """``context``: the model's context length in tokens, None if unknown."""
         model.module.eval()
         self._module, self._ends, self._context = model.module, stop_ids | model.eos_ids, context
         self._most, self._choose = sampling.max_new_tokens, make_sampler(sampling.temperature, top_p=sampling.top_p)
@@ -53,7 +53,7 @@ class Conversation:
         self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """Tokens of the answer to ``prompt``, without the one that ends it; ``stopped`` is called before each."""
+        """Yield the answer's tokens without its stop token; ``stopped`` is called before each."""
         most = self._most if self._context is None else min(self._most, self._context - len(prompt))
         self.ended = LENGTH if most == self._most else CONTEXT
         if most <= 0:
@@ -83,7 +83,7 @@ class Conversation:
             self.ended = STOPPED
 
     def _keep(self, prompt: Sequence[int]) -> int:
-        """Go back to what ``prompt`` begins with, without its last token; how many tokens that are."""
+        """Cut the cache to the prefix that ``prompt`` shares, without its last token; returns its length."""
         most = min(len(self._ids), len(prompt) - 1)
         same = next((place for place in range(most) if self._ids[place] != prompt[place]), most)
         surplus = len(self._ids) - same
@@ -96,7 +96,7 @@ class Conversation:
 
 
 def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
-    """The base with the adapter on it, or by itself, ready to answer; raises ModelError."""
+    """Open the base, with or without an adapter, ready to answer; raises ModelError."""
     files = _fitting(base, adapter)
     model = open_base(base, dequantize=dequantize_to_answer(files))
     if adapter is not None:
@@ -105,7 +105,7 @@ def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
 
 
 def open_both(base: Path, adapter: Path) -> tuple[BaseModel, BaseModel]:
-    """The base, and the tuned model; the weights that they share are in memory once. Raises ModelError."""
+    """Open the base and the tuned model; memory holds their shared weights once. Raises ModelError."""
     files = _fitting(base, adapter)
     model = open_base(base, dequantize=dequantize_to_answer(files))
     shared: dict[int, Any] = {id(value): value for _, value in tree_flatten(model.module.parameters())}

@@ -1,9 +1,9 @@
-"""Prompts through a model of mlx-lm into the caches that their answers are made with.
+"""Reads prompts with an mlx-lm model into the caches that generate their answers.
 
-Prompts of different lengths run together in mlx-lm's batch caches. Those of like length are read together, padded on
-the right, which causal attention never sees, then moved to the right end of the cache and put beside the others.
-Whether a model gives the numbers that each prompt gives alone is found by comparing them on a few tokens, never by its
-name.
+Prompts of different lengths run together in mlx-lm's batch caches. Prompts of similar length are read together, padded
+on the right, which causal attention never sees, then moved to the right end of the cache and joined with the others.
+A comparison on a few tokens, not the model's name, decides whether padded prompts give the same numbers as single
+ones.
 """
 
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ class Continuations:
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
         """The caches of these prompts, which have equal lengths.
 
-        Logits of a prompt with a large vocabulary are larger than all of a training; mlx does not make them, as nobody
-        asks for them.
+        A long prompt's logits with a large vocabulary exceed a training's memory; mlx never computes them, because
+        nothing uses them.
         """
         caches: list[Any] = make_prompt_cache(self._module)
         if self.rows_may_leave:
@@ -99,7 +99,7 @@ def _like_length(prompt: Sequence[int]) -> int:
 
 
 def padding_refusal(module: Any) -> str:
-    """Why padded prompts do not continue as each does by itself; empty if they do."""
+    """Why padded prompts do not give the same answers as single ones; empty if they do."""
 
     def ask() -> str:
         """Of prompts of several lengths, continued by two given tokens; then all but one leave."""

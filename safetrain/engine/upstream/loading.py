@@ -44,7 +44,7 @@ GENERATION = "generation_config.json"
 
 @contextmanager
 def errors_told(doing: str, where: str = "") -> Iterator[None]:
-    """Around calls of mlx-lm that open a model: what it raises becomes ModelError, or EngineError without memory."""
+    """Turn what mlx-lm raises while it opens a model into ModelError, or EngineError if memory runs out."""
     try:
         yield
     except FOREIGN as error:
@@ -56,19 +56,19 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
 
 
 def training_refusal(folder: Path) -> str:
-    """Why a model of this family is not trained, read from its config.json; empty if it is."""
+    """Why this model family cannot be trained, read from its config.json; empty if it can."""
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
     return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A model as it is stored, nothing of it read yet, and its config.json."""
+    """A model as stored, with its weights not read yet, and its config.json."""
     module, config = load_model(folder, lazy=True)
     return module, config
 
 
 def build(config: dict[str, Any]) -> Any:
-    """A model of this config.json with weights that mean nothing."""
+    """A model of this config.json with arbitrary weights."""
     architecture, arguments = _get_classes(config)
     return architecture(arguments.from_dict(config))
 
@@ -94,7 +94,7 @@ def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
 
 
 def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: str | None = None) -> Any:
-    """Dequantized or taught to dequantize, in the type that the backend computes in; all weights are read."""
+    """Read all weights in the backend's compute type, dequantized now or at each use."""
     here = device()
     if compute_dtype is not None and not here.computes_in_float32:
         cast(module, getattr(mx, compute_dtype))  # dequantizing after that is as exact as the quantized products
@@ -161,7 +161,7 @@ def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
 
 
 def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
-    """Tokenizer, template and licence of a model, and its generation settings with further tokens that end answers."""
+    """Copy a model's tokenizer, template and licence, and its generation settings with added stop tokens."""
     for file in sorted(source.iterdir()):
         is_usual = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
         if file.is_file() and is_usual and not any(file.match(pattern) for pattern in OWN_FILES):
@@ -197,7 +197,7 @@ def holds_adapters(module: Any, method: str) -> bool:
 
 
 def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
-    """Put the adapter folder on a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
+    """Load the adapter folder onto a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
     with errors_told("open the adapter", str(adapter)):
         load_adapters(module, str(adapter)).eval()
         mx.eval(module.parameters())

@@ -1,8 +1,8 @@
 """Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a line that says how to ask.
 
-By itself mlx-lm's opens whatever a request names: a client that takes the first name of /v1/models would talk with the
-base, without the adapter, and one that says "gpt-4" would start a download. Here every name means the one model. Chats
-are written by the caller, and stop where the caller says.
+mlx-lm's own server opens any model that a request names: a client that picks the first name of /v1/models would get
+the base without the adapter, and "gpt-4" would start a download. Here every name means the one model. The caller
+formats chats and sets their stop tokens.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class ServeJob:
 def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
     """Answer requests until Ctrl-C or SIGTERM, which end the process.
 
-    Raises ConfigError for an address that cannot be had, and ModelError.
+    Raises ConfigError if the address is not available, and ModelError.
     """
     listening, files, room = _listening(job.host, job.port), read_model_files(job.folder), room_bytes()
     set_limits(room)
@@ -105,9 +105,9 @@ def _interrupt(_number: int) -> None:
 
 
 def served_cache_bytes(weight_bytes: int, room_bytes: int) -> int:
-    """For keys and values of a server's prompts and answers: half of what ``weight_bytes`` leave of ``room_bytes``.
+    """Bytes for a server's key-value caches: half of ``room_bytes`` minus ``weight_bytes``.
 
-    The other half is for a prompt that is read, and for buffers that mlx keeps.
+    The other half is for reading a prompt and for buffers that mlx keeps.
     """
     return max(0, room_bytes - weight_bytes) // 2
 
@@ -128,7 +128,7 @@ class OneModel(ModelProvider):
         self.error: SafetrainError | None = None
 
     def load_default(self) -> None:
-        """Open it; what goes wrong is kept for the thread that waits."""
+        """Open the model; an error is kept for the waiting thread."""
         try:
             self.model = open_tuned(self._job.folder, self._job.adapter).module
             self.tokenizer = _tokenizer_of(self._job)
@@ -188,7 +188,7 @@ class _Handler(APIHandler):
         self.wfile.write(content)
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        """A prompt that cannot be made is 404 in mlx-lm, which clients take for a wrong address."""
+        """Send 400, not mlx-lm's 404, for an invalid prompt: clients take 404 for a wrong address."""
         is_ours = self.command == "POST" and self.path.endswith("/completions")
         super()._set_completion_headers(400 if status_code == 404 and is_ours else status_code)
 
@@ -216,7 +216,7 @@ class _Listening(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def server_bind(self) -> None:
-        """As of any server, without asking for the name of this machine, which can take long."""
+        """Bind like any server, but skip the lookup of this machine's name, which can be slow."""
         try:
             socketserver.TCPServer.server_bind(self)
         except OSError:
@@ -226,7 +226,7 @@ class _Listening(ThreadingHTTPServer):
 
 
 def _listening(host: str, port: int) -> _Listening:
-    """Raises ConfigError where the port cannot be had."""
+    """Bind the port; raises ConfigError if it is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         _Listening.address_family = family
