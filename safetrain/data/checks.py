@@ -1,7 +1,7 @@
-"""What is wrong with the words of a row, one function a finding: each yields the details that it finds in a text.
+"""Checks of a row's text, one function for each finding.
 
-Each check first asks whether a character or two are in the text at all, which is some hundred times quicker than a
-search by pattern and settles most rows.
+Each check first looks for a character or two that the pattern needs, which is about a hundred times faster than the
+pattern and settles most rows.
 """
 
 import re
@@ -9,7 +9,7 @@ import re
 from safetrain.core.data.template import Controls
 from safetrain.data.rows import Row
 
-SEPARATOR = "\n\n"  # between the messages of a row
+SEPARATOR = "\n\n"  # joins the messages of a row
 
 MARKER = re.compile(  # not in quotation marks
     r"""(?:(["'`*])|(?<!["'`*]))(<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>"""
@@ -20,7 +20,7 @@ HEADING = re.compile(r"^### ?(?:Instruction|Response|Human|Assistant):", re.MULT
 ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
 
 BRACES = re.compile(r"(?<!\w)\{\{ ?[A-Za-z_][\w-]{0,30} ?\}\}")
-CODE = ("`", "{%", "</", "\\", "=", "{{#", "${", '"{{', "'{{")  # double braces in a text with one of these are code
+CODE = ("`", "{%", "</", "\\", "=", "{{#", "${", '"{{', "'{{")  # with one of these in the text, double braces are code
 TEMPLATING = re.compile(r"jinja|mustache|handlebars|ansible|angular|django|liquid|twig|vue|helm", re.IGNORECASE)
 BRACKETS = re.compile(
     r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|seu nome|[Nn]ome d[ao] \w{2,20}"
@@ -28,17 +28,17 @@ BRACKETS = re.compile(
     r"|<no ?(?:in|out)put>"
 )
 
-BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # in all text that was decoded wrongly
+BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # occurs in all wrongly decoded text
 INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\u180e\u00ad\ufff9-\ufffb]"
     "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
     "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
 )
-ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # what steers a terminal, whole
-LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # they part words, or turn the direction of writing
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # complete terminal escape sequences
+LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # word breaks and writing direction
 LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
 
-REFUSAL = re.compile(  # where a sentence or a part of it begins
+REFUSAL = re.compile(  # at the beginning of a sentence or clause
     r"(?:^[\s\"“*(]*|[.!?,]\s)(?:unfortunately |but |and )?(?:"
     r"(?:as|i am|i'm) (?:just |only )?an? (?:(?:large |ai )?language model\b|(?:ai|artificial intelligence)"
     r"(?:[,.!]|$| (?:and|but|(?:language )?model|assistant|chatbot)\b))"
@@ -49,7 +49,7 @@ REFUSAL = re.compile(  # where a sentence or a part of it begins
     r"|(?:sinto muito|desculpe|lamento),? (?:mas )?(?:eu )?não posso\b"
     r"|(?:eu )?não posso (?:ajudar|fornecer|responder|atender)\b)"
 )
-HEAD = 160  # characters of an answer in which a refusal is looked for
+HEAD = 160  # characters of an answer that are searched for a refusal
 
 CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
 
@@ -61,13 +61,13 @@ KEY = re.compile(  # of AWS, GitHub, GitLab, models' providers, Hugging Face, Sl
     r"|\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])|\b[sr]k_live_[A-Za-z0-9]{20,}|\bnpm_[A-Za-z0-9]{36}\b"
     r"|\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}|-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\\nr]*[A-Za-z0-9+/]{20,64}"
 )
-EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys of documentation
+EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys from documentation
 
 
 def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
-    """Ids of findings in the words of a row, and a detail of each.
+    """Run all checks on a row; returns ids of findings with their details.
 
-    The tokenizer's own markers belong in bare text, and what ends an answer is STOP-IN-TEXT.
+    FOREIGN-MARKERS leaves out stop tokens, which are STOP-IN-TEXT, and the tokenizer's own tokens in bare text.
     """
     words = row.text or SEPARATOR.join([message.content for message in row.messages])
     own_markers = controls.tokens if row.format == "text" else None
@@ -90,12 +90,12 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
 
 
 def foreign_markers(text: str) -> list[str]:
-    """Markers of other models' chats, written out in a text; not those in quotation marks or code."""
+    """Find literal markers of other chat formats, except in quotation marks or code."""
     markers = list[str]()
     if "<" in text or "INST]" in text:
         markers += [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
         if "<s>" in text and "[INST]" not in markers:
-            markers = [marker for marker in markers if marker != "</s>"]  # HTML's crossed out words
+            markers = [marker for marker in markers if marker != "</s>"]  # strikethrough in HTML
     if "###" in text:
         markers += HEADING.findall(text)
     asking = ASKING.search(text) if not markers and ("Human: " in text or "User: " in text) else None
@@ -105,7 +105,7 @@ def foreign_markers(text: str) -> list[str]:
 
 
 def placeholder(text: str) -> str:
-    """The first gap that was left to fill in."""
+    """Find the first unfilled placeholder."""
     gap = None
     if "{{" in text and not any(part in text for part in CODE) and not TEMPLATING.search(text):
         gap = BRACES.search(text)
@@ -115,19 +115,19 @@ def placeholder(text: str) -> str:
 
 
 def calculator_mark(text: str) -> str:
-    """The first mark that GSM8K's answers have for a calculator."""
+    """Find the first calculator mark, as in GSM8K's answers."""
     mark = CALCULATOR.search(text) if "<<" in text else None
     return mark[0] if mark is not None else ""
 
 
 def mojibake(text: str) -> str:
-    """The first word that was decoded wrongly and what it should be, or the text around a lost character."""
+    """Find the first wrongly decoded word and its correction, or the text around a lost character."""
     if "\ufffd" in text:
         place = text.index("\ufffd")
         return "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
     if text.isascii() or not BROKEN.search(text):
         return ""
-    import ftfy  # only data that may be broken needs it
+    import ftfy  # imported only for data that may be broken
     import ftfy.badness
 
     for word in re.split("[ \n\t]+", text):
@@ -137,7 +137,7 @@ def mojibake(text: str) -> str:
 
 
 def invisible_character(text: str) -> str:
-    """The first character that no reader sees, unless its script needs it."""
+    """Find the first invisible character that the text's script does not need."""
     if text.replace("\n", "").isprintable():
         return ""
     is_laid_out = LAID_OUT.search(text) is not None
@@ -146,33 +146,33 @@ def invisible_character(text: str) -> str:
 
 
 def without_invisible(text: str) -> str:
-    """The text without what ``invisible_character`` finds; vertical tabs and form feeds become the end of a line."""
+    """Remove what ``invisible_character`` finds; vertical tabs and form feeds become line ends."""
     is_laid_out = LAID_OUT.search(text) is not None
 
     def instead(match: re.Match[str]) -> str:
         is_needed = is_laid_out and LAYING_OUT.fullmatch(match[0])
         return match[0] if is_needed else "\n" if match[0] in "\v\f" else ""
 
-    while invisible_character(text):  # one that is gone may have hidden another
+    while invisible_character(text):  # a removal may create another match
         text = INVISIBLE.sub(instead, ESCAPES.sub("", text))
     return text
 
 
 def secrets(text: str) -> list[str]:
-    """How each key in the text begins; keys of documentation are left out."""
+    """Find API keys, except those from documentation; returns the beginning and length of each."""
     if not any(part in text for part in KEY_PARTS):
         return []
     return [f"a key ({key[:5]}…, {len(key)} characters)" for key in KEY.findall(text) if _is_random(key)]
 
 
 def is_refusal(answer: str) -> bool:
-    """Whether an answer begins by declining, or by saying that it is a machine's."""
+    """Whether an answer begins with a refusal, or with "as an AI model"."""
     head = answer[:HEAD].lower().replace("’", "'")
     return REFUSAL.search(head) is not None
 
 
 def _is_random(key: str) -> bool:
-    """Whether it looks like a real key, not one of documentation or a name with dashes."""
+    """Whether it looks like a real key, not an example or a name with dashes."""
     key = key.rpartition("-----")[2]
     is_varied = len(set(key)) >= 10 and (key.startswith("hf_") or any(map(str.isdigit, key[4:])))
     return is_varied and not any(word in key.lower() for word in EXAMPLES)

@@ -1,4 +1,4 @@
-"""The command `safetrain validate`: what is found in files, for people or as JSON, or a repaired copy."""
+"""The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ from safetrain.data.repair import repair
 from safetrain.data.tokenize import DataSettings, ReadRow
 from safetrain.data.validate import Validation, validate
 
-OPEN, CLOSE = "⟦", "⟧"  # around what is trained
+OPEN, CLOSE = "⟦", "⟧"  # around labels
 EVERY_PLACE = 2**62
 
 
 def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
-    """The text of a row; a label with the token that closes it, empty where none does, other text with None."""
+    """The text of a row in pieces: an answer with its stop token (or ""), other text with None."""
     if row.rendered is None or row.tokens is None:
         return []
     text, pieces, start = row.rendered.text, list[tuple[str, str | None]](), 0
@@ -31,7 +31,7 @@ def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
 
 
 def report(paths: Sequence[Path], model: Path, settings: DataSettings, show_mask: int | None, *, as_json: bool) -> int:
-    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
+    """Validate all files of ``paths`` and print the findings; returns the exit code. Raises SafetrainError."""
     shown_rows, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
     validation = validate(paths, model, settings, shown_rows=shown_rows, most_places=most_places)
     if as_json:
@@ -43,9 +43,9 @@ def report(paths: Sequence[Path], model: Path, settings: DataSettings, show_mask
 
 
 def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, drop: str, *, drop_bad: bool) -> int:
-    """Write a repaired copy of the file in ``paths`` and say what was changed; gives the exit code.
+    """Write a repaired copy of the file in ``paths`` and print the changes; returns the exit code.
 
-    Rows of the findings in ``drop`` are left out, with ``drop_bad`` also those that cannot be read.
+    The copy has no rows with the findings in ``drop``, and with ``drop_bad`` no rows that cannot be read.
     """
     if len(paths) != 1 or paths[0].is_dir():
         got = ", ".join(map(str, paths))
@@ -57,14 +57,14 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
 
 
 def refuse_idle(options: Mapping[str, object], when: str) -> None:
-    """Raise ConfigError where some of these options are given: they would be passed over ``when`` they are."""
+    """Raise ConfigError if any of these options is set, because ``when`` --fix it would be ignored."""
     idle = [name for name, value in options.items() if value not in (None, False, "")]
     if idle:
         raise ConfigError(f"{when} --fix, {', '.join(idle)} does nothing.", do="leave it out")
 
 
 def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) -> dict[Place, str]:
-    """The rows of the findings to drop; raises ConfigError for a name that no finding has."""
+    """The rows with findings to drop; raises ConfigError for an unknown finding."""
     names = [name.strip().upper() for name in drop.split(",") if name.strip()]
     require_kinds("--drop", names)
     findings = validate([path], model, settings, most_places=EVERY_PLACE).found
@@ -73,7 +73,7 @@ def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) ->
 
 
 def _as_json(validation: Validation) -> str:
-    """One object: the rows that were shown, and all findings with their places."""
+    """The sampled rows and all findings with their places, as one JSON object."""
     rows = [
         {
             "where": row.spot.text(),
@@ -91,7 +91,7 @@ def _as_json(validation: Validation) -> str:
 
 
 def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:
-    """Rows with their labels marked, then errors and warnings, then how many notes; remedies name the ``file``."""
+    """Print rows with their labels marked, then errors, warnings and a count of notes; remedies name the ``file``."""
     for row in validation.rows if show_mask else ():
         print(_masked(row))
     if validation.findings:
@@ -107,7 +107,7 @@ def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -
 
 
 def _masked(row: ReadRow) -> str:
-    """A row's whole text, its labels between marks. Control characters are escaped."""
+    """A row's whole text with its labels between marks; control characters are escaped."""
     if row.tokens is None:
         return printable(f"{row.spot.text()}  cannot be trained: {', '.join(row.findings)}\n")
     pieces = [piece if stop is None else f"{OPEN}{piece}{CLOSE}" for piece, stop in pieces_of(row)]

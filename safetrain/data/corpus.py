@@ -1,4 +1,4 @@
-"""A corpus of files of tokens, as datatrove writes them: checked, divided into splits; the tokens stay in their files.
+"""Checks and splits a tokenized corpus, as datatrove writes it; the tokens stay in their files.
 
 `NAME.ds` has token ids, 2 or 4 bytes each, little-endian; `NAME.ds.index` the end of each document, in tokens, as
 uint64 (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile). Every token of a document is a label.
@@ -28,46 +28,46 @@ from safetrain.data.split import SplitFigures
 FORMAT = "tokens of documents (datatrove)"
 INDEX = ".index"
 TOKEN_BYTES = (2, 4)
-PIECE = 2**21  # tokens that are read together, or one document
-MOST_TOKENS = 2_000_000  # of valid and of test: a pass over more tells no more
-RUNS = 64  # of neighbouring documents, about, that valid and test have each
-SAMPLED, SAMPLE_TOKENS, LEAST_TOKENS = 64, 256, 8  # documents, and tokens of each; shorter ones say little
-TAIL = 4  # tokens at the end of a sample, which were joined with what follows
-LEAST_SAME = 0.5  # of the sampled documents; with another tokenizer hardly one is
-SPACE, CONTINUES = "▁", "##"  # a space in SentencePiece; the beginning of a piece that continues a word in WordPiece
+PIECE = 2**21  # tokens to read at a time, or one longer document
+MOST_TOKENS = 2_000_000  # of valid and of test each: more would not make the loss more precise
+RUNS = 64  # about how many runs of neighbouring documents valid and test have
+SAMPLED, SAMPLE_TOKENS, LEAST_TOKENS = 64, 256, 8  # documents, tokens of each, and the least tokens
+TAIL = 4  # tokens at the end of a sample, which later text may change
+LEAST_SAME = 0.5  # share of the samples; with a different tokenizer almost none are the same
+SPACE, CONTINUES = "▁", "##"  # SentencePiece's space; WordPiece's prefix inside a word
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-Run = tuple[int, range]  # the number of a file, and documents of it that follow each other
+Run = tuple[int, range]  # index of a file, and a range of its documents
 
 
 class TokenizedFile(NamedTuple):
-    """A whole file of tokens."""
+    """A token file with its index."""
 
     file: TokenFile
-    bounds: np.ndarray  # (documents + 1,) int64, where each begins and ends
+    bounds: np.ndarray  # (documents + 1,) int64
 
 
 def read_tokenized(path: Path) -> TokenizedFile:
-    """Check a file and those next to it; raises DataError where they do not fit each other."""
+    """Check a token file and its index; raises DataError if they do not match."""
     ends = _read_index(path)
     tokens, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
     width = size // tokens if tokens else TOKEN_BYTES[0]
     if width not in TOKEN_BYTES or size != width * tokens:
         expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
-        what = "A file of tokens and its index do not fit: one of them is cut off, or of another file."
+        what = "A token file and its index do not match: one is cut off, or belongs to another file."
         raise _not_whole(what, path, expected, f"{size} bytes")
     mask = path.with_name(f"{path.name}.loss")
     if mask.exists():
-        what, do = "A corpus with a mask is not read: every token of a document is trained.", "remove the mask, or "
-        raise DataError(what, where=str(mask), do=f"{do}give chats as rows: of these the answers alone are trained")
+        what, do = "Loss masks of a corpus are not supported: every token is trained.", "remove the mask, or "
+        raise DataError(what, where=str(mask), do=f"{do}give chats as rows, in which only answers are trained")
     file = TokenFile(str(path), tokens, width, sampled_digest(path))
     return TokenizedFile(file, np.concatenate([[0], ends]))
 
 
 def _read_index(path: Path) -> np.ndarray:
-    """(documents,) where each ends."""
+    """Read where each document ends, in tokens; (documents,)."""
     index = path.with_name(path.name + INDEX)
     if not index.is_file():
-        what, do = "A file of tokens has no index: nothing says where its documents end.", "copy it too (save_index)"
+        what, do = "A token file has no index with the ends of its documents.", "copy it too (save_index)"
         raise DataError(what, where=str(path), expected=index.name, do=do)
     size = index.stat().st_size
     ends = np.fromfile(index, dtype="<i8", count=size // 8)
@@ -75,21 +75,21 @@ def _read_index(path: Path) -> np.ndarray:
     wrong = np.flatnonzero((lengths < 0) | (lengths >= 2**31))
     if size % 8 or len(wrong):
         got = f"{size} bytes" if size % 8 else f"document {wrong[0] + 1} of {lengths[wrong[0]]} tokens"
-        what, expected = "The index of a file of tokens is damaged.", "ascending numbers of 8 bytes"
+        what, expected = "The index of a token file is damaged.", "ascending numbers of 8 bytes"
         raise _not_whole(what, index, expected, got)
     return ends
 
 
 def _not_whole(what: str, path: Path, expected: str, got: str) -> DataError:
-    do = "copy the file again, with those next to it, or tokenize it again"
+    do = "copy the token file and its index again, or tokenize it again"
     return DataError(what, where=str(path), expected=expected, got=got, do=do)
 
 
 def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]) -> dict[str, list[Run]]:
-    """Divide the documents of some files, whose splits are ``names``; ``ends`` (documents,) of each.
+    """Split the documents of files whose splits are ``names``; ``ends`` (documents,) of each file.
 
-    A split without a file gets its share of the tokens of train, at most 2 million, as runs of neighbours out of many
-    places; a document is never cut. Raises DataError where there are too few documents.
+    A split without a file gets its share of train's tokens, at most 2 million, as runs of neighbouring documents from
+    many places. A document is never cut. Raises DataError if there are too few documents.
     """
     counts = [len(each) for each in ends]
     parts = np.repeat(np.array([SPLITS.index(name) for name in names], dtype=np.uint8), counts)
@@ -107,7 +107,7 @@ def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping
 
 
 def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
-    """(documents,) the split of each, by blocks of neighbours in an order that is random and always the same."""
+    """The split of each document, (documents,): blocks of neighbours, in a random order with a fixed seed."""
     if len(lengths) <= len(shares):
         expected = f"at least {len(shares) + 1}"
         raise DataError("Too few documents to split.", expected=expected, got=str(len(lengths)))
@@ -118,7 +118,7 @@ def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
     sizes, of_block = np.add.reduceat(lengths, edges[:-1]), np.zeros(blocks, dtype=np.uint8)
     order = np.random.default_rng(0).permutation(blocks)
     for name, tokens in targets.items():
-        order = order[np.argsort(sizes[order] > tokens, kind="stable")]  # too large a one is the last resort
+        order = order[np.argsort(sizes[order] > tokens, kind="stable")]  # a block that is too large comes last
         fitting = int(np.searchsorted(np.cumsum(sizes[order]), tokens, side="right"))
         count = max(1, min(fitting, len(order) - len(targets)))
         of_block[order[:count]], order = SPLITS.index(name), order[count:]
@@ -126,7 +126,7 @@ def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
 
 
 class CorpusReader:
-    """Reads the documents of a corpus for one model, and counts what is found in them."""
+    """Reads the documents of a corpus for one model and collects findings."""
 
     def __init__(self, source: Path, tokenizer: ChatTokenizer) -> None:
         """Raises DataError, ModelError."""
@@ -139,26 +139,26 @@ class CorpusReader:
         sizes = byte_lengths(tokenizer)[:vocabulary]
         self._text_bytes = np.pad(sizes, (0, vocabulary - len(sizes)))
         self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
-        self.rows, self.tokens, self.labels, self.label_bytes = 0, 0, 0, 0  # rows: documents that are not empty
-        self._open = 0  # documents that no stop token ends
+        self.rows, self.tokens, self.labels, self.label_bytes = 0, 0, 0, 0  # rows: non-empty documents
+        self._open = 0  # documents that do not end with a stop token
 
     def digest(self) -> str:
-        """A hash of all files."""
+        """Hash all files of the corpus."""
         parts = [(each.file, hashlib.sha256(each.bounds.tobytes()).hexdigest()) for each in self._files]
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def compare_tokenizers(self, findings: Findings) -> None:
-        """Report where another tokenizer made the corpus: its text, tokenized again, gives other ids."""
+        """Report a corpus made with another tokenizer: its text, tokenized again, gives different ids."""
         samples = list(self._samples())
         same = sum(_is_same(sample, self._tokenizer) for sample in samples)
         if same < LEAST_SAME * len(samples):
-            detail = f"of {len(samples)} sampled documents, {same} give their own ids when they are tokenized again"
+            detail = f"of {len(samples)} sampled documents, {same} give the same ids when tokenized again"
             findings.add("TOKENIZER-DIFFERS", detail)
 
     def write_splits(
         self, folder: Path, shares: Mapping[str, float], provenance: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
-        """Read all tokens and write where the documents of each split are; in words how the splits came to be."""
+        """Read all tokens and write the stores of the splits; also returns how the splits were chosen."""
         runs = split_runs([each.bounds[1:] for each in self._files], self._names, shares)
         splits = {name: self._write(folder, name, parts, provenance) for name, parts in runs.items()}
         if self._open:
@@ -168,11 +168,11 @@ class CorpusReader:
         if not sizes:
             return splits, "train, valid and test as given"
         listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
-        return splits, f"{listed} split off train: runs of neighbours out of many places, always the same"
+        return splits, f"{listed} split off train: runs of neighbours from many places, always the same"
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
         figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
-        tokens, label_bytes = 0, 0  # the first token of a document too
+        tokens, label_bytes = 0, 0  # all tokens, also the first of a document
         with DocumentWriter(store_path(folder, name)) as store:
             for file, documents in runs:
                 source = self._files[file]
@@ -194,7 +194,7 @@ class CorpusReader:
         return report
 
     def _pieces(self, source: TokenizedFile, documents: range) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Read some documents at a time, without empty ones: ids, and numbers (from 1) and lengths of documents."""
+        """Yield ids, document numbers (from 1) and lengths of some documents at a time, without empty ones."""
         first = documents.start
         while first < documents.stop:
             begin = int(source.bounds[first])
@@ -210,21 +210,21 @@ class CorpusReader:
             first = stop
 
     def _tokens(self, file: TokenFile, begin: int, end: int) -> np.ndarray:
-        """Read ids; raises DataError for one that the model does not know."""
+        """Read ids; raises DataError for an id beyond the model's vocabulary."""
         ids = file.ids(begin, end)
         unknown = np.flatnonzero(ids >= self._vocabulary)
         if len(unknown):
             raise DataError(
-                "A file of tokens has an id that the model does not know.",
+                "A token file has an id beyond the model's vocabulary.",
                 where=f"{file.path}, token {begin + int(unknown[0]) + 1}",
                 expected=f"ids below {self._vocabulary}",
                 got=str(int(ids[unknown[0]])),
-                do="take the model whose tokenizer made the corpus, or tokenize it with this model's",
+                do="use the model whose tokenizer made the corpus, or tokenize it with this model's",
             )
         return ids
 
     def _samples(self) -> Iterator[list[int]]:
-        """The beginnings of documents from all over the corpus, without the token that ends them."""
+        """Yield the beginnings of documents from all over the corpus, without their end tokens."""
         having = [each for each in self._files if len(each.bounds) > 1]
         for each in having[:: -(-len(having) // SAMPLED) or 1]:
             long = np.flatnonzero(np.diff(each.bounds) > LEAST_TOKENS)
@@ -235,16 +235,16 @@ class CorpusReader:
 
 
 def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:
-    """Whether the text of these ids has them; a token at its beginning may be missing, or one more there."""
+    """Whether their text, tokenized again, gives the same ids, except one token at the beginning."""
     again, start = tokenizer.encode_chat(tokenizer.spell(ids)), ids[:-TAIL]
     return any(again[at : at + len(start)] == start for at in (0, 1)) or again[: len(start) - 1] == start[1:]
 
 
 def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
-    """(ids,) UTF-8 bytes of each, int64; special tokens, which are no text, have none.
+    """The UTF-8 bytes of each token, (ids,) int64; 0 for special tokens.
 
-    Added tokens that are not special are text, as the runs of spaces of GPT-NeoX's tokenizer are. A byte-level
-    vocabulary spells each byte as one character; any other has the text itself.
+    Added tokens that are not special are text, such as the runs of spaces in GPT-NeoX's tokenizer. A byte-level
+    vocabulary spells each byte as one character; other vocabularies contain the text.
     """
     definition = tokenizer.definition
     is_bytes = '"ByteLevel"' in json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])

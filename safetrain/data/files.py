@@ -1,4 +1,4 @@
-"""The rows of a data file with their places: JSONL, JSON, CSV, TSV, Parquet, Arrow and plain text, packed or not.
+"""Reads the rows of a data file: JSONL, JSON, CSV, TSV, Parquet, Arrow and plain text, compressed or not.
 
 The format is detected from the content, not the name. Memory does not grow with the file.
 """
@@ -33,28 +33,28 @@ HEAD_BYTES, CHUNK_BYTES = 64 * 1024, 2**19
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 COLUMNAR = {b"PAR1": "Parquet", b"ARROW1": "Arrow file", b"\xff\xff\xff\xff": "Arrow stream"}
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # texts are compressed to a third or a tenth, repeated rows to a fiftieth
-BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # made into Python's values at once
+BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
+BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # converted to Python values at a time
 JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
-ONE_LINE_EACH = "write JSON lines, one object in each line, or one list of all rows"
-AS_TEXT = "give its rows as JSON lines or CSV, in UTF-8"
-FOREIGN = (  # the first bytes of what is not read, what it is, what to do
-    (rb"BZh\d|\xfd7zXZ\x00|\x04\x22\x4d\x18", "packed with bzip2, xz or LZ4", "unpack it; gzip and zstd are read"),
+ONE_LINE_EACH = "write JSON lines, one object on each line, or one list of all rows"
+AS_TEXT = "export its rows as JSON lines or CSV in UTF-8"
+FOREIGN = (  # the first bytes of formats that are not read, their name, and the remedy
+    (rb"BZh\d|\xfd7zXZ\x00|\x04\x22\x4d\x18", "compressed with bzip2, xz or LZ4", "decompress it, or use gzip or zstd"),
     (rb"PK\x03\x04|.{257}ustar", "an archive or an Office document", f"unpack it; or {AS_TEXT}"),
     (rb"\xd0\xcf\x11\xe0|%PDF", "a PDF or an old Office document", AS_TEXT),
-    (rb"GGUF|.{5}\x00\x00\x00\{\"", "a model's weights", "data.path names the training rows, model.path the model"),
+    (rb"GGUF|.{5}\x00\x00\x00\{\"", "a model's weights", "set data.path to the training rows, model.path to the model"),
     (rb"SQLite format 3\x00|\x80[\x02-\x05]", "a database or a Python pickle", f"{AS_TEXT}; a pickle can run code"),
     (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "save it in UTF-8"),
-    (re.escape(LFS_POINTER), "a pointer of Git LFS", FETCH_LFS),
+    (re.escape(LFS_POINTER), "a Git LFS pointer", FETCH_LFS),
     (rb"\s*<(?i:!doctype|html)", "a web page", "download the file itself ('raw'), not the page that shows it"),
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
-NO_HEADER = re.compile(r"\||^sep=")  # bars between the cells; the line that Excel writes
+NO_HEADER = re.compile(r"\||^sep=")  # bars between cells; or a line that Excel writes
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
 PLAIN = (".txt", ".text", ".md")
-TEXT_END = "<|endoftext|>"  # alone on a line, it divides a file of plain text
+TEXT_END = "<|endoftext|>"  # a line with only this divides plain text into documents
 
 
 class FileForm(NamedTuple):
@@ -67,7 +67,7 @@ class FileForm(NamedTuple):
 
 
 def rows_of(path: Path) -> Iterator[Placed]:
-    """The rows of ``path`` in their order; raises DataError for what holds none, and where it cannot be read on."""
+    """Yield the rows of ``path`` in order; raises DataError if it has none or is damaged."""
     form = recognised(path)
     if form.container in COLUMNAR.values():
         return _columnar_rows(path, form.container)
@@ -79,7 +79,7 @@ def rows_of(path: Path) -> Iterator[Placed]:
 
 
 def texts_of(path: Path) -> Iterator[Placed]:
-    """The documents of a file of plain text as rows: the file is one, or several divided by lines <|endoftext|>."""
+    """Yield the documents of a plain text file as rows; lines of <|endoftext|> divide it into several."""
     _, packing = _start(path)
     parts, size, first = list[str](), 0, 1
     lines = _lines(_text_chunks(path, FileForm("text", packing=packing)), path)
@@ -93,14 +93,14 @@ def texts_of(path: Path) -> Iterator[Placed]:
             parts.append(line)
             size += len(line)
             if size > MOST_ROW_BYTES:
-                do = f"divide it, by lines of {TEXT_END} or into files"
+                do = f"divide it with lines of {TEXT_END}, or into files"
                 raise DataError("A document is longer than 16 MiB.", where=f"{path}:{first}", do=do)
         else:
             first = number + 1
 
 
 def recognised(path: Path) -> FileForm:
-    """What ``path`` is; raises DataError where it is missing, or holds no rows, and NoRowsError where it is empty."""
+    """Detect the form of a file; raises DataError if it is missing or has no rows, NoRowsError if it is empty."""
     head, packing = _start(path)
     kind = next((name for magic, name in COLUMNAR.items() if head.startswith(magic)), "")
     if kind:
@@ -113,7 +113,7 @@ def recognised(path: Path) -> FileForm:
 
 
 def _start(path: Path) -> tuple[bytes, str]:
-    """The first bytes of a file, unpacked, and how it is packed; raises DataError where it is not text or a table."""
+    """The first bytes of a file, decompressed, and its compression; raises DataError if it is not text or a table."""
     head = _head(path)
     packing = next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
     if not packing and head.startswith(tuple(COLUMNAR)):
@@ -121,7 +121,7 @@ def _start(path: Path) -> tuple[bytes, str]:
     head = _head(path, packing) if packing else head
     causes = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL)]
     if packing and head.startswith((*PACKINGS, *COLUMNAR)):
-        causes = [(f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside")]
+        causes = [(f"a compressed file or a binary table inside {packing}", "decompress it once")]
     elif not head.startswith(WIDE) and len(CONTROLS.findall(head)) > max(8, len(head) // 20):
         causes.append(("a binary file, or text without a byte order mark", AS_TEXT))
     if causes:
@@ -132,7 +132,7 @@ def _start(path: Path) -> tuple[bytes, str]:
 
 
 def _container(start: str, path: Path) -> tuple[str, str]:
-    """What the rows of a file with this ``start`` stand in, and the separator of a table; raises DataError."""
+    """The container of the rows, from the ``start`` of a file, and the separator of a table; raises DataError."""
     first, _, rest = start.partition("\n")
     where, got = f"{path}:1", shown(first.rstrip("\r"))
     if start.startswith("["):
@@ -141,7 +141,7 @@ def _container(start: str, path: Path) -> tuple[str, str]:
         return "JSON array", ""
     if start.startswith("{"):
         if rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
-            what = "The first JSON object does not end in its line: it is cut off, or goes over several lines."
+            what = "The first JSON object does not end on its line: it is cut off, or spans several lines."
             raise DataError(what, where=where, do=ONE_LINE_EACH)
         return "JSON lines", ""
     separator = _separator(first.rstrip("\r"), path)
@@ -154,7 +154,7 @@ def _container(start: str, path: Path) -> tuple[str, str]:
 
 
 def _separator(first: str, path: Path) -> str:
-    """What stands between the cells of a table whose first line names them; empty where it is not a table."""
+    """The separator of a table, from its header; empty if the file is not a table."""
     is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes) and not NO_HEADER.search(first)
     scores = {}
     for separator in SEPARATORS:
@@ -169,7 +169,7 @@ def _separator(first: str, path: Path) -> str:
 
 
 def _unpacked(path: Path, packing: str = "") -> Iterator[bytes]:
-    """What ``path`` holds, a chunk at a time; raises DataError for a bomb, and where it cannot be read."""
+    """Yield the decompressed bytes of ``path`` in chunks; raises DataError for a zip bomb or an unreadable file."""
     if not path.is_file():
         what = "The data is not a regular file." if path.exists() else "The data file does not exist."
         raise DataError(what, where=str(path), do="correct data.path in params.yaml")
@@ -182,7 +182,7 @@ def _unpacked(path: Path, packing: str = "") -> Iterator[bytes]:
                     raise _bomb(path)
                 yield chunk
     except OSError as error:
-        do = "copy or download it again, or make it again"
+        do = "copy or download it again, or export it again"
         raise DataError(f"The data file is damaged or cannot be read: {error}.", where=str(path), do=do) from None
 
 
@@ -195,13 +195,13 @@ def _stream(file: IO[bytes], packing: str) -> Any:
 
 
 def _bomb(path: Path) -> DataError:
-    what = f"The data file unpacks to more than {BOMB_RATIO} times its size: it is a bomb, not text."
-    return DataError(what, where=str(path), do="do not use it; if it is yours, unpack it yourself and give that file")
+    what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
+    return DataError(what, where=str(path), do="do not use it; if it is yours, decompress it and use the result")
 
 
 def _head(path: Path, packing: str = "") -> bytes:
     head = b""
-    for chunk in _unpacked(path, packing):  # a compressed file may give it in small pieces
+    for chunk in _unpacked(path, packing):  # chunks of a compressed file may be small
         head += chunk
         if len(head) >= HEAD_BYTES:
             break
@@ -209,7 +209,7 @@ def _head(path: Path, packing: str = "") -> bytes:
 
 
 def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
-    """The text of a file without its byte order mark, a piece at a time; raises DataError."""
+    """Yield the text of a file in pieces, without its byte order mark; raises DataError."""
     decoder, line = codecs.getincrementaldecoder(form.encoding)(), 1
     for chunk in itertools.chain(_unpacked(path, form.packing), [b""]):
         try:
@@ -217,7 +217,7 @@ def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
         except UnicodeDecodeError as error:
             where = f"{path}:{line + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
             what = f"The data file is not {form.encoding.removesuffix('-sig').upper()} throughout."
-            do = "correct that byte; or, if it is saved in another encoding, say in WINDOWS-1252, convert it: "
+            do = "correct that byte; or, if the file has another encoding, such as WINDOWS-1252, convert it: "
             do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
             if not chunk:
                 what, do = "The data file ends inside a character: it is cut off.", "copy or download the file again"
@@ -227,7 +227,7 @@ def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[str], path: Path) -> Iterator[tuple[int, str]]:
-    """Each line with its number and its end; raises DataError for one that is too long to be kept."""
+    """Yield each line with its number and its line end; raises DataError for a line that is too long."""
     rest, number = "", 1
     for chunk in chunks:
         *lines, rest = (rest + chunk).split("\n")
@@ -236,7 +236,7 @@ def _lines(chunks: Iterable[str], path: Path) -> Iterator[tuple[int, str]]:
             number += 1
         if len(rest) > MOST_ROW_BYTES:
             raise DataError(
-                f"The data cannot be read on: {TOO_LONG}.", where=f"{path}:{number}", do=f"split it, or {ONE_LINE_EACH}"
+                f"The data cannot be read: {TOO_LONG}.", where=f"{path}:{number}", do=f"split it, or {ONE_LINE_EACH}"
             )
     if rest:
         yield number, rest
@@ -246,7 +246,7 @@ def _lines(chunks: Iterable[str], path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _table_rows(lines: Iterable[tuple[int, str]], separator: str, path: Path) -> Iterator[Placed]:
-    """The rows of a table with a header; rows of empty cells are passed over."""
+    """Yield the rows of a table with a header, except rows of empty cells."""
     csv.field_size_limit(MOST_ROW_BYTES)
     reader = csv.reader((text for _, text in lines), delimiter=separator, strict=True)
     names, line, row = list[str](), 1, 0
@@ -262,13 +262,13 @@ def _table_rows(lines: Iterable[tuple[int, str]], separator: str, path: Path) ->
             yield Place(begin, row), _table_row(names, cells)
     except csv.Error as error:
         why = TOO_LONG if "field limit" in str(error) else error
-        do = "correct that line: a cell with separators, quotes or line ends stands in quotes, and its quotes twice"
+        do = "correct that line: quote a cell with separators, quotes or line ends, and double the quotes in it"
         where = Place(line, row + 1).of(str(path))
-        raise DataError(f"The table cannot be read on: {why}.", where=where, do=do) from None
+        raise DataError(f"The table cannot be read: {why}.", where=where, do=do) from None
 
 
 def _header(cells: list[str], where: str) -> list[str]:
-    """The names of the columns; raises DataError where one stands twice."""
+    """The names of the columns; raises DataError if two are equal."""
     names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
     ((name, count),) = collections.Counter(names).most_common(1)
     if count > 1:
@@ -278,7 +278,7 @@ def _header(cells: list[str], where: str) -> list[str]:
 
 def _table_row(names: list[str], cells: list[str]) -> object:
     if len(cells) != len(names):
-        message = f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}"
+        message = f"{counted(len(cells), 'cell')}, but the header has {counted(len(names), 'column')}"
         return RowError(message, do="put cells that hold a separator into quotes")
     row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # CSV has no null
     for name in JSON_CELLS:
@@ -294,14 +294,14 @@ def _table_row(names: list[str], cells: list[str]) -> object:
 
 
 def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
-    """The rows of a table that pyarrow reads, of the ``kind`` Parquet, Arrow file or Arrow stream; raises DataError."""
+    """Yield the rows of a Parquet file, an Arrow file or an Arrow stream (``kind``); raises DataError."""
     import pyarrow
 
     number = 0
     try:
         for batch in _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path, kind):
-            batch.validate(full=True)  # lengths that a damaged file gives, before anything is read by them
-            times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python has no type for them
+            batch.validate(full=True)  # a damaged file may have wrong lengths
+            times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python has no such type
             rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
             for start in range(0, batch.num_rows, rows):
                 for row in batch.slice(start, rows).drop_columns(times).to_pylist():
@@ -309,7 +309,7 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
                     yield Place(0, number), _plain(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        where, do = Place(0, number + 1).of(str(path)), "copy or make it again"
+        where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
         raise DataError(f"The table cannot be read: {shown(reason[0])}", where=where, do=do) from None
 
 
@@ -335,7 +335,7 @@ def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _plain(value: object) -> object:
-    """What JSON can say: times and decimals, which it cannot, become texts, and so does text in a column of bytes."""
+    """Convert a value to JSON types: times and decimals become text, and so does UTF-8 in a column of bytes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
@@ -345,6 +345,6 @@ def _plain(value: object) -> object:
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
-        except UnicodeDecodeError:  # an image, or text in another encoding: not there, for the row
+        except UnicodeDecodeError:  # an image, or text in another encoding: no value
             return None
     return str(value)

@@ -1,4 +1,4 @@
-"""The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted with its places."""
+"""The kinds of findings in data, each with id, severity, message and remedy; and a counter of findings by place."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
 SCREEN_FINDINGS, MOST_ERRORS, MOST_LETTERS = 9, 20, 600
-MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
+MOST_DETAILS, OTHERS = 50, "and others, for different reasons"
 FIX = "safetrain validate FILE --fix OUT.jsonl"
 DROP = FIX + " --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
@@ -22,14 +22,14 @@ WHOLE_FILE = Place()
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of finding. ``message`` has {rows}, as "1 row" or "3 rows", and {detail}."""
+    """A kind of finding. In ``message``, {rows} becomes "1 row" or "3 rows"."""
 
     severity: str
     message: str
     remedy: str
-    fixed: bool = False  # an error that no key can make a warning
+    fixed: bool = False  # an error that cannot be downgraded
     by_detail: bool = False  # one finding for each detail
-    lists: bool = False  # one finding, in which all details are listed
+    lists: bool = False  # one finding that lists all details
 
 
 KINDS = {
@@ -46,10 +46,10 @@ KINDS = {
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
     "EMPTY-MESSAGE": Kind(WARNING, "a message is empty in {rows}", DROP),
     "ENDS-WITH-USER": Kind(WARNING, "the user's last message in {rows} has no answer", "end these rows with an answer"),
-    # what the model cannot take
+    # limits of the model and its template
     "TEMPLATE-REFUSES": Kind(
         ERROR, "the model's chat template refuses {rows}: {detail}",
-        "write these rows as the template wants them, or use another model", fixed=True, by_detail=True),
+        "change these rows to what the template accepts, or use another model", fixed=True, by_detail=True),
     "TEMPLATE-SANDBOX": Kind(
         ERROR, "the model's chat template cannot run in transformers' sandbox; the data is not at fault: {detail}",
         "use another copy of the model, or a corrected chat_template.jinja", fixed=True, by_detail=True),
@@ -76,10 +76,10 @@ KINDS = {
     "OPENING-DIFFERS": Kind(
         WARNING, "the generation prompt opens an answer with {detail} in {rows}",
         "ignore: ask, chat and serve leave it out, as training does"),
-    # rows that are compared
+    # comparisons of rows
     "QUESTION-IN-TEST": Kind(
-        ERROR, "{rows} of test with the question of a row of train: the result would measure memory",
-        "remove them from train or from test, or give one file and let the split be made"),
+        ERROR, "{rows} of test with the question of a row of train: the result would measure memorization",
+        "remove them from train or from test, or give one file, which safetrain then splits"),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{rows} of {detail}",
         "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
@@ -90,7 +90,7 @@ KINDS = {
         WARNING, "an earlier question has a different answer in {rows}",
         "keep one answer of each, or ignore if several are right"),
     "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of them"),
-    # words of rows
+    # text of rows
     "REFUSALS": Kind(WARNING, "an answer in {rows} is a refusal, or speaks 'as an AI model'", DROP),
     "FOREIGN-MARKERS": Kind(
         WARNING, "the literal chat marker {detail} in {rows} would be trained as plain text",
@@ -101,13 +101,13 @@ KINDS = {
         "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
-        f"{FIX} repairs most; where U+FFFD is, make the file again: the character is lost"),
+        f"{FIX} repairs most; characters that became U+FFFD are lost: export the file again"),
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
         f"{FIX} writes a copy without them"),
     "SECRETS": Kind(
         WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
-    # corpora of tokens
+    # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
         "use the model with its tokenizer, or tokenize the corpus with this model's"),
@@ -119,12 +119,12 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a finding is: a file, the row's place in it, and the row that it is compared with."""
+    """The place of a finding: a file, the row in it, and the row that it matches (``beside``)."""
 
     file: str
     place: Place = WHOLE_FILE
     beside: "Spot | None" = None
-    column: int = 0  # of the line, where it is known
+    column: int = 0  # in the line, if known
 
     def text(self) -> str:
         """``a.jsonl:62 matches a.jsonl:61``; ``a.jsonl:62:14``."""
@@ -132,7 +132,7 @@ class Spot:
         return own if self.beside is None else f"{own} matches {self.beside.text()}"
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The place as JSON."""
         value: dict[str, Any] = {"file": self.file}
         if any(self.place):
             value |= {"line": self.place.line, **({"row": self.place.row} if self.place.row else {})}
@@ -146,20 +146,20 @@ class Severities:
     downgrade: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a name that no finding has, and for an error that cannot be a warning."""
+        """Raise ConfigError for an unknown name, and for an error that cannot be downgraded."""
         require_kinds("data.downgrade", self.downgrade)
         fixed = [name for name in self.downgrade if KINDS[name].fixed]
         if fixed:
             raise ConfigError(f"data.downgrade: with {', '.join(fixed)} nothing can be trained.", do="correct the data")
 
     def of(self, identifier: str) -> str:
-        """How grave a finding is."""
+        """The severity of a finding after the user's choices."""
         moved = identifier in self.downgrade
         return ORDER[min(ORDER.index(KINDS[identifier].severity) + moved, 2)]
 
 
 def require_kinds(where: str, names: Iterable[str]) -> None:
-    """Raise ConfigError for a name that no finding has."""
+    """Raise ConfigError for a name that is not a kind of finding."""
     unknown = ", ".join(name for name in names if name not in KINDS)
     if unknown:
         raise ConfigError(f"{where} names no finding: {unknown}.", expected=f"one of {', '.join(sorted(KINDS))}")
@@ -167,17 +167,17 @@ def require_kinds(where: str, names: Iterable[str]) -> None:
 
 @dataclass
 class _Tally:
-    """How often something was found, with which details, and where first."""
+    """The count of one finding, its details and its first places."""
 
     count: int = 0
-    details: dict[str, None] = field(default_factory=dict)  # the first, each once
+    details: dict[str, None] = field(default_factory=dict)  # the first MOST_DETAILS, each once
     where: list[Spot] = field(default_factory=list)
     last: Sequence[Spot] = ()
     remedy: str = ""
 
 
 class Findings:
-    """Collects what is found, row by row, with the first ``most_places`` of each finding."""
+    """Collects findings row by row, with the first ``most_places`` of each."""
 
     def __init__(self, severities: Severities, most_places: int = SHOWN_PLACES) -> None:
         self.most_places = most_places
@@ -187,7 +187,7 @@ class Findings:
     def add(
         self, identifier: str, detail: str = "", count: int = 1, where: Sequence[Spot] = (), remedy: str = ""
     ) -> None:
-        """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
+        """Count a finding in ``count`` rows, the first at ``where``; ``remedy`` replaces the usual one."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
         if key not in self._tallies and sum(other == identifier for other, _ in self._tallies) >= MOST_DETAILS:
             key, detail, remedy = (identifier, OTHERS), OTHERS, ""
@@ -195,37 +195,37 @@ class Findings:
         if len(tally.details) < MOST_DETAILS:
             tally.details[detail] = None
         if where and tally.last == where:
-            return  # a row counts once however many of the details it has
+            return  # a row counts once, even with several details
         tally.last = where
         tally.count += count
         tally.where += where[: self.most_places - len(tally.where)]
         tally.remedy = remedy or tally.remedy
 
     def listed(self) -> tuple[Finding, ...]:
-        """All of them: errors, then warnings, then notes; by name, so that equal data gives an equal record."""
+        """All findings: errors, warnings, then notes, each by name, so that equal data gives an equal report."""
         return tuple(finding for finding, _ in self.with_places())
 
     def with_places(self) -> list[tuple[Finding, list[Spot]]]:
-        """The same with the places of each."""
+        """All findings in the same order, each with its places."""
         tallies = [(self._severities.of(key[0]), key, tally) for key, tally in self._tallies.items()]
         tallies.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
         return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in tallies]
 
     def add_unreadable(self, spot: Spot, error: RowError) -> None:
-        """Found a row that cannot be read."""
+        """Count a row that cannot be read."""
         self.add("ROW-UNREADABLE", str(error), where=[replace(spot, column=error.column)], remedy=error.do)
 
     def add_unreadable_file(self, error: DataError) -> None:
-        """Found a file that cannot be read, or not to its end."""
+        """Count a file that cannot be read, or not to its end."""
         self.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
 
     def refuse_errors(self) -> None:
-        """Raise one DataError for everything that ends a validation, if anything does."""
+        """Raise one DataError that lists all errors, if there are any."""
         errors = [finding for finding in self.listed() if finding.severity == ERROR]
         lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
         lines[MOST_ERRORS:] = [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
         if errors:
-            what = "The data cannot be trained as it is:\n" + "\n".join(lines)
+            what = "The data has errors:\n" + "\n".join(lines)
             raise DataError(what, do="see above; nothing was written")
 
 
@@ -239,7 +239,7 @@ def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
 
 
 def summary(findings: Sequence[Finding], all_in: str) -> str:
-    """What a terminal shows: errors and warnings, worst first, then a line that counts notes; ``all_in`` has all."""
+    """Errors and warnings for a terminal, worst first, and the number of notes; ``all_in`` says where all are."""
     grave = [finding for finding in findings if finding.severity != NOTE]
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
     texts = [described(finding) for finding in grave[:SCREEN_FINDINGS]]
@@ -259,12 +259,12 @@ def described(finding: Finding) -> str:
 
 
 def one_line(text: str) -> str:
-    """What comes from data, as it can be printed: on one line, without what would steer a terminal, shortened."""
+    """Shorten text from data to one printable line, without terminal escapes."""
     safe = printable(text).replace("\n", r"\n").replace("\t", r"\t")
     return safe if len(safe) <= MOST_LETTERS else f"{safe[: MOST_LETTERS - 1]}…"
 
 
 def _places(finding: Finding) -> str:
-    """Where it was found, the first three; empty where no place is known."""
+    """The first three places of a finding; empty if none is known."""
     places = finding.where[:3]
     return "; ".join(places) + ("; …" if 0 < len(places) < finding.count else "")

@@ -1,4 +1,4 @@
-"""Which keys of a row are its messages, its question and answer, or its text: the usual names, or data.columns."""
+"""Finds the messages, the question and answer, or the text of a row: under the usual keys or by data.columns."""
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping
@@ -9,12 +9,12 @@ from safetrain.core.errors import ConfigError
 from safetrain.data.json_rows import RowError, dump, kind, shown
 from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, is_turn, row_of
 
-Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
+Columns = Mapping[str, str]  # from a part of a row to the key that holds it
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
-ASKING, CONTEXTS = QUESTIONS[:5], ("input", "context")  # ASKING is always a question, the others only alone
+ASKING, CONTEXTS = QUESTIONS[:5], ("input", "context")  # ASKING: always questions; the others only alone
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 PAIR = {"prompt": ASKING, "completion": ANSWERS}
-FORMS = (  # the parts that make a row, and those that may stand beside them
+FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
     ({"prompt", "completion"}, {"input", "system", "tools", "history"}),
     ({"text"}, set[str]()),
@@ -25,49 +25,49 @@ KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "
 FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
-MOST_NAMES, MOST_GROUP = 12, 80  # keys that an error lists; letters of a category
-GROUPS = ("category", "task")  # keys that say what kind of row it is
+MOST_NAMES, MOST_GROUP = 12, 80  # keys in an error; characters of a category
+GROUPS = ("category", "task")  # keys of a row's category
 CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
-NOT_ANSWERS = {  # keys that make a row something else than an answer to learn: what it is, and what to do
+NOT_ANSWERS = {  # keys of rows that cannot be trained: the reason, and the remedy
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
-    "input_ids": "rows are texts, not token ids; give the texts",
+    "input_ids": "token ids are not supported; give the texts",
     "weight": "a row has no weight; remove this key (weight: 0 in an assistant message leaves out its answer)",
 }
 
 
 def named_columns(words: Iterable[str]) -> Columns | None:
-    """The columns that ``words`` name, each as ``prompt=frage``; None without any. Raises ConfigError."""
+    """Read the words of --columns, such as ``prompt=frage``; None without any. Raises ConfigError."""
     columns: dict[str, str] = {}
     for part, _, key in (word.partition("=") for word in words):
         if not part or not key or part in columns:
-            message = f"--columns {shown(f'{part}={key}')} does not name one key for one part of a row."
-            raise ConfigError(message, expected="PART=KEY, as prompt=frage")
+            message = f"--columns {shown(f'{part}={key}')} must name one key for one part of a row."
+            raise ConfigError(message, expected="PART=KEY, such as prompt=frage")
         columns[part] = key
     return checked_columns(columns or None)
 
 
 def checked_columns(columns: object) -> Columns | None:
-    """data.columns without what is null; raises ConfigError where no row can come of it."""
+    """Check data.columns and drop its null entries; raises ConfigError if it describes no form of a row."""
     if columns is None:
         return None
     given = columns if isinstance(columns, Mapping) else {}
     checked = {str(part): str(key) for part, key in given.items() if key is not None}
     if not any(parts <= set(checked) <= parts | beside for parts, beside in FORMS):
         do = "write it as {prompt: frage, completion: antwort}, or null"
-        raise ConfigError("data.columns makes no row.", expected=MAKES_ROW, got=shown(str(columns)), do=do)
+        raise ConfigError("data.columns does not describe a row.", expected=MAKES_ROW, got=shown(str(columns)), do=do)
     return checked
 
 
 def as_setting(columns: Columns) -> str:
-    """data.columns as it is written in params.yaml and on a command line."""
+    """data.columns as a setting for params.yaml or the command line."""
     return f"data.columns={{{', '.join(f'{part}: {shown(key)}' for part, key in columns.items())}}}"
 
 
 def _look_at(*ways: Columns) -> str:
-    """A remedy: the settings that would read a row, and each as options of `safetrain validate`."""
-    text = "if all rows are so, name their keys as here; else leave them out with --fix OUT.jsonl --drop-bad:"
+    """The remedy: settings that would read the row, each also as options of `safetrain validate`."""
+    text = "if all rows look like this, set the keys; else leave them out with --fix OUT.jsonl --drop-bad:"
     for columns in ways:
         options = " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
         text += f"\n{'':12}{as_setting(columns)}\n{'':12}{options}"
@@ -75,17 +75,17 @@ def _look_at(*ways: Columns) -> str:
 
 
 def key_names(keys: Collection[str]) -> str:
-    """The first of some keys, as they can be printed."""
+    """The first keys, for an error."""
     names = [shown(key) for key in list(keys)[:MOST_NAMES]]
     return ", ".join(names) + (", …" if len(keys) > MOST_NAMES else "") or "none"
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
-    """The row in ``value``, read by ``columns`` or else by the usual names; raises RowError, also where it is one."""
+    """Read a row by ``columns``, or else by the usual keys; raises RowError, or ``value`` if it is a RowError."""
     if isinstance(value, RowError):
         raise value
     if not isinstance(value, dict):
-        raise RowError(f"a row must be a JSON object, this is {kind(value)}", do=AS_OBJECTS)
+        raise RowError(f"a row must be a JSON object, not {kind(value)}", do=AS_OBJECTS)
     if columns is None and len(value) == 1 and "messages" in value:
         return row_of(value, {})
     keys = columns or _usual_columns(value)
@@ -100,17 +100,17 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
 
 
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
-    """What stands under the keys of ``columns``, numbers as texts; raises RowError where a key is missing."""
+    """The values under the keys of ``columns``, numbers as text; raises RowError if a key is missing."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        message = f"no key {key_names(missing)}, which data.columns names; there are: {key_names(value)}"
+        message = f"no key {key_names(missing)}, which data.columns names; the row has: {key_names(value)}"
         raise RowError(message, do="name keys that the rows have: --columns, or data.columns in params.yaml")
     items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 
 
 def _usual_columns(value: dict[str, Any]) -> Columns:
-    """The keys that the row is made of; raises RowError where none are known, or several could be meant."""
+    """Find the keys of the row's parts; raises RowError if none are known, or several are possible."""
     if value.get("chosen"):
         raise _preference(value)
     for key in NOT_ANSWERS:
@@ -125,7 +125,7 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
     if value.get("messages") is not None:
         lists = ["messages"]
     if lists:
-        functions = "functions" if value.get("functions") else None  # OpenAI's tools, before
+        functions = "functions" if value.get("functions") else None  # OpenAI's older name of tools
         parts: dict[str, str | None] = {"messages": lists[0], "tools": functions}
     elif question and answer:
         history = "history" if value.get("history") else None
@@ -143,14 +143,14 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
 
 
 def _first(value: dict[str, Any], names: Iterable[str], kinds: Any) -> str | None:
-    """The first of the keys that holds something; where none does, the first that is there."""
+    """The first of the keys whose value is not empty, or else the first that the row has."""
     there = [name for name in names if name in value and isinstance(value[name], kinds)]
     there = [name for name in there if not isinstance(value[name], bool)]
     return next((name for name in there if _plain(value[name])), there[0] if there else None)
 
 
 def _plain(item: object) -> str:
-    """A text or number without the space around it; empty for anything else."""
+    """A string or number, stripped of white space; empty for any other value."""
     return str(item).strip() if isinstance(item, str | int | float) and not isinstance(item, bool) else ""
 
 
@@ -159,18 +159,18 @@ def _turn_lists(value: dict[str, Any]) -> list[str]:
 
 
 def _contents(item: object) -> list[str]:
-    """The texts of a list of turns, or the text itself."""
+    """The texts of a list of turns, or the one text."""
     turns = item if isinstance(item, list) else [{"content": item}]
     return [_plain(turn.get("content", turn.get("value"))) for turn in turns if isinstance(turn, dict)]
 
 
 def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
-    """Raise RowError where questions, answers or turns under other keys are not part of what ``columns`` read."""
+    """Raise RowError if other keys hold questions, answers or turns that ``columns`` do not read."""
     used, turns = {*columns.values(), "history"}, columns.get("messages")
     texts = [text for key in columns.values() for text in _contents(value[key])]
     others = [key for key in (*ASKING, *ANSWERS, "text") if key in value and key not in used and _plain(value[key])]
     new = [key for key in others if not any(_plain(value[key]) in text for text in texts)]
-    if any(texts):  # what repeats them all is the row again, as Alpaca's text
+    if any(texts):  # a text that contains all others repeats the row, as in Alpaca
         new = [key for key in new if key in ANSWERS or not all(text in _plain(value[key]) for text in texts)]
     lists = [key for key in _turn_lists(value) if key not in used and not set(_contents(value[key])) <= set(texts)]
     ways = [{"messages": key} for key in lists]
@@ -186,7 +186,7 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
 
 
 def _preference(value: dict[str, Any]) -> RowError:
-    """The error for a chosen answer beside a rejected one, with the setting that trains on the chosen ones."""
+    """The error for a row of preference data, with the setting that trains on the chosen answers."""
     question = next((key for key in (*QUESTIONS, "conversations") if value.get(key)), None)
     is_chat = isinstance(value["chosen"], list) and (question is None or len(value["chosen"]) > 1)
     pair = {"prompt": question, "completion": "chosen"} if question else {"text": "chosen"}
@@ -196,19 +196,19 @@ def _preference(value: dict[str, Any]) -> RowError:
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
-    """The error for a row that is in none of the forms, with a setting of data.columns to look at."""
+    """The error for a row of unknown form, with a data.columns setting that may fit."""
     for key, item in value.items():
         if key not in KNOWN_KEYS and isinstance(item, list) and item and _is_row(item[0]):
-            message = f"the rows of the file stand under the key '{shown(key)}' of one object"
-            return RowError(message, do="give that list alone, or JSON lines: one row in each")
+            message = f"the file is one object, with its rows under the key '{shown(key)}'"
+            return RowError(message, do="write only that list, or JSON lines with one row on each line")
     questions, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
     for key in (questions[0], answers[0]) if questions and answers else ("text",):
         if not isinstance(value.get(key, ""), str):
-            return RowError(f"{key} must be a text, this is {kind(value[key])}")
+            return RowError(f"{key} must be a string, not {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
         return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
     if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, *GROUPS, "id", "system", "tools"}:
-        return RowError(f"{questions[0]} has no answer beside it: expected {', '.join(ANSWERS[:4])}")
+        return RowError(f"{questions[0]} has no answer next to it: expected {', '.join(ANSWERS[:4])}")
     texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")

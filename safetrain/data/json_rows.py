@@ -1,6 +1,6 @@
-"""Rows of JSON, as lines or as one array, by the standard: no NaN, no key twice, no half characters.
+"""Reads rows of strict JSON, as lines or as one array: no NaN, no repeated keys, no half surrogate pairs.
 
-A fault in one row is a RowError in its place.
+For a row with an error, the reader yields a RowError instead.
 """
 
 import collections
@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 from safetrain.core.errors import DataError
 
-MOST_ROW_BYTES = 16 * 2**20  # of one row: some four million tokens, more than any model's context
+MOST_ROW_BYTES = 16 * 2**20  # about four million tokens, more than any model's context
 TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
-BEFORE = re.compile(r"\s*\[\s*(?P<end>\])?")  # the first value of an array
+BEFORE = re.compile(r"\s*\[\s*(?P<end>\])?")  # an array's first value
 AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]))")  # every value
 MOST_SHOWN = 60
-KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
-         type(None): "null, or an empty cell"}  # fmt: skip
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
+         type(None): "null or an empty cell"}  # fmt: skip
 MOST_DEEP = 300
-DEEP = "brackets are nested too deep, in hundreds of levels"
-DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
-CUT = "the line is cut off, or the object goes on in the next line: it must be one line"
-PYTHON = "as Python prints it: write the file with json.dumps"
+DEEP = "brackets are nested hundreds of levels deep"
+DIGITS = "a number has too many digits: write it as a string, in quotes"
+CUT = "the line is cut off, or the object continues on the next line: it must be one line"
+PYTHON = "this is how Python prints it: write the file with json.dumps"
 
 
 class RowError(ValueError):
-    """One row cannot be used; the message says why, and the reader adds file and line.
+    """An error in one row; the reader adds file and line.
 
-    ``column`` is where in its line the fault is; ``do`` is what to do, where it is not to correct the row.
+    ``column`` is the error's position in its line; ``do`` is the remedy, if it is not to correct the row.
     """
 
     def __init__(self, message: str, *, column: int = 0, do: str = "") -> None:
@@ -39,25 +39,25 @@ class RowError(ValueError):
 
 
 class Place(NamedTuple):
-    """The line in which a row begins, and in arrays and tables its number; both from 1, and 0 where there is none."""
+    """The line in which a row begins, and its number in an array or table; both from 1, or 0 if there is none."""
 
     line: int = 0
     row: int = 0
 
     def of(self, name: str, column: int = 0) -> str:
-        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``; the name for no place."""
+        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``; or only the name."""
         if self.row:
             return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
         return ":".join([name, *(str(number) for number in (self.line, column) if number)])
 
 
-Placed = tuple[Place, object]  # where a row stands, and its value, or the RowError for it
+Placed = tuple[Place, object]  # the place of a row, and its value or its RowError
 
 
 class StrictDecoder:
-    """Decodes JSON values, and remembers what the standard forbids, so that the end of the value is known all the same.
+    """Decodes JSON values. It collects violations of the standard instead of raising, so that decoding reaches the end.
 
-    One decoder serves all lines: json.loads would build one for each call that names an option.
+    One decoder serves all lines: with options, json.loads would build one for each call.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class StrictDecoder:
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
 
     def load(self, text: str) -> object:
-        """The value of one line, or the RowError for it."""
+        """Decode one line to its value or a RowError."""
         self._faults.clear()
         try:
             value: object = self._decoder.decode(text)
@@ -76,16 +76,16 @@ class StrictDecoder:
         return self._fault(value, text, 0, len(text)) or value
 
     def value_at(self, text: str, start: int) -> tuple[object, int]:
-        """The value that begins at ``start``, or a RowError in its place, and its end.
+        """Decode the value that begins at ``start`` to the value or a RowError, and its end.
 
-        Raises JSONDecodeError where it is no JSON or goes on, ValueError, RecursionError.
+        Raises JSONDecodeError if the text is not JSON or the value is incomplete, ValueError, RecursionError.
         """
         self._faults.clear()
         value, end = self._decoder.raw_decode(text, start)
         return self._fault(value, text, start, end) or value, end
 
     def _fault(self, value: object, text: str, start: int, end: int) -> RowError | None:
-        """What the standard forbids in a value, or readers of what is written: it was read from ``text``."""
+        """The first violation in a value that was read from ``text``, or nesting that other readers refuse."""
         brackets = text.count("[", start, end) + text.count("{", start, end)
         if not self._faults and brackets > MOST_DEEP and _is_deep(value, MOST_DEEP):
             return RowError(DEEP)
@@ -95,7 +95,7 @@ class StrictDecoder:
         value = dict(pairs)
         if len(value) != len(pairs):
             ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-            self._faults.append(RowError(f"the key '{shown(twice)}' stands twice in one object: remove one"))
+            self._faults.append(RowError(f"the key '{shown(twice)}' is twice in one object: remove one"))
         return value
 
     def _constant(self, name: str) -> None:
@@ -103,7 +103,7 @@ class StrictDecoder:
 
 
 def said_of(error: ValueError | RecursionError) -> str:
-    """What is wrong with a text that json cannot read; int() refuses more than 4,300 digits."""
+    """The message for a text that json cannot read; int() refuses more than 4,300 digits."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg.removesuffix(' at')}"
     return DEEP if isinstance(error, RecursionError) else DIGITS
@@ -114,17 +114,17 @@ load = StrictDecoder().load
 
 
 def dump(value: object, place: str) -> str:
-    """``value`` as JSON text that ``load`` reads again; ``place`` names it in errors."""
+    """Encode a value as JSON text that ``load`` can read; ``place`` names it in errors."""
     try:
         text = _ENCODER.encode(value)
-    except ValueError:  # 1e999 is read as infinity
+    except ValueError:  # 1e999, which is read as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
     require_unicode(text, place)
     return text
 
 
 def require_unicode(text: str, place: str) -> None:
-    r"""Raise RowError for half a character (``\ud83d`` alone), which JSON can say and no tokenizer takes."""
+    r"""Raise RowError for half a surrogate pair (a single ``\ud83d``): JSON can contain it, no tokenizer accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -132,13 +132,13 @@ def require_unicode(text: str, place: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value from the data as it can be printed on one line of any terminal."""
+    """A value from the data, shortened and escaped for one line of a terminal."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def kind(value: object) -> str:
-    """What JSON calls the type of ``value``."""
+    """The JSON type of ``value``, with its article."""
     return KINDS.get(type(value), type(value).__name__)
 
 
@@ -149,7 +149,7 @@ def _is_deep(value: object, most: int) -> bool:
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:
-    """The usual cause of a fault, in brackets; empty where none is known."""
+    """The usual cause of an error, in brackets; empty if none is known."""
     rest = text[error.pos :].lstrip()
     if not rest or error.msg.startswith("Unterminated"):
         return f" ({CUT})"
@@ -157,14 +157,14 @@ def _hint(text: str, error: json.JSONDecodeError) -> str:
 
 
 def line_rows(lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
-    """The values of JSON lines. A byte order mark, left where files were joined, is passed over."""
+    """Yield the values of JSON lines. Byte order marks, left where files were joined, are skipped."""
     for number, line in lines:
         if not line.isspace():
             yield Place(number), load(line.lstrip("\ufeff").rstrip("\r\n"))
 
 
 def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
-    """The values of one JSON array, of which a value and a chunk are in memory; raises DataError."""
+    """Yield the values of one JSON array, holding one value and one chunk in memory; raises DataError."""
     decoder, text, line, row = StrictDecoder(), "", 1, 0
     for chunk in itertools.chain(chunks, [None]):
         text, at = text + (chunk or ""), 0
@@ -177,7 +177,7 @@ def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
             start, first = mark.end(), line + text.count("\n", at, mark.end())
             if mark["end"]:
                 if text[start:].strip() or any(map(str.strip, chunks)):
-                    raise _array_fault(path, Place(first), "something stands after the array", text[start:])
+                    raise _array_fault(path, Place(first), "there is text after the array", text[start:])
                 return
             try:
                 value, end = decoder.value_at(text, start)
@@ -188,7 +188,7 @@ def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
                     place = Place(first + text.count("\n", start, fault), row + 1)
                     raise _array_fault(path, place, fault_text, text[fault:]) from None
                 break
-            if end == len(text) and chunk is not None:  # a number may go on
+            if end == len(text) and chunk is not None:  # a number may continue
                 break
             row += 1
             yield Place(first, row), value
@@ -197,7 +197,7 @@ def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
 
 
 def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last: bool) -> str:
-    """What is wrong with the value at ``start``; empty where more text may complete it."""
+    """The message for an error in the value at ``start``; empty if more text may complete it."""
     if is_last or not isinstance(error, json.JSONDecodeError):
         return said_of(error)
     if error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - len("-Infinity"):
@@ -208,4 +208,4 @@ def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last
 def _array_fault(path: Path, place: Place, message: str, rest: str) -> DataError:
     do = "correct it there; if the file is cut off, copy or download it again"
     got, where = shown(rest.lstrip().split("\n")[0]), place.of(str(path))
-    return DataError(f"The JSON array cannot be read on: {message}.", where=where, got=got, do=do)
+    return DataError(f"The JSON array cannot be read: {message}.", where=where, got=got, do=do)

@@ -116,7 +116,7 @@ def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, .
     prompt, completion, more = parts["prompt"], parts["completion"], parts.get("input")
     if more:
         if not isinstance(prompt, str) or not isinstance(more, str):
-            raise RowError(f"{keys['input']} is {kind(more)}; it and the prompt must be texts")
+            raise RowError(f"{keys['input']} is {kind(more)}; it and the prompt must be strings")
         prompt = "\n\n".join(text for text in (prompt, more) if text.strip()) or prompt
     before = _earlier(parts.get("history")) + _turns(prompt, "user", keys["prompt"])
     if isinstance(prompt, list) or isinstance(completion, list):
@@ -158,7 +158,7 @@ def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, 
 
 def _text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{key} must be a text, this is {kind(value)}")
+        raise RowError(f"{key} must be a string, not {kind(value)}")
     if not value.strip():
         raise RowError(f"{key} is empty")
     require_unicode(value, key)
@@ -181,7 +181,7 @@ def parse_messages(value: object, place: str) -> tuple[Message, ...]:
 
 def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
-        raise RowError(f"{place} must be an object with role and content, this is {kind(value)}")
+        raise RowError(f"{place} must be an object with role and content, not {kind(value)}")
     role, content = value.get("role"), value.get("content")
     if len(value) == 2 and role in ROLES and type(content) is str and content and not content.isspace():
         return Message(role, content)  # the fast path for nearly all messages
@@ -225,7 +225,7 @@ def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
     if media := [key for key in MEDIA_KEYS if turn.get(key)]:
         raise RowError(f"{place}.{media[0]}: {ONLY_TEXT}")
     if turn.get("tool_calls") and role != "assistant":
-        raise RowError(f"{place}.tool_calls: only an assistant turn calls tools, and this has role '{role}'")
+        raise RowError(f"{place}.tool_calls: only an assistant turn calls tools; this turn has role '{role}'")
     calls = turn.get("tool_calls") or []
     calls = calls if isinstance(calls, list) else [calls]
     turn["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{at}]") for at, call in enumerate(calls)] or None
@@ -245,9 +245,9 @@ def _part(part: object, place: str) -> str:
         text = part.get("text", part.get("value"))  # value: LLaMA-Factory
         text = text if part.get("type", "text") in ("text", "input_text", "output_text") else None
         do = "write it in the message's key reasoning_content" if part.get("type") in THINKING else ONLY_TEXT
-        got = f"of type '{shown(part.get('type'))}': {do}"
+        got = f"a part of type '{shown(part.get('type'))}': {do}"
     if not isinstance(text, str):
-        raise RowError(f'{place} must be a text or {{"type": "text", "text": "…"}}, this is {got}')
+        raise RowError(f'{place} must be a string or {{"type": "text", "text": "…"}}, not {got}')
     return text
 
 
@@ -261,7 +261,7 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
         parsed = load(arguments) if arguments.strip() else {}
         arguments = parsed if isinstance(parsed, dict) else arguments
     elif not isinstance(arguments, dict | None):
-        raise RowError(f"{place}.function.arguments must be an object or its JSON text, this is {kind(arguments)}")
+        raise RowError(f"{place}.function.arguments must be an object or its JSON text, not {kind(arguments)}")
     call.setdefault("type", "function")
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
@@ -272,7 +272,7 @@ def tools_text(value: object) -> str:
     if not tools:
         return ""
     if not isinstance(tools, list):
-        raise RowError(f"tools must be a list, or the JSON text of a list, this is {kind(tools)}")
+        raise RowError(f"tools must be a list, or the JSON text of a list, not {kind(tools)}")
     return dump([_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], "tools")
 
 
@@ -300,5 +300,5 @@ def _parsed(value: object, place: str) -> object:
         return value
     parsed = load(value)
     if isinstance(parsed, RowError):
-        raise RowError(f"{place} is a text that must be JSON: {parsed}")
+        raise RowError(f"{place} is a string that must be JSON: {parsed}")
     return parsed

@@ -56,7 +56,7 @@ def test_bytes_in_a_table_are_text_or_refused(tmp_path: Path) -> None:
     rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
     path = parquet(tmp_path / "a.parquet", rows)
     assert next(value for _, value in rows_of(path)) == {"prompt": "q", "completion": "ação"}
-    assert f"{path}, row 2: completion must be a text, this is null" in refusal_of(path)
+    assert f"{path}, row 2: completion must be a string, not null" in refusal_of(path)
 
 
 def test_times_to_the_nanosecond_do_not_refuse_the_table(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_the_line_of_a_table_is_where_its_row_begins(tmp_path: Path) -> None:
     """A spreadsheet's cells have line ends: the row's number is what it shows, the line what an editor shows."""
     path = tmp_path / "a.csv"
     path.write_text('\nprompt,completion\n"one\ntwo",a\n\nq,b\n"three\nfour",\n')
-    assert f"{path}, row 3 (line 7): completion must be a text, this is null" in refusal_of(path)
+    assert f"{path}, row 3 (line 7): completion must be a string, not null" in refusal_of(path)
     path.write_text("[\n" + json.dumps({"text": "a"}, indent=1) + ',\n\n  {"text":\n3}]')
-    assert f"{path}, row 2 (line 6): text must be a text" in refusal_of(path)
+    assert f"{path}, row 2 (line 6): text must be a string" in refusal_of(path)
 
 
 def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_a_list_in_the_first_row_is_not_taken_for_the_rows(tmp_path: Path, rows:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (json.dumps({"version": "1", "data": ROWS * 600}), "the rows of the file stand under the key 'data'"),
-        ("\n".join(json.dumps(row, indent=2) for row in ROWS), "one object in each line"),
+        (json.dumps({"version": "1", "data": ROWS * 600}), "its rows under the key 'data'"),
+        ("\n".join(json.dumps(row, indent=2) for row in ROWS), "one object on each line"),
         (
             lines([{"messages": chat("q", "a")["messages"]}]).removeprefix('{"messages": '),
             "lists of messages without",
@@ -134,7 +134,7 @@ def test_forms_that_are_not_read_are_refused_with_what_to_write(tmp_path: Path, 
     [
         ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ", row 2 (line 1)"),
         ('[\n{"text": "a"},\n{"text":\n b}\n]', "not valid JSON: Expecting value", ", row 2 (line 4)"),
-        ('[{"text": "a"}]\n{"text": "b"}', "something stands after the array", ":1"),
+        ('[{"text": "a"}]\n{"text": "b"}', "there is text after the array", ":1"),
         ('[{"text": "a"} {"text": "b"}]', "expected a comma", ", row 1 (line 1)"),
         ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ", row 2 (line 3)"),
         ("prompt,prompt\nq,a\n", "two columns named prompt", ":1"),
@@ -152,11 +152,11 @@ def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (THREE_BAD, ", row 2 (line 1): the key 'text' stands twice"),
+        (THREE_BAD, ", row 2 (line 1): the key 'text' is twice"),
         (THREE_BAD, ", row 3 (line 1): NaN is not valid JSON"),
         (THREE_BAD, ", row 4 (line 1): a row must be a JSON object"),
-        ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, where the header names 2 columns"),
-        ("prompt,completion\nq,\n", ", row 1 (line 2): completion must be a text, this is null, or an empty cell"),
+        ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, but the header has 2 columns"),
+        ("prompt,completion\nq,\n", ", row 1 (line 2): completion must be a string, not null or an empty cell"),
         ("id,messages\n1,[oops\n", ", row 1 (line 2): the cell messages is not JSON"),
         ("wort,antwort\nq,a\n", ", row 1 (line 2): unknown keys (wort, antwort); expected one of"),
     ],

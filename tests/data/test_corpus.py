@@ -94,10 +94,10 @@ def test_files_that_are_not_whole_are_refused(corpus: Path, tmp_path: Path) -> N
         assert not (tmp_path / "out").exists()
 
     path.write_bytes(raw[:-2])
-    refused("do not fit")
+    refused("do not match")
     path.write_bytes(raw)
     index.write_bytes(np.append(ends, ends[-1] + np.uint64(5)).tobytes())
-    refused("do not fit")
+    refused("do not match")
     index.write_bytes(ends.tobytes()[:-3])
     refused("damaged")
     index.write_bytes(ends[::-1].tobytes())

@@ -89,10 +89,10 @@ def test_columns_name_what_is_taken(columns: dict[str, str | None], value: objec
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"a": "a"}, "no key q, i, which data.columns names; there are: a"),
-        ({"q": EARLIER[:1], "i": "more", "a": "b"}, "i is a text; it and the prompt must be texts"),
-        ({"q": "q", "i": ["x"], "a": "b"}, "i is a list; it and the prompt must be texts"),
-        ({"q": None, "i": "", "a": "b"}, "q must be a text, this is null, or an empty cell"),
+        ({"a": "a"}, "no key q, i, which data.columns names; the row has: a"),
+        ({"q": EARLIER[:1], "i": "more", "a": "b"}, "i is a string; it and the prompt must be strings"),
+        ({"q": "q", "i": ["x"], "a": "b"}, "i is a list; it and the prompt must be strings"),
+        ({"q": None, "i": "", "a": "b"}, "q must be a string, not null or an empty cell"),
         ({"q": "q", "i": "", "a": " "}, "a is empty"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_the_columns_do_not_find_is_named(value: object, says: str) -> None
     ],
 )  # fmt: skip
 def test_columns_that_make_no_row_are_refused(columns: object) -> None:
-    with pytest.raises(ConfigError, match=r"data\.columns makes no row"):
+    with pytest.raises(ConfigError, match=r"data\.columns does not describe a row"):
         checked_columns(columns)
     assert checked_columns(None) is None
 
@@ -185,10 +185,10 @@ def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignore
         ({**chat("q", "a"), "kto_tag": False}, "kto_tag: classes and KTO marks are not supported; keep the good rows"),
         ({**chat("q", "a"), "weight": 2}, "weight: a row has no weight; remove this key"),
         ({**chat("<image>q", "a"), "images": ["1.jpg"]}, "images: only text can be trained: leave the row out"),
-        ({"input_ids": [1], "labels": [1]}, "input_ids: rows are texts, not token ids; give the texts"),
-        ({"instruction": "q", "output": ["good", "bad"]}, "output must be a text, this is a list"),
-        ({"instruction": "q", "output": True}, "output must be a text, this is true or false"),
-        ({"question": "q", "answer": None}, "answer must be a text, this is null"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids: token ids are not supported; give the texts"),
+        ({"instruction": "q", "output": ["good", "bad"]}, "output must be a string, not a list"),
+        ({"instruction": "q", "output": True}, "output must be a string, not true or false"),
+        ({"question": "q", "answer": None}, "answer must be a string, not null"),
     ],
 )
 def test_what_changes_the_meaning_of_a_row_is_refused(value: object, says: str) -> None:

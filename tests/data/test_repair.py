@@ -58,7 +58,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (log[0]["before"], log[0]["after"], log[0]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
     assert log[5]["before"] == {"question": "Who?", "answer": None}
-    assert log[5]["reason"] == "answer must be a text, this is null, or an empty cell"
+    assert log[5]["reason"] == "answer must be a string, not null or an empty cell"
     assert log[7]["reason"] == f"repeats {source}, row 1 (line 2)"
     assert (done.read, done.written) == (5, 3)
     said = done.summary()
