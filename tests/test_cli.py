@@ -160,7 +160,7 @@ def test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down(hub: S
 
 def test_a_half_download_never_gets_its_name(hub: SimpleNamespace, tmp_path: Path) -> None:
     hub.truncate = True
-    with pytest.raises(ModelError, match="half downloaded"):
+    with pytest.raises(ModelError, match="not fully downloaded"):
         fetch_model("owner/name", tmp_path / "models")
     assert not (tmp_path / "models" / "name").exists()
 

@@ -66,7 +66,7 @@ def test_a_truncated_file_is_named_with_its_sizes(tiny_model: Build) -> None:
     content = weights.read_bytes()
     for size in (0, 5, 100, len(content) - 1):
         weights.write_bytes(content[:size])
-        with pytest.raises(ModelError, match="damaged or half downloaded") as caught:
+        with pytest.raises(ModelError, match="damaged or not fully downloaded") as caught:
             read_model_files(weights.parent)
         assert "model.safetensors" in str(caught.value)
         assert f"{size} bytes" in str(caught.value)

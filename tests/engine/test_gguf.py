@@ -218,7 +218,7 @@ def test_wrong_and_half_written_folders_are_named(tmp_path: Path) -> None:
     model = other / "model.safetensors"
     job = job_of(other, tmp_path / "m.gguf")
     model.write_bytes(model.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="damaged or half downloaded"):
+    with pytest.raises(ModelError, match="damaged or not fully downloaded"):
         export_gguf(job, print)
     assert not list(tmp_path.glob("*m.*"))
 

@@ -1,4 +1,4 @@
-"""The general text that ships with the project: what a tuned model should not forget while it learns something else.
+"""The general text, included with safetrain, on which forgetting is measured.
 
 60 short pieces, written for this project and under its licence: 24 paragraphs in English, 24 in Portuguese (everyday
 knowledge, stories, instructions), 12 pieces of code in as many languages.
@@ -14,13 +14,13 @@ from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
 
 FILE = Path(__file__).with_name("general_text.jsonl")
-LEAST_PIECES = 6  # of a part: with fewer it is not measured
-MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: with the usual tokenizers none has as many; where time is short
+LEAST_PIECES = 6  # of a part: with fewer the part is not measured
+MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: usually none has as many; the limit in a short measurement
 
 
 @dataclass(frozen=True)
 class GeneralText:
-    """The pieces as tokens, and the part that each belongs to. Every token except a piece's first is a label."""
+    """The pieces as tokens, and the part of each. Every token except a piece's first is a label."""
 
     rows: TokenRows
     parts: tuple[str, ...]  # (rows,)
@@ -30,9 +30,9 @@ class GeneralText:
 def general_text(
     tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None, most_tokens: int | None = None
 ) -> GeneralText:
-    """As the tokenizer writes it for a model of these limits; without pieces that do not come back as they were.
+    """Tokenize the pieces for a model with these limits, leaving out those that decode to a different text.
 
-    At most about ``most_tokens`` tokens, but of each part the first LEAST_PIECES, cut to SHORT_TOKENS if need be.
+    At most about ``most_tokens`` tokens, but at least LEAST_PIECES of each part, truncated to SHORT_TOKENS if needed.
     """
     pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
@@ -53,5 +53,5 @@ def general_text(
 
 
 def _letters(text: str) -> str:
-    """Remove what tokenizers change on purpose: white space, and the form and case of letters."""
+    """Normalise what tokenizers change on purpose: white space, and the form and case of letters."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())

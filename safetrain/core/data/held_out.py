@@ -1,4 +1,4 @@
-"""The rows of the test file, which neither training nor the choice of adapter has seen, and the questions in them."""
+"""The test rows, which neither training nor the choice of the adapter uses, and their questions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,25 +15,25 @@ from safetrain.core.records.schema import PRETRAIN
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What base and tuned are compared on."""
+    """The test rows and questions on which the tuned model is compared with its base."""
 
-    rows: TokenRows  # cut as in training; after a training from scratch on documents, the pieces of windows
+    rows: TokenRows  # truncated as in training; the pieces of windows after pretraining on documents
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
     where: Callable[[int], str]  # file:line of a row
-    rows_available: int  # of which ``rows`` may be an evenly spread sample
+    rows_available: int  # ``rows`` may be an evenly spaced sample of them
     questions_available: int
 
     def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
-        """What the result does not show: rows and expected answers that are cut off."""
+        """Remarks about truncated rows and expected answers."""
         texts = []
         if self.rows.cut_rows:
-            texts.append(f"{counted(self.rows.cut_rows, 'test row')} cut to {max_seq_length} tokens, as in training")
+            texts.append(
+                f"{counted(self.rows.cut_rows, 'test row')} truncated to {max_seq_length} tokens as in training"
+            )
         longest = max((len(question.answer) for question in self.questions), default=0)
         if longest > max_new_tokens:
-            texts.append(
-                f"warning: expected answers have up to {longest} tokens, evaluate.max_new_tokens cuts them off"
-            )
+            texts.append(f"warning: expected answers have up to {longest} tokens; evaluate.max_new_tokens cuts them")
         return texts
 
 
@@ -44,9 +44,9 @@ def held_out_in(
     method: str = "lora",
     most_tokens: int | None = None,
 ) -> HeldOut:
-    """The first ``max_examples`` rows of a store, cut, and their questions, for a model trained by ``method``.
+    """The first ``max_examples`` rows of a store, truncated, with their questions, for a model trained by ``method``.
 
-    ``max_examples`` None: all, or some evenly spread of ``most_tokens`` tokens in all.
+    ``max_examples`` None: all rows, or evenly spaced ones with ``most_tokens`` tokens in all.
     """
     most_tokens = most_tokens if max_examples is None else None
     first, ends = store.rows[:max_examples], frozenset(store.made.stop_ids)

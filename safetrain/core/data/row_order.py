@@ -1,7 +1,7 @@
-"""Which rows make which update, a function of (seed, epoch), and the largest update that a run may meet.
+"""The order of rows, a function of seed and epoch, and the largest update of a run.
 
-Within an update rows are sorted, the longest first, and cut into micro-batches by a bound on tokens. So a micro-batch
-holds at most as many tokens as ``batch_size`` of the longest rows, and at most the rows of its update.
+Within an update, rows are sorted, the longest first, and divided into micro-batches with a limit on tokens. So a
+micro-batch has at most as many tokens as ``batch_size`` of the longest rows, and at most the rows of its update.
 """
 
 import functools
@@ -16,13 +16,13 @@ from safetrain.core.data.windows import TokenWindows, TrainRows
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
-SEEDS = (42, *range(7))  # of params.yaml, and seven others: under any other seed the largest update is hardly larger
-MOST_EPOCHS = 20  # looked at: later ones hardly ever have a larger update
+SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
+MOST_EPOCHS = 20  # epochs to search: later ones hardly ever have a larger update
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where the data stands: the next update is number ``window`` of ``epoch``, both from 0."""
+    """The position in the data: the next update is number ``window`` of ``epoch``, both from 0."""
 
     epoch: int
     window: int
@@ -38,9 +38,9 @@ def largest_update(
     *,
     rectangles: bool = False,
 ) -> LargestUpdate:
-    """The most rows, tokens and labels in any update of a run, over several orders of its rows (``seeds``).
+    """The most rows, tokens and labels in any update of a run, over the orders of several ``seeds``.
 
-    ``longest`` counts the rows to validate on too. ``rectangles``: rows are padded to the longest of them.
+    ``longest`` includes the validation rows. ``rectangles``: rows are padded to the longest of them.
     """
     if isinstance(data, TokenWindows):  # all updates are equal
         tokens = min(rows_per_update, len(data)) * int(data.inputs().max())
@@ -59,9 +59,9 @@ def largest_update(
 def largest_windows(
     data: TrainRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int] = SEEDS
 ) -> list[UpdateRows]:
-    """The rows of the update with most tokens; and those of the update with most labels, if it is another one.
+    """The rows of the update with most tokens, and of the update with most labels if it is a different one.
 
-    TokenWindows have none: all updates are equally large.
+    Empty for TokenWindows, whose updates are all equally large.
     """
     if isinstance(data, TokenWindows):
         return []
@@ -73,7 +73,7 @@ def largest_windows(
 def _windows(
     data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int]
 ) -> list[tuple[list[int], int, int]]:
-    """For each order and epoch, the updates with most tokens and with most labels: rows, tokens, labels."""
+    """The updates with most tokens and most labels, for each order and epoch: their rows, tokens and labels."""
     tokens, labels = data.inputs(), data.label_counts
     remaining, windows = total_updates(len(data), rows_per_update, num_epochs, max_steps), []
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
@@ -89,17 +89,17 @@ def _windows(
 
 
 def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) -> UpdateRows:
-    """An update's rows, the longest first; of windows, the pieces.
+    """The rows of an update, or the pieces of its windows, the longest first.
 
-    The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
+    The first update of an epoch has the longest row of all, so a shape that does not fit fails at once.
     """
     order, first = row_order(seed, cursor.epoch, len(data), data.longest), cursor.window * rows_per_update
     return data.of_update(order[first : first + rows_per_update])
 
 
-@functools.lru_cache(maxsize=1)  # a training goes from one epoch to the next: 4 bytes a row
+@functools.lru_cache(maxsize=1)  # only the current epoch's: 4 bytes a row
 def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
-    """The rows of an epoch in the order of training, the longest first of all."""
+    """A random order of the rows for an epoch, except that the longest row is first."""
     order = np.random.default_rng([seed, epoch]).permutation(rows).astype(np.uint32)
     place = int(np.flatnonzero(order == longest)[0])
     order[[0, place]] = order[[place, 0]]
@@ -107,7 +107,7 @@ def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
 
 
 def order_fingerprint() -> str:
-    """A fingerprint of how numpy orders rows: versions with the same one continue each other's runs."""
+    """A fingerprint of numpy's shuffling: versions of numpy with the same one can resume each other's runs."""
     return hashlib.blake2b(row_order(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
 
 

@@ -1,13 +1,12 @@
-"""Tokens made once: rows as ids and labels in one file for each split, read as they are used, written by validate_data.
+"""Token stores: the tokenized rows of each split in one file, written by validate_data and read in parts.
 
-The file is a safetensors file (8 bytes of header length, JSON, little-endian arrays), so other tools open it too:
-``ids`` of all rows one after the other, ``trained`` (is this token a label), ``row_ends``, ``label_counts``, the source
-``files`` and ``lines`` of each row, and of the rows with a question: ``question_rows``, the ids of their
-prompts, the question's text and the category. The metadata says what made it.
+A store is a safetensors file (8 bytes of header length, JSON, little-endian arrays), so other tools can open it. It has
+the ``ids`` of all rows in sequence, ``trained`` (whether a token is a label), ``row_ends``, ``label_counts``, the
+source ``files`` and ``lines`` of each row, and for each question ``question_rows``, the ids of prompt and answer,
+the text and the category. The metadata has the provenance.
 
-Of a corpus the tokens stay in the files that they came in, and all of them are labels: of each document the store has
-its length, its file and its number there. The metadata names the files, and the stretches in them that belong to this
-split.
+The tokens of a corpus stay in their own files, and all are labels. Its store has the length, file and number of each
+document; the metadata names the files, and the stretches in them that belong to the split.
 """
 
 import contextlib
@@ -40,26 +39,26 @@ OF_ROWS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "
 ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts",
         "group_ends": "question_groups"}  # fmt: skip
 OF_DOCUMENTS = {"lengths": "U32", "files": "U32", "lines": "U32"}
-CORPUS = "documents_in"  # the key of a corpus's metadata
+CORPUS = "documents_in"  # the metadata key of a corpus
 COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a store was made from; train refuses one that was made with another model's tokenizer."""
+    """What a store was made from; train refuses the store of another model's tokenizer."""
 
-    tokenizer: str  # hash of the tokenizer's and the template's files
+    tokenizer: str  # hash of the files of tokenizer and chat template
     source: str  # hash of the data files
-    made_on: str  # ISO date that templates took for today
-    stop_ids: tuple[int, ...]  # that end an answer: those that training teaches, and the model's own
-    opening: str  # appended to the generation prompt when asking, so that it ends as in training
-    asked: str = ""  # removed from the end of the generation prompt before that
-    system: str = ""  # the system prompt that every row has; empty where they differ, or have none
+    made_on: str  # ISO date that templates used as today
+    stop_ids: tuple[int, ...]  # those that training teaches, and the model's own
+    opening: str  # appended to the generation prompt, so that it ends as in training
+    asked: str = ""  # removed from the generation prompt's end before that
+    system: str = ""  # the system prompt of all rows; empty if they differ or have none
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the tokens of a split of a corpus are."""
+    """The token files of a corpus, and the stretches of one split."""
 
     files: tuple[TokenFile, ...]
     stretches: tuple[Stretch, ...]
@@ -67,7 +66,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Store:
-    """An open store. ``rows`` stays on the disk and is read row by row."""
+    """An open store. Its tokens stay on the disk and are read row by row."""
 
     made: Provenance
     digest: str  # of ids, labels and row boundaries
@@ -76,17 +75,17 @@ class Store:
     files: tuple[str, ...]
     file_of_row: Values  # (rows,) index into files
     line_of_row: Values  # (rows,) from 1
-    label_bytes: float = 0.0  # UTF-8 bytes of a label, on average; 0: not known
+    label_bytes: float = 0.0  # mean UTF-8 bytes of a label; 0: unknown
 
     def where(self, row: int) -> str:
-        """``file:line`` of a row in the data that was validated; of one in a binary table ``file:row``."""
+        """``file:line`` of a row in the source data; ``file:row`` in a binary table."""
         file, line = (int(values[row : row + 1][0]) for values in (self.file_of_row, self.line_of_row))
         return f"{self.files[file]}:{line}"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows as arrays: ``ids`` and ``trained`` of all of them, and for each its length, labels, file and line."""
+    """Rows as arrays: ``ids`` and ``trained`` of all tokens, and length, labels, file and line of each row."""
 
     ids: np.ndarray  # (tokens,) uint32
     trained: np.ndarray  # (tokens,) bool
@@ -97,12 +96,12 @@ class Columns:
 
 
 def store_path(folder: Path, split: str) -> Path:
-    """The token store of a split, beside its canonical rows."""
+    """The token store of a split, next to its canonical rows."""
     return folder / f"{split}.tokens.safetensors"
 
 
 class _Writer(contextlib.ExitStack):
-    """Writes a store, whole or not at all. Each array waits in a scratch file: memory does not grow with the rows."""
+    """Writes a store atomically. Arrays wait in scratch files, so memory does not grow with the rows."""
 
     def __init__(self, path: Path, kinds: Mapping[str, str]) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class _Writer(contextlib.ExitStack):
             self._arrays[name].write(values.astype(DTYPES[self._kinds[name]]).tobytes())
 
     def _write(self, made: Provenance, digest: str, files: Sequence[str], label_bytes: float, **more: str) -> None:
-        """Write the file: to a temporary name, flushed, renamed. ``label_bytes``: of a label, on average."""
+        """Write the file atomically; ``label_bytes``: mean UTF-8 bytes of a label."""
         metadata = {
             "version": str(VERSION),
             "digest": digest,
@@ -131,7 +130,7 @@ class _Writer(contextlib.ExitStack):
     def _write_arrays(self, path: Path, metadata: Mapping[str, str]) -> None:
         header: dict[str, Any] = {"__metadata__": metadata}
         widths, place = {name: np.dtype(DTYPES[kind]).itemsize for name, kind in self._kinds.items()}, 0
-        order = sorted(widths, key=lambda name: -widths[name])  # the widest numbers first, so that all are aligned
+        order = sorted(widths, key=lambda name: -widths[name])  # the widest numbers first, for alignment
         for name in order:
             size = self._arrays[name].tell()
             shape, offsets = [size // widths[name]], [place, place + size]
@@ -158,7 +157,7 @@ class StoreWriter(_Writer):
         return self._rows
 
     def add(self, rows: Columns) -> None:
-        """Several rows, one after the other."""
+        """Add rows."""
         raw, labels = rows.ids.astype("<u4").tobytes(), rows.trained.astype(np.bool_).tobytes()
         self._arrays["ids"].write(raw)
         self._arrays["trained"].write(labels)
@@ -179,7 +178,7 @@ class StoreWriter(_Writer):
             self._put(**{ENDS[name]: values, name: np.array([self._ends[name]])})
 
     def finish(self, made: Provenance, files: Sequence[str], label_bytes: int = 0) -> None:
-        """Write the file. ``label_bytes``: of the text of all labels."""
+        """Write the file. ``label_bytes``: UTF-8 bytes of all answers."""
         digest = hashlib.blake2b(self._ids_digest.digest() + self._labels_digest.digest(), digest_size=16)
         self._arrays["row_ends"].seek(0)
         while piece := self._arrays["row_ends"].read(COPY_BYTES):
@@ -194,17 +193,17 @@ class DocumentWriter(_Writer):
         super().__init__(path, OF_DOCUMENTS)
 
     def add(self, lengths: np.ndarray, file: int, numbers: np.ndarray) -> None:
-        """Documents of one file, none of them empty; ``numbers`` (documents,) count from 1."""
+        """Add non-empty documents of one file; ``numbers`` (documents,) count from 1."""
         self._put(lengths=lengths, files=np.full(len(lengths), file), lines=numbers)
 
     def finish(self, made: Provenance, digest: str, corpus: Corpus, label_bytes: float) -> None:
-        """Write the file. ``label_bytes``: of a label, on average."""
+        """Write the file. ``label_bytes``: mean UTF-8 bytes of a label."""
         text = json.dumps(dataclasses.asdict(corpus), ensure_ascii=False)
         self._write(made, digest, [file.path for file in corpus.files], label_bytes, **{CORPUS: text})
 
 
 def read_made(path: Path) -> Provenance | None:
-    """Provenance of the store at ``path``; None if it is missing, cannot be read, or is of another version."""
+    """The provenance of a store; None if it is missing, cannot be read, or has another version."""
     try:
         return _read(path)[0]
     except (OSError, DataError):
@@ -212,12 +211,12 @@ def read_made(path: Path) -> Provenance | None:
 
 
 def open_split(split: str, base: Path) -> Store:
-    """The store of a split in data/validated, as the tokenizer of ``base`` makes it; raises as ``open_store`` does."""
+    """Open a split in data/validated, made with the tokenizer of ``base``; raises as ``open_store`` does."""
     return open_store(store_path(paths.VALIDATED, split), tokenizer_hash(base))
 
 
 def open_store(path: Path, tokenizer: str | None = None) -> Store:
-    """Open a store; raises ConfigError where it is missing or made with another ``tokenizer``, DataError if damaged."""
+    """Open a store; raises ConfigError if it is missing or made with another ``tokenizer``, DataError if damaged."""
     try:
         made, metadata, arrays = _read(path)
     except FileNotFoundError:
@@ -228,7 +227,7 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
         raise ConfigError(
             "data/validated was made with another tokenizer or chat template.",
             where=str(path),
-            do="run validate_data with the same model.path, or safetrain run, which does",
+            do="run validate_data with the same model.path, or safetrain run",
         )
     if CORPUS in metadata:
         rows, questions = _documents(path, metadata[CORPUS], arrays), Questions(np.zeros(0, dtype=np.uint64))
@@ -240,7 +239,7 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
 
 
 def _rows(path: Path, arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Questions]:
-    """Rows and questions; raises DataError unless they end one after the other, the last where the values end."""
+    """Read rows and questions; raises DataError if their ends do not ascend to the number of values."""
     ends = {name: arrays[name][:].astype(np.int64) for name in ENDS}
     for name, values in ENDS.items():
         borders = np.concatenate([[0], ends[name], [len(arrays[values])]])
@@ -258,7 +257,7 @@ def _rows(path: Path, arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Ques
 
 
 def _documents(path: Path, text: str, arrays: Mapping[str, FileValues]) -> TokenRows:
-    """The rows of a split of a corpus; raises DataError where it or a file is not as it was."""
+    """Read the rows of a corpus split; raises DataError if the store is damaged or a token file has changed."""
     try:
         corpus = from_json(Corpus, json.loads(text))
     except (ValueError, KeyError, TypeError):
@@ -272,7 +271,7 @@ def _documents(path: Path, text: str, arrays: Mapping[str, FileValues]) -> Token
 
 
 def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]]:
-    """What a store says of itself, and its arrays; raises DataError where it is damaged or of another version."""
+    """Read provenance, metadata and arrays of a store; raises DataError if it is damaged or has another version."""
     size, end = path.stat().st_size, 0
     file = OpenFile(path)
     try:
@@ -295,7 +294,7 @@ def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]
 
 def _damaged(path: Path) -> DataError:
     return DataError(
-        "The token store is damaged, or of another version.",
+        "The token store is damaged, or has another version.",
         where=str(path),
         do=f"run '{dvc()} repro -f -s validate_data'",
     )

@@ -1,6 +1,6 @@
-"""The model's chat template: how transformers runs it, with one date for a whole validation, and how it ends answers.
+"""Runs the model's chat template as transformers does, with a fixed date, and finds how it ends answers.
 
-A chat is also rendered with marks in place of its words, which shows what the template itself writes around them.
+Rendering a chat with marks in place of its words shows the text that the template writes around them.
 """
 
 import functools
@@ -17,7 +17,7 @@ SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable
 
 
 class TemplateError(ValueError):
-    """The template does not render these messages. ``kind``: refuses, sandbox (it needs what is forbidden), broken."""
+    """The template does not render these messages. ``kind``: refuses, sandbox (it uses a forbidden feature), broken."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """Renders chats. ``sources`` by name: default, and perhaps tool_use, as tokenizer_config.json has them."""
+    """Renders chats. ``sources`` by name: default, and perhaps tool_use, as in tokenizer_config.json."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any], today: date) -> None:
         self._sources, self._special, self._today = dict(sources), dict(special_tokens), today
@@ -54,9 +54,9 @@ class ChatTemplate:
         prompt: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text; ``prompt`` adds the opening of an answer. Raises TemplateError.
+        """Render a chat; ``prompt`` adds the generation prompt. Raises TemplateError.
 
-        ``settings`` are a template's own, as enable_thinking: training gives none.
+        ``settings``: variables of the template, such as enable_thinking; training sets none.
         """
         import jinja2
 
@@ -65,7 +65,7 @@ class ChatTemplate:
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
             return str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
         except RecursionError as error:
-            raise TemplateError("broken", "it calls itself without end") from error
+            raise TemplateError("broken", "it recurses without end") from error
         except jinja2.TemplateSyntaxError as error:
             kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "broken"
             raise TemplateError(kind, f"line {error.lineno} of the template: {error}") from error
@@ -76,65 +76,65 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str, today: date) -> Any:
-    """The template in transformers' own sandbox; ``strftime_now`` always says ``today``.
+    """Compile the template in transformers' sandbox; ``strftime_now`` always gives ``today``.
 
-    A date that moved on at midnight would change the rows of an interrupted run.
+    If the date changed at midnight, so would the rows of an interrupted run.
     """
     from transformers.utils import chat_template_utils
 
-    compiled = chat_template_utils._compile_jinja_template.__wrapped__(source)  # not its cache: the date is set below
+    compiled = chat_template_utils._compile_jinja_template.__wrapped__(source)  # no cache: the date is set below
     compiled.globals = {**compiled.globals, "strftime_now": datetime.combine(today, time()).strftime}
     return compiled
 
 
 @dataclass(frozen=True)
 class Controls:
-    """The tokenizer's own strings: ``tokens`` finds every added token, ``stops`` end an answer."""
+    """The tokenizer's control strings: ``tokens`` matches every added token, ``stops`` end an answer."""
 
     tokens: "re.Pattern[str] | None"
     stops: frozenset[str]
 
     def found_in(self, text: str) -> list[tuple[int, str]]:
-        """Each added token in ``text`` with its place."""
+        """Find all added tokens in ``text`` with their positions."""
         return [] if self.tokens is None else [(match.start(), match.group()) for match in self.tokens.finditer(text)]
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A marked chat as rendered: ``literals[k]`` stands before the mark ``places[k]``, the last one at the end."""
+    """A rendered chat with marks: ``literals[k]`` is before the mark ``places[k]``, the last literal at the end."""
 
     literals: tuple[str, ...]
-    places: tuple[int, ...]  # numbers of marks; one may be written twice, or never
+    places: tuple[int, ...]  # numbers of the marks; the template may write a mark twice, or never
 
 
 def skeleton_of(text: str) -> Skeleton:
-    """Take a rendered chat with marks apart."""
+    """Divide a rendered chat with marks."""
     parts = MARK.split(text)
     return Skeleton(tuple(parts[::2]), tuple(map(int, parts[1::2])))
 
 
 @dataclass(frozen=True)
 class PlainAnswers:
-    """The template's text around plain answers: ``header`` stands before one, from what closes the question on.
+    """The template's text around plain answers: ``header`` comes before an answer, including the end of the question.
 
-    ``between`` and ``at_end`` stand after one in the middle and at the end of a chat; ``tail`` is how both begin.
+    ``between`` and ``at_end`` follow an answer in the middle and at the end of a chat; ``tail`` is their common prefix.
     """
 
     controls: Controls
     header: str = ""
-    own_header: str = ""  # without what closes the question
+    own_header: str = ""  # the header without the end of the question
     between: str = ""
     at_end: str = ""
     tail: str = ""
     openers: frozenset[str] = frozenset()  # control tokens of the header
 
     def closing(self, after: str) -> tuple[int, str]:
-        """Where in the text after an answer its closing token ends, and that token; (0, "") if nothing closes it."""
+        """The end of the closing token in the text after an answer, and that token; (0, "") if there is none."""
         tokens = self.controls.found_in(after)
         if not tokens:
             return 0, ""
         tail = self.tail.strip()
-        own_end = len(after) - len(after.lstrip()) + len(tail)  # white space of the answer itself may stand before it
+        own_end = len(after) - len(after.lstrip()) + len(tail)  # the answer's own white space may come first
         in_tail = bool(tail) and after.lstrip().startswith(tail)
         own = [item for item in tokens if item[0] < own_end] if in_tail else tokens[:1]
         for place, token in own:
@@ -142,7 +142,7 @@ class PlainAnswers:
                 return place + len(token), token
         place, token = tokens[0]
         if after[:place].strip() or not self.at_end.strip() or token in self.openers:
-            return 0, ""  # where nothing closes an answer, this is the next header
+            return 0, ""  # no closing token: this one is in the next header
         return place + len(token), token
 
     def closings(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class PlainAnswers:
 
 
 def plain_answers(template: ChatTemplate, controls: Controls, tools: Sequence[Any] | None) -> PlainAnswers:
-    """See what the template writes around plain answers; empty where it refuses two questions and answers."""
+    """Render two questions and answers to find the text around answers; empty if the template refuses them."""
     chat = [{"role": ("user", "assistant")[n % 2], "content": f"Zq{n:05d}qZ"} for n in range(4)]
     try:
         literals = skeleton_of(template.write(chat, tools)).literals
@@ -163,7 +163,7 @@ def plain_answers(template: ChatTemplate, controls: Controls, tools: Sequence[An
         return PlainAnswers(controls)
     between, at_end = literals[2], literals[4]
     tail = common_prefix(between, at_end)
-    if prompt_literals == literals:  # the generation prompt always stands there
+    if prompt_literals == literals:  # it always writes the generation prompt
         at_end = at_end[:tail]
     header = literals[3][: common_prefix(literals[3], prompt_end) or len(literals[3])]
     closing = {tokens[0][1] for part in (between, at_end) if (tokens := controls.found_in(part))}
@@ -174,13 +174,13 @@ def plain_answers(template: ChatTemplate, controls: Controls, tools: Sequence[An
 
 
 def common_prefix(one: str, two: str) -> int:
-    """Count the characters that two texts share from their beginning, up to a border of words and control strings."""
+    """The length of the common prefix of two texts that ends at a border of words or control strings."""
     most = next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     return max(set(borders(one, most)) & set(borders(two, most)), default=0)
 
 
 def borders(text: str, most: int) -> Iterator[int]:
-    """Where words and control strings end, from 0 up to ``most``."""
+    """Yield the ends of words and control strings, from 0 up to ``most``."""
     yield 0
     for match in LEXEME.finditer(text):
         if match.end() > most:

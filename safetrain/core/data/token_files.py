@@ -1,6 +1,6 @@
-"""Numbers of tokens in files, read as they are sliced: a store's own, and those of a corpus, which stay in its files.
+"""Reads tokens from files when they are sliced, for token stores and for tokenized corpora.
 
-Nothing is mapped or kept, so tokens take the memory of what is in use.
+Files are neither mapped nor cached, so only tokens in use take memory.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ import numpy as np
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import dvc
 
-SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a file, evenly spread, the first and the last bytes among them
+SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a file, evenly spaced from its first to its last bytes
 
 
 class OpenFile:
-    """A file that stays readable when another takes its name, and closes when nothing refers to it any more."""
+    """A file that stays readable when it is replaced, and closes when it is garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -27,7 +27,7 @@ class OpenFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, offset: int, size: int) -> bytes:
-        """So many bytes; raises DataError where they are not there."""
+        """Read ``size`` bytes; raises DataError if the file is too short or unreadable."""
         parts, at, end = list[bytes](), offset, offset + size
         try:
             while at < end and (part := os.pread(self._descriptor, end - at, at)):  # Linux gives 2 GiB at most
@@ -36,13 +36,13 @@ class OpenFile:
         except OSError as error:
             raise DataError(f"The tokens cannot be read: {error.strerror}.", where=str(self._path)) from None
         if at < end:
-            what, do = "A file of tokens has become shorter.", "put it back, and go on: the same command resumes"
+            what, do = "A token file has become shorter.", "restore it and run the same command, which resumes"
             raise DataError(what, where=str(self._path), expected=f"{end} bytes or more", do=do)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class FileValues:
-    """Numbers of one type in an open file, from an offset on."""
+    """Numbers of one type in an open file, from an offset."""
 
     def __init__(self, file: OpenFile, dtype: np.dtype, offset: int, count: int) -> None:
         self._file, self._dtype, self._offset, self._count = file, dtype, offset, count
@@ -51,7 +51,7 @@ class FileValues:
         return self._count
 
     def __getitem__(self, place: slice) -> np.ndarray:
-        """Raises DataError where they cannot be read."""
+        """Raises DataError if they cannot be read."""
         start, stop, _ = place.indices(self._count)
         width = self._dtype.itemsize
         return np.frombuffer(self._file.read(self._offset + width * start, width * max(0, stop - start)), self._dtype)
@@ -59,7 +59,7 @@ class FileValues:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of a corpus as it was validated."""
+    """A token file of a corpus and its state at validation."""
 
     path: str
     tokens: int
@@ -67,23 +67,23 @@ class TokenFile:
     digest: str  # of sampled bytes
 
     def require_unchanged(self) -> None:
-        """Raise DataError where it is gone, or its size or sampled bytes are others than was validated."""
+        """Raise DataError if the file is missing, or its size or sampled bytes have changed since validation."""
         path, size = Path(self.path), self.tokens * self.token_bytes
         try:
             if path.stat().st_size == size and sampled_digest(path) == self.digest:
                 return
-            what = "is not the one that was validated"
+            what = "has changed since validation"
         except OSError as error:
             what = f"cannot be read: {os.strerror(error.errno or 0)}"
         raise DataError(
             f"A file of the corpus {what}.",
             where=self.path,
             expected=f"{size} bytes, as validate_data saw them",
-            do=f"put it back, or validate the corpus as it is now: {dvc()} repro -f -s validate_data",
+            do=f"restore it, or validate the corpus again: {dvc()} repro -f -s validate_data",
         )
 
     def ids(self, begin: int, end: int) -> np.ndarray:
-        """(tokens,) uint32; raises DataError. Opened for each reading: a Mac allows a process 256 open files."""
+        """Read ids, (tokens,) uint32; raises DataError. Reopens the file: macOS allows 256 open files."""
         try:
             file = OpenFile(Path(self.path))
         except OSError as error:
@@ -93,7 +93,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Whole documents of a file that stand one after the other."""
+    """Consecutive whole documents of a token file."""
 
     file: int
     begin: int  # tokens
@@ -101,9 +101,9 @@ class Stretch:
 
 
 def sampled_digest(path: Path) -> str:
-    """Of the size and of 1 MiB of a file, evenly spread; raises OSError.
+    """Hash the size and 1 MiB of evenly spaced samples of a file; raises OSError.
 
-    Whole files are hashed when they are validated; what looks at them every time reads no terabyte.
+    Validation hashes whole files; the checks of every run cannot read terabytes.
     """
     size = path.stat().st_size
     state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
@@ -115,7 +115,7 @@ def sampled_digest(path: Path) -> str:
 
 
 class StretchIds:
-    """The ids of some stretches, one after the other, read as they are sliced."""
+    """The ids of several stretches in sequence, read when they are sliced."""
 
     def __init__(self, files: Sequence[TokenFile], stretches: Sequence[Stretch]) -> None:
         self._files, self._stretches = files, stretches

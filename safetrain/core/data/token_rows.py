@@ -1,4 +1,4 @@
-"""Rows as tokens: views into arrays that may lie on the disk, never Python objects for each row."""
+"""Tokenized rows: views into arrays that may be on the disk, without a Python object for each row."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,11 +7,11 @@ from typing import Protocol, overload
 
 import numpy as np
 
-STRETCH = 2**16  # tokens whose labels are counted at a time
+STRETCH = 2**16  # tokens of a block in which labels are counted together
 
 
 class Values(Protocol):
-    """A number for each token, in memory, or read from files as it is sliced."""
+    """Numbers in memory, or in a file that is read when they are sliced."""
 
     def __getitem__(self, place: slice, /) -> np.ndarray: ...
 
@@ -28,31 +28,31 @@ class TokenRow:
 
     @property
     def trained_tokens(self) -> int:
-        """The number of labels. The first token of a row is never one: nothing stands before it to predict it from."""
+        """The number of labels. A row's first token is never one, because no token before it predicts it."""
         return int(np.count_nonzero(self.trained[1:]))
 
 
 def token_row(ids: Sequence[int], trained: Sequence[bool]) -> TokenRow:
-    """A row from plain lists."""
+    """Make a row from lists."""
     return TokenRow(np.array(ids, dtype=np.uint32), np.array(trained, dtype=np.bool_))
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt to continue and the expected answer as ids, their row, and the question as text."""
+    """A prompt and the expected answer as ids, the index of their row, and the question as text."""
 
     row: int
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]  # its closing token too
+    answer: tuple[int, ...]  # with its stop token
     text: str
     group: str = ""  # its row's category or task
 
 
 class Questions:
-    """The questions of a split, made when they are needed."""
+    """The questions of a split, each read when it is needed."""
 
     def __init__(self, rows: np.ndarray, *parts: tuple[Values, np.ndarray]) -> None:
-        """``rows`` (questions,); ``parts``: values of prompts, answers, texts and groups (UTF-8), where each ends."""
+        """``rows`` (questions,); ``parts``: values of prompts, answers, texts and groups (UTF-8), and their ends."""
         self.rows, self._parts = rows, parts
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Questions:
 
 
 class TokenRows(Sequence[TokenRow]):
-    """The rows of a split. Lengths and label counts are arrays, computed once; tokens are read when they are needed."""
+    """The rows of a split. Lengths and label counts are in memory; tokens are read when they are needed."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TokenRows(Sequence[TokenRow]):
         label_counts: np.ndarray,
         numbers: np.ndarray | None = None,
     ) -> None:
-        """``ids`` and ``trained`` (tokens,); of each row (rows,) where it starts in them, its tokens, its labels.
+        """``ids`` and ``trained`` (tokens,); for each row its start in them, its length and its labels, (rows,).
 
         ``numbers`` (rows,): the number of each row in messages; None: its index.
         """
@@ -90,7 +90,7 @@ class TokenRows(Sequence[TokenRow]):
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
-        """Rows that are in memory already."""
+        """Make rows from rows in memory."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         return cls(
             np.concatenate([row.ids for row in rows] or [np.zeros(0, dtype=np.uint32)]),
@@ -116,7 +116,7 @@ class TokenRows(Sequence[TokenRow]):
 
     @property
     def documents(self) -> "TokenRows":
-        """Itself: what windows (core/data/windows.py) are cut from."""
+        """These rows themselves: windows (core/data/windows.py) are cut from them."""
         return self
 
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
@@ -125,26 +125,26 @@ class TokenRows(Sequence[TokenRow]):
         return (places if self._numbers is None else self._numbers[places]).tolist()
 
     def token_at(self, place: int) -> int:
-        """The token at a place among all tokens."""
+        """The token at an index into all tokens."""
         return int(self._ids[place : place + 1][0])
 
     def stretches(self, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> "TokenRows":
-        """Other rows of the same tokens, from ``starts``, so long, and called so; which tokens are labels is read."""
+        """Other rows of the same tokens, with these ``starts``, ``lengths`` and ``numbers``; reads their labels."""
         places = zip((starts + 1).tolist(), (starts + lengths).tolist(), strict=True)
         counts = np.array([np.count_nonzero(self._trained[begin:end]) for begin, end in places], dtype=np.int32)
         return TokenRows(self._ids, self._trained, starts, lengths, counts, numbers)
 
     def shapes(self) -> np.ndarray:
-        """(rows,) tokens that rows feed: what decides how they lie."""
+        """The input lengths by which rows are laid out in batches; (rows,)."""
         return self.inputs()
 
     def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
-        """These rows, the longest first, equals by their number."""
+        """The rows of an update, the longest first, equally long ones by their number."""
         places = np.asarray(rows, dtype=np.int64)
         return UpdateRows(self, places[np.lexsort((places, -self.lengths[places]))].tolist())
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "TokenRows":
-        """These rows, in this order."""
+        """A selection of rows, in this order."""
         return self._part(np.asarray(rows, dtype=np.int64))
 
     def _part(self, places: slice | np.ndarray) -> "TokenRows":
@@ -152,14 +152,14 @@ class TokenRows(Sequence[TokenRow]):
         return TokenRows(self._ids, self._trained, *part)
 
     def sample(self, most_tokens: int) -> np.ndarray:
-        """Indices of all rows, or of as many at equal distances as have about ``most_tokens`` tokens."""
+        """Indices of all rows, or of evenly spaced rows with about ``most_tokens`` tokens in all."""
         count = min(len(self), max(1, len(self) * most_tokens // max(1, self.tokens)))
         return np.linspace(0, len(self) - 1, count).round().astype(np.int64)
 
     def cut(self, max_seq_length: int, beat: Callable[[], None] = lambda: None) -> "TokenRows":
-        """Each row's first ``max_seq_length`` tokens; where these hold no label, that many around the first label.
+        """Truncate rows to their first ``max_seq_length`` tokens, or to as many around the first label if later.
 
-        Reads which tokens of longer rows are labels; ``beat`` is called before each MiB of them.
+        Reads the labels of longer rows; ``beat`` is called before each block.
         """
         long = np.flatnonzero(self.lengths > max_seq_length)
         starts, lengths, labels = self.starts, self.lengths, self.label_counts
@@ -179,11 +179,11 @@ class TokenRows(Sequence[TokenRow]):
         return shorter
 
     def _window(self, rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of ``rows``, all longer than ``size`` and near each other: which token to begin at, and labels from there."""
+        """The first token to keep and the labels from there, for neighbouring ``rows`` longer than ``size``."""
         starts = self.starts[rows]
         ends = starts + self.lengths[rows]
         first, last = int(starts[0]), int(ends.max())
-        places = np.flatnonzero(self._trained[first:last]) + first  # of tokens that are labels
+        places = np.flatnonzero(self._trained[first:last]) + first  # of labels
         next_label = np.searchsorted(places, starts + 1)
         has_one = next_label < np.searchsorted(places, ends)
         labels = np.where(has_one, np.append(places, 0)[next_label], starts)
@@ -198,16 +198,16 @@ class TokenRows(Sequence[TokenRow]):
 
     @functools.cached_property
     def by_length(self) -> np.ndarray:
-        """(rows,) the longest first, equals in their order."""
+        """Indices of the rows, the longest first, equally long ones in order; (rows,)."""
         return np.argsort(-self.lengths, kind="stable").astype(np.uint32)
 
     @property
     def tokens(self) -> int:
-        """That the model reads."""
+        """The number of tokens that the model reads."""
         return int(self.inputs().sum(dtype=np.int64))
 
     def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(rows,) tokens of these rows that the model reads: all but the last, which is only predicted."""
+        """The number of tokens that the model reads, (rows,): all except the last, which is only predicted."""
         return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1
 
 

@@ -19,8 +19,8 @@ class ChatTokenizer:
     """Token ids of texts and of chats, as the Hugging Face tokenizer in ``folder`` makes them."""
 
     def __init__(self, folder: Path, today: date | None = None) -> None:
-        """``today``: the date that templates see. Raises ModelError."""
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it reports the absence of PyTorch otherwise
+        """``today``: the date for templates. Raises ModelError."""
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that PyTorch is missing
         from transformers import AutoTokenizer
 
         try:
@@ -31,18 +31,18 @@ class ChatTokenizer:
             what = f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
             raise ModelError(what, where=str(folder), do=FETCH) from error
         if not self._tokenizer.is_fast:
-            what = "The model's tokenizer cannot say which token stands for which character."
+            what = "The model's tokenizer does not map characters to tokens."
             do = "use a copy of the model that has one"
             raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)
         self.folder = folder
         self._backend: Any = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # some models ship what they were trained with
+        self._backend.no_truncation()  # some models ship their training settings
         self._backend.no_padding()
         self.template = ChatTemplate(self._sources(), self._tokenizer.special_tokens_map, today or date.today())
 
     @cached_property
     def controls(self) -> Controls:
-        """The tokenizer's added tokens, and those that end an answer."""
+        """The tokenizer's added tokens and the model's stop tokens."""
         added = sorted(
             (token.content for token in self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True
         )
@@ -52,7 +52,7 @@ class ChatTokenizer:
 
     @cached_property
     def model_stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer by the model's own files: tokenizer, generation_config.json, config.json."""
+        """Ids of the stop tokens in the model's files: tokenizer, generation_config.json, config.json."""
         ids = {self._tokenizer.eos_token_id}
         for name in ("generation_config.json", "config.json"):
             value = _json_object(self.folder / name).get("eos_token_id")
@@ -61,7 +61,7 @@ class ChatTokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """The model's own, and the tokens with which its template closes plain answers."""
+        """The model's own stop tokens, and those with which its template closes plain answers."""
         if not self.template:
             return self.model_stop_ids
         closings = plain_answers(self.template, self.controls, None).closings()
@@ -69,26 +69,26 @@ class ChatTokenizer:
 
     @property
     def end_token(self) -> str:
-        """The token that ends a text, empty when the tokenizer has none."""
+        """The end-of-text token, empty if the tokenizer has none."""
         return self._tokenizer.eos_token or ""
 
     @cached_property
     def size(self) -> int:
-        """Ids are below this number."""
+        """The number of ids."""
         return len(self._tokenizer)
 
     @property
     def end_id(self) -> int | None:
-        """The id of the token that ends a text, None when the tokenizer has none."""
+        """The id of the end-of-text token, None if the tokenizer has none."""
         return self._tokenizer.eos_token_id
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """The tokenizer as it is used here, as tokenizer.json says it."""
+        """The tokenizer in use, in the form of tokenizer.json."""
         return dict(json.loads(self._backend.to_str()))
 
     def special_id(self, name: str) -> int | None:
-        """The id of bos, eos or pad, None where the tokenizer has none."""
+        """The id of bos, eos or pad, None if the tokenizer has none."""
         number = getattr(self._tokenizer, f"{name}_token_id")
         return number if isinstance(number, int) else None
 
@@ -97,21 +97,21 @@ class ChatTokenizer:
         return int(self._tokenizer.convert_tokens_to_ids(token))
 
     def token_of(self, number: int) -> str:
-        """The token with an id, as the tokenizer spells it."""
+        """The token of an id, in the tokenizer's own spelling."""
         return str(self._tokenizer.convert_ids_to_tokens(number))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a bare text, with the special tokens that the model wants around it, a beginning never twice."""
+        """Ids of a bare text with the model's special tokens around it; a bos token in the text is not repeated."""
         begins = self._tokenizer.bos_token
         special = not (begins and text.startswith(begins))
         return list(self._backend.encode(text, add_special_tokens=special).ids)
 
     def encode_chat(self, text: str) -> list[int]:
-        """Ids of a text in which a template has written the special tokens."""
+        """Ids of a rendered chat, which has its special tokens already."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_chats(self, texts: Sequence[str]) -> list[Any]:
-        """The tokenizer library's encodings of several such texts, made on as many cores as it takes."""
+        """The tokenizer library's encodings of several rendered chats, computed in parallel."""
         return list(self._backend.encode_batch(list(texts), add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -123,9 +123,9 @@ class ChatTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _sources(self) -> dict[str, str]:
-        """The chat templates by name, from wherever a model has them."""
+        """The chat templates by name, from the tokenizer or from chat_template.json."""
         template = self._tokenizer.chat_template
-        if not template:  # beside a processor, older models have it there
+        if not template:  # older models with a processor have it there
             template = _json_object(self.folder / "chat_template.json").get("chat_template")
         if isinstance(template, str):
             return {"default": template} if template.strip() else {}

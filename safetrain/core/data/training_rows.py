@@ -1,4 +1,4 @@
-"""The rows that a training sees, as the token stores of data/validated have them. No tokenizer is loaded."""
+"""Loads training and validation rows from the token stores of data/validated, without a tokenizer."""
 
 import dataclasses
 import math
@@ -14,34 +14,34 @@ from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRo
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
 
-SAMPLED_ROWS = 2**16  # that are looked at for chats among documents
+SAMPLED_ROWS = 2**16  # rows to search for chats among documents
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows to train and to validate on, hashes of them, and what they teach about answers."""
+    """The training and validation rows, their hashes, and the prompt format that training teaches."""
 
     train: TrainRows
     valid: TokenRows
-    train_digest: str = ""  # of all rows of the store, whole
+    train_digest: str = ""  # of all rows of the store, before truncation
     valid_digest: str = ""
     prompt_format: PromptFormat | None = None
     valid_rows_available: int = 0
-    valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
+    valid_label_bytes: float = 0.0  # mean UTF-8 bytes of a validation label; 0: unknown
 
     @property
     def bits_per_byte_of_nat(self) -> float:
-        """1 nat per label of validation, in bits per byte of its text; 0: not known."""
+        """Bits per byte for 1 nat per validation label; 0: unknown."""
         return 1 / (math.log(2) * self.valid_label_bytes) if self.valid_label_bytes else 0.0
 
     def in_windows(self, tokens: int) -> "TrainingRows":
-        """Return the rows as windows of ``tokens``, for training from scratch, with a sample to validate on."""
+        """The rows as windows of ``tokens``, for pretraining, with a sample of the validation rows."""
         ends = frozenset(self.prompt_format.stop_ids if self.prompt_format else ())
         train, valid = (TokenWindows(rows, tokens, ends) for rows in (self.train.documents, self.valid))
         return dataclasses.replace(self, train=train, valid=valid.some(MOST_VALID_TOKENS))
 
     def cut(self, tokens: int, beat: Callable[[], None] = lambda: None) -> "TrainingRows":
-        """Return the rows, each cut to ``tokens``, with a sample of at most MOST_VALID_TOKENS to validate on."""
+        """The rows truncated to ``tokens``, with at most MOST_VALID_TOKENS of the validation rows."""
         train, valid = (rows.cut(tokens, beat) for rows in (self.train.documents, self.valid))
         return dataclasses.replace(self, train=train, valid=valid.take(valid.sample(MOST_VALID_TOKENS)))
 
@@ -54,12 +54,10 @@ def load_training_rows(
     *,
     method: str = "lora",
 ) -> TrainingRows:
-    """The first ``max_examples`` rows to train on and those to validate on, cut to ``max_seq_length`` tokens if given.
+    """Load the first ``max_examples`` training rows and the validation rows, truncated to ``max_seq_length`` if given.
 
-    With ``method`` pretrain they are windows of that length instead.
-
-    Raises ConfigError where they are missing, or made with another tokenizer than that of ``base``; DataError where
-    they are damaged. ``beat`` is called as ``TokenRows.cut`` does.
+    With ``method`` pretrain they are windows of that length instead. Raises ConfigError if they are missing or were
+    made with a tokenizer other than that of ``base``, DataError if they are damaged. ``beat``: see ``TokenRows.cut``.
     """
     train, valid = open_split("train", base), open_split("valid", base)
     made = train.made
@@ -73,12 +71,12 @@ def load_training_rows(
 
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
-    """The rows that a training of ``base`` validates on, cut as there; raises ConfigError and DataError as above."""
+    """Load the validation rows of a training of ``base``, truncated as there; raises ConfigError, DataError."""
     rows = open_split("valid", base).rows.cut(max_seq_length)
     return rows.take(rows.sample(MOST_VALID_TOKENS))
 
 
 def _documents_alone(rows: TokenRows) -> bool:
-    """Whether all tokens are labels, as of no chat, in rows from all over."""
+    """Whether a sample of rows has only labels, so that none is a chat."""
     some = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_ROWS)).round().astype(np.int64)
     return bool(np.all(rows.label_counts[some] >= rows.lengths[some] - 1))

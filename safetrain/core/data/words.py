@@ -1,7 +1,7 @@
-"""The words of texts as numbers, for whole blocks of texts.
+"""Divides blocks of texts into words and hashes them.
 
-Texts that differ only in case, white space, punctuation or apostrophes have the same words. Signs of arithmetic are
-words (3 + 4 is not 3 * 4), and so is each letter of a script that puts no spaces between words.
+Texts that differ only in case, white space, punctuation or apostrophes have the same words. Arithmetic signs are words
+(3 + 4 is not 3 * 4), and so is each letter of a script without spaces between words.
 """
 
 import functools
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GAP, PART, ALONE, DROPPED, STAR, MINUS = range(6)  # what a character is to a word
+GAP, PART, ALONE, DROPPED, STAR, MINUS = range(6)  # kinds of characters
 UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 APOSTROPHES = "'\u2019\u02bc\u00ad"
-BORDER = "\n"  # after each text: a gap, and neither space nor digit to a sign next to it
-LAST = 0xFFFF  # stands for every character beyond it: emoji, rare ideographs
+BORDER = "\n"  # after each text: a gap that is neither a space nor a digit
+LAST = 0xFFFF  # replaces every character beyond it: emoji, rare ideographs
 LETTER_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Words:
-    """The words of some texts, one after the other: ``hashes`` (words,), and where each text's begin and end."""
+    """The words of several texts: ``hashes`` of all words in order, (words,), and the ``bounds`` of each text."""
 
     hashes: np.ndarray
     bounds: np.ndarray  # (texts + 1,)
 
     @property
     def counts(self) -> np.ndarray:
-        """(texts,) words of each."""
+        """The number of words of each text; (texts,)."""
         return np.diff(self.bounds)
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """Cut texts into words."""
+    """Divide texts into words."""
     parts = [folded(text) + BORDER for text in texts]
     codes = np.frombuffer("".join(parts).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     ends = np.cumsum([0, *map(len, parts)])
@@ -51,7 +51,7 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def folded(text: str) -> str:
-    """The text without differences of case and of composed letters."""
+    """Normalise case and composed letters."""
     return (text if text.isascii() else unicodedata.normalize("NFC", text)).casefold()
 
 
@@ -65,7 +65,7 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 def hashed(values: np.ndarray, firsts: np.ndarray, base: np.uint64) -> np.ndarray:
-    """(groups,) a hash of each group of values (uint64), which are in order; ``firsts``: where each group begins."""
+    """Hash each group of consecutive values (uint64), (groups,); ``firsts``: the index of each group's first value."""
     if not len(firsts):
         return np.zeros(0, dtype=np.uint64)
     sizes = np.diff(firsts, append=len(values))
@@ -75,7 +75,7 @@ def hashed(values: np.ndarray, firsts: np.ndarray, base: np.uint64) -> np.ndarra
 
 
 def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """Minus is a word before a digit, a star there and between two words; elsewhere both are punctuation."""
+    """Make a minus a word before a digit, and a star also between two words; elsewhere both are punctuation."""
     signs = np.flatnonzero(kinds >= STAR)
     if not len(signs):
         return kinds
@@ -92,7 +92,7 @@ def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """(65,536,) what each character is to a word."""
+    """The kind of each character; (65,536,)."""
     kinds = np.zeros(LAST + 1, dtype=np.uint8)
     for code in range(LAST + 1):
         category = unicodedata.category(chr(code))

@@ -1,1 +1,1 @@
-"""A model by its headers and config.json: no weight is read, nothing of it is run."""
+"""Describes a model by its headers and config.json, without reading weights or running its code."""

@@ -1,7 +1,8 @@
-"""A model folder as files: whether it is complete, its size, its shape, its blocks. Reads headers, without mlx.
+"""Checks a model folder and reads its size, shape and blocks from headers, without mlx.
 
-A config.json may leave out what mlx-lm has a default for, and some families have no such thing: a recurrent one has no
-attention heads. Then the weights say it, or what is usual: the estimate of memory goes by it, nothing that is computed.
+A config.json may leave out sizes for which mlx-lm has a default, or that the family does not have: a recurrent model
+has no attention heads. They are then derived from the weights, or a usual value is taken. Only the memory estimate uses
+them, no computation.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_he
 TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
-# The first of each that config.json has; those of mlx_lm/models/*.py
+# Names of sizes in mlx_lm/models/*.py; the first that config.json has counts
 WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "hidden_dim")
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
@@ -32,18 +33,18 @@ HEAD_SIZE = ("head_dim", "hidden_size_per_head", "kv_channels")
 FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ff_intermediate_size")
 VOCABULARY = ("vocab_size", "num_vocab")
 POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
-USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second in widths
+USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second as a multiple of the width
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
 BLOCK = re.compile(r"(?:^|[._])(layers|h|blocks)\.(\d+)\.")
 
-# Which tensors belong to which block, and which of them an adapter can be put on, by their names
+# Patterns of tensor names: the block of a tensor, and layers that can have an adapter
 IN_BLOCK = re.compile(r"(?:^|\.)(layers|h|blocks|kv_reuse_layers)\.(\d+)\.(.+)$")
-ON_TOP = "kv_reuse_layers"  # the last blocks, counted from 0 again (AFM)
+ON_TOP = "kv_reuse_layers"  # the last blocks of AFM, numbered from 0 again
 OTHER_PART = re.compile(
     r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)"
-)  # mlx-lm leaves them out
-# Convolutions; the halves into which multi-head latent attention takes its projection apart; a norm for each head;
-# what the model reads by itself (Gemma 3n, Kimi K3).
+)  # parts that mlx-lm leaves out
+# Convolutions; the halves of the projection in multi-head latent attention; norms of heads; weights that Gemma 3n and
+# Kimi K3 read directly.
 NO_LINEAR = re.compile(
     r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm|prediction_coefs|correction_coefs|attention_res_proj|"
     r"mlp_res_proj)$"
@@ -54,9 +55,9 @@ ROUTER_IS_A_PARAMETER = (
     "deepseek_v41_text", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash",
     "kimi_k2", "kimi_vl", "mimo_v2_flash", "muse_spark", "nemotron_h",
 )  # fmt: skip
-ADAPTED_OTHERWISE = {"afm7": ("self_attn.qkv_proj",), "bitnet": ("proj",)}  # or not at all, by the ends of their names
+ADAPTED_OTHERWISE = {"afm7": ("self_attn.qkv_proj",), "bitnet": ("proj",)}  # or not at all: ends of layer names
 
-TOKENIZER_FILES = (  # that decide how a text becomes tokens, and which ids end an answer
+TOKENIZER_FILES = (  # that determine tokenization, the chat template and stop ids
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
@@ -66,7 +67,7 @@ SOURCE = ".hub_id"  # the hub's name of the model, and on the second line the co
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the folder says about the model. Widths are in features, ``static_bytes`` is the size of all tensors."""
+    """A description of the model. Widths are in features; ``static_bytes`` is the size of all tensors."""
 
     folder: Path
     model_type: str
@@ -78,7 +79,7 @@ class ModelFiles:
     intermediate_size: int
     vocab_size: int
     max_positions: int | None
-    whole_logits: bool  # the model does more to its logits than the head: all of them are made
+    whole_logits: bool  # the model changes the logits after the head, so all of them are computed
     quantization_bits: int | None
     static_bytes: int
     tensors: tuple[TensorHeader, ...]
@@ -86,23 +87,23 @@ class ModelFiles:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, quantized ones counted one by one; scales and biases of a quantization are not weights."""
+        """The number of weights, counting each quantized weight; scales and biases of a quantization do not count."""
         return sum(tensor.weights for tensor in self.tensors)
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one number in the residual stream: that of the norms and scales, 2 unless they are float32."""
+        """Bytes of a number in the residual stream, as in norms and scales: 2, unless these are all float32."""
         floats = [t for t in self.tensors if t.dtype in ("F32", "F16", "BF16")]
         return 4 if floats and all(t.dtype == "F32" for t in floats) else 2
 
     @property
     def in_bfloat16(self) -> bool:
-        """Whether any of its numbers are stored in that type, as scales of a quantization are."""
+        """Whether any tensor has this type, such as the scales of a quantization."""
         return any(tensor.dtype == "BF16" for tensor in self.tensors)
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """Check that ``folder`` holds a whole model and describe it; raises ModelError with the file that is wrong."""
+    """Check that ``folder`` holds a complete model and describe it; raises ModelError with the faulty file."""
     if not folder.is_dir():
         raise _no_model(folder)
     config = _read_json(folder / "config.json")
@@ -117,15 +118,15 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_limits(folder: Path) -> tuple[int | None, int | None]:
-    """Rows of the embedding and tokens of the context, by config.json, without weights; None where it says neither."""
+    """The embedding's rows and the context in tokens, from config.json; None for one that it does not have."""
     config = _with_text(_read_json(folder / "config.json"))
     return _first_of(config, VOCABULARY) or None, _first_of(config, POSITIONS) or None
 
 
 def read_model_plan(path: Path) -> ModelFiles:
-    """A model to plan for: a whole folder, a folder that has only config.json, or a config.json by itself.
+    """Read a model to plan for: a complete folder, a folder with only config.json, or a config.json file.
 
-    Without weight files the tensors are those that the architecture has; raises ModelError where it is not known.
+    Without weight files, the tensors follow from the architecture; raises ModelError if it is unknown.
     """
     if not path.exists():
         raise _no_model(path)
@@ -136,7 +137,7 @@ def read_model_plan(path: Path) -> ModelFiles:
 
 
 def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
-    """A model that is only described, by what is or would be its config.json; ``folder`` is what it is called."""
+    """Describe a model by its config.json alone; ``folder`` names it."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
     try:
         return _describe(folder, config, tensors_of(_with_text(config)), digest)
@@ -145,7 +146,7 @@ def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
 
 
 def _describe(folder: Path, config: Mapping[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
-    """The record; raises ModelError when neither config.json nor the weights say what is needed."""
+    """Make the description; raises ModelError if neither config.json nor the weights give a size."""
     quantization, config = quantization_of(config), _with_text(config)
     tensors = with_quantization(headers, quantization)
     return ModelFiles(
@@ -161,12 +162,12 @@ def _describe(folder: Path, config: Mapping[str, Any], headers: Iterable[TensorH
 
 
 def _with_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json, with the keys of its text part (multimodal models) at the top level."""
+    """config.json with the keys of a multimodal model's text part at the top level."""
     return {**config, **(config.get("text_config") or {})}
 
 
 def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder: Path) -> dict[str, Any]:
-    """Widths of a model in features, as ModelFiles names them; of layers that differ, the largest.
+    """Sizes of a model under the names of ModelFiles; the largest if layers differ.
 
     Raises ModelError for a size that neither config.json nor the weights give.
     """
@@ -177,7 +178,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
     vocabulary = _first_of(config, VOCABULARY) or embedding[0]
     if missing := [names[0] for names, n in ((WIDTH, hidden), (DEPTH, layers), (VOCABULARY, vocabulary)) if not n]:
         raise ModelError(
-            f"config.json has no {missing[0]}, and the weights do not say it.",
+            f"config.json has no {missing[0]}, and the weights do not show it.",
             where=str(folder / "config.json"),
             do="use a model that mlx-lm supports",
         )
@@ -196,7 +197,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
 
 
 def _first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    """The first of ``names`` that is a number, or the largest of a list; 0 if none is set."""
+    """The first of ``names`` whose value is a positive number, or the largest number of its list; 0 if none is."""
     for name in names:
         value = config.get(name)
         numbers = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
@@ -206,7 +207,7 @@ def _first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files: those of the index, if there is one."""
+    """The safetensors files, by the index if there is one."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if paths := sorted(folder.glob("model*.safetensors")):
@@ -217,13 +218,13 @@ def _weight_files(folder: Path) -> list[Path]:
         what = f"The model's index names a file outside of its folder: {foreign[0]}."
         raise ModelError(what, where=str(index), do=FETCH)
     if missing := [name for name in names if not (folder / name).is_file()]:
-        what = f"The model is half downloaded: {len(missing)} of {len(names)} weight files are missing."
+        what = f"The model is not fully downloaded: {len(missing)} of {len(names)} weight files are missing."
         raise ModelError(what, where=str(folder), got=f"missing: {', '.join(missing[:5])}", do=FETCH)
     return [folder / name for name in names]
 
 
 def _read_header(path: Path) -> list[TensorHeader]:
-    """The tensors of one safetensors file; raises ModelError when the file is shorter than its header says.
+    """Read the header of a safetensors file; raises ModelError if the file is shorter than its header says.
 
     Format: an 8-byte little-endian length, that many bytes of JSON, then the data (huggingface/safetensors, README).
     """
@@ -231,7 +232,7 @@ def _read_header(path: Path) -> list[TensorHeader]:
     with path.open("rb") as file:
         start = file.read(8)
         if start == LFS_POINTER[:8]:
-            what = "A weight file is a pointer of Git LFS: the weights themselves are not here yet."
+            what = "A weight file is a Git LFS pointer: the weights are not downloaded yet."
             raise ModelError(what, where=str(path), do=FETCH_LFS)
         length = int.from_bytes(start, "little")
         text = file.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
@@ -248,12 +249,12 @@ def _read_header(path: Path) -> list[TensorHeader]:
             ]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         pass
-    what = "A weight file is damaged or half downloaded."
+    what = "A weight file is damaged or not fully downloaded."
     raise ModelError(what, where=str(path), expected=expected, got=f"{size} bytes", do=FETCH)
 
 
 def _file_sample(path: Path) -> bytes:
-    """Size, beginning, end and evenly spread blocks of a file, all of a small one: tells fine-tuned twins apart."""
+    """Hash a file's size and evenly spaced blocks, which distinguishes fine-tuned copies; all of a small file."""
     size = path.stat().st_size
     step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // SAMPLE_BLOCKS)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
@@ -265,7 +266,7 @@ def _file_sample(path: Path) -> bytes:
 
 
 def _no_model(path: Path) -> ModelError:
-    """For a path where nothing is; one like ``owner/name`` may be a name on the hub."""
+    """The error for a path that does not exist; ``owner/name`` may be a hub id."""
     is_hub_id = not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", "..")
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
     if similar := similar_path(path):
@@ -293,7 +294,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def in_blocks(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
-    """The block, the name inside it and the header of every tensor of a block."""
+    """Yield block number, name in the block, and header of every tensor in a block."""
     matches = [
         (match, tensor)
         for tensor in model.tensors
@@ -306,7 +307,7 @@ def in_blocks(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
 
 
 def adapted_weights(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
-    """The block, the layer's name inside it and the weight of every layer that an adapter can be put on."""
+    """Yield block number, name in the block, and weight of every layer that can have an adapter."""
     otherwise = ADAPTED_OTHERWISE.get(model.model_type, ())
     has_parameter = model.model_type in ROUTER_IS_A_PARAMETER
     for block, name, tensor in in_blocks(model):
@@ -321,7 +322,7 @@ def adapted_weights(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """A hash of names and contents of the tokenizer's, the chat template's and the stop ids' files in ``folder``."""
+    """Hash the names and contents of the files in ``folder`` with tokenizer, chat template and stop ids."""
     state = hashlib.blake2b(digest_size=16)
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for path in [*files, *sorted(folder.glob(TEMPLATES))]:
@@ -339,11 +340,11 @@ def make_same_tokens(first: Path, second: Path) -> bool:
 
 
 def source_of(folder: Path) -> list[str]:
-    """Name and commit; the second is missing in older downloads, both where the folder does not say."""
+    """The hub id and commit of a model; older downloads lack the commit, other folders both."""
     path = folder / SOURCE
     return path.read_text(encoding="utf-8").split() if path.is_file() else []
 
 
 def hub_id_of(folder: Path) -> str:
-    """The hub's name of the model; empty where the folder does not say."""
+    """The hub id of the model; empty if the folder has none."""
     return next(iter(source_of(folder)), "")

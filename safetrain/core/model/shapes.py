@@ -1,10 +1,10 @@
-"""The tensors of a model: how they are quantized, and, for an architecture that is known, all of them by config.json.
+"""The tensors of a model: their quantization, and for known architectures all names and shapes from config.json.
 
-A header gives the words and the groups of a row, which is bits times group size. Which is which, the type of the scales
-says, or config.json, which has an entry for each layer that differs from the rest.
+A header gives only the product of bits and group size. The type of the scales separates them, or config.json, which has
+an entry for each layer that differs from the others.
 
-For the dense families that people tune, config.json also gives every name and shape, so that a model that is not
-downloaded can be planned for. Architectures that are not listed are not guessed.
+For common dense families, config.json determines every name and shape, so safetrain can plan for a model that is not
+downloaded. It does not guess other architectures.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ FAMILIES = (
 )  # fmt: skip
 TYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever the config says, mlx-lm has no other head
+ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever config.json says, mlx-lm ties the head
 WORD_BITS = 32
 COMPANIONS = ("scales", "biases", "global_scale")
 FLOAT_BITS = {4 * 16: 4, 4 * 32: 4, 8 * 32: 8}  # by bits times group size: nvfp4, mxfp4, mxfp8
@@ -31,45 +31,45 @@ AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor as a safetensors header describes it, and how it is quantized."""
+    """A tensor from a safetensors header, with its quantization."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    bits: int = 0  # of each weight, where several are packed into a word of 32 bits
-    of_quantization: bool = False  # scales or biases of quantized weights, not weights themselves
+    bits: int = 0  # of each weight packed into 32-bit words; 0: not packed
+    of_quantization: bool = False  # whether it holds scales or biases of quantized weights
 
     @property
     def dequantized_shape(self) -> tuple[int, ...]:
-        """The shape of the weights once they are dequantized."""
+        """The shape of the dequantized weights."""
         return (*self.shape[:-1], self.shape[-1] * 32 // self.bits) if self.bits else self.shape
 
     @property
     def weights(self) -> int:
-        """How many of the model's weights it holds."""
+        """The number of the model's weights that it holds."""
         return 0 if self.of_quantization else math.prod(self.dequantized_shape)
 
 
 def is_known(model_type: str) -> bool:
-    """Whether the shapes and the closed form of the memory estimate hold for this architecture."""
+    """Whether shapes and the analytic memory estimate cover this architecture."""
     return model_type in FAMILIES
 
 
 def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
-    """Every tensor of the model, quantized if the config says so; raises ModelError for an unknown architecture."""
+    """All tensors of the model, quantized if config.json says so; raises ModelError for an unknown architecture."""
     family = str(config.get("model_type", "unknown"))
     if family not in FAMILIES:
         raise ModelError(
-            f"The architecture {family} is not known well enough to be planned from its config.json.",
+            f"safetrain cannot plan the architecture {family} from config.json alone.",
             expected=f"one of {', '.join(FAMILIES)}",
-            do="fetch the model: its own files say how large it is, and a dry run measures what it takes",
+            do="fetch the model: its files give its size, and a dry run measures its memory",
         )
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")
     quantization = config.get("quantization") or {}
     tensors: list[TensorHeader] = []
     for name, shape in _shapes(config, family):
-        if len(shape) == 2 and quantization:  # words of 32 bits, and a scale and a bias for each group of weights
+        if len(shape) == 2 and quantization:  # 32-bit words, with a scale and a bias for each group of weights
             (rows, columns), stem = shape, name.removesuffix(".weight")
             groups = (rows, columns // quantization["group_size"])
             tensors.append(_tensor(name, "U32", (rows, columns * quantization["bits"] // WORD_BITS)))
@@ -84,7 +84,7 @@ def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> TensorHeader:
 
 
 def _shapes(config: Mapping[str, Any], family: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the whole model, as mlx-lm's weights have them."""
+    """Yield names and shapes of all tensors, as in mlx-lm's weights."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
@@ -100,7 +100,7 @@ def _shapes(config: Mapping[str, Any], family: str) -> Iterator[tuple[str, tuple
 
 
 def _matrices(config: Mapping[str, Any], family: str, query: int, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The linear layers of a block, and their biases."""
+    """Yield the linear layers of a block and their biases."""
     hidden, width, has_bias = config["hidden_size"], config["intermediate_size"], bool(config.get("attention_bias"))
     if family == "phi3":
         yield "self_attn.qkv_proj.weight", (query + 2 * key, hidden)
@@ -136,14 +136,14 @@ def _norms(family: str, hidden: int, head: int, query: int, key: int) -> Iterato
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization in config.json, wherever it stands there; empty for a model that is not quantized."""
+    """The quantization in config.json, under any of its keys; empty for a model that is not quantized."""
     text = config.get("text_config") or {}
     entries = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
     return next((value for value in entries if isinstance(value, dict)), {})
 
 
 def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
-    """The same headers, each quantized weight with its bits, and scales and biases marked."""
+    """Set the bits of quantized weights, and mark scales and biases."""
     headers = tuple(tensors)
     scales = {tensor.name.removesuffix(".scales"): tensor for tensor in headers if tensor.name.endswith(".scales")}
     result = []
@@ -158,7 +158,7 @@ def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str
 
 
 def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:
-    """Bits of most of the quantized weights, or what config.json says; None for a model that is not quantized."""
+    """The bits of most quantized weights, or those in config.json; None for a model that is not quantized."""
     counted = Counter[int]()
     for tensor in tensors:
         if tensor.bits:
@@ -167,7 +167,7 @@ def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any])
 
 
 def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str, Any]) -> int:
-    """The bits of one layer; config.json counts only as far as it agrees with the header."""
+    """The bits of one layer; config.json counts only if it agrees with the header."""
     product = weight.shape[-1] * WORD_BITS // scales.shape[-1]  # bits times group size
     if scales.dtype == "U8" and product in FLOAT_BITS:
         return FLOAT_BITS[product]
@@ -179,7 +179,7 @@ def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str,
 
 
 def _entry(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry of a layer in config.json; multimodal models may leave out the first part of its name there."""
+    """The entry of a layer in config.json, where multimodal models may leave out the first part of its name."""
     for name in (layer, layer.partition(".")[2]):
         if isinstance(entry := quantization.get(name), dict):
             return entry
