@@ -61,7 +61,7 @@ KINDS = {
         WARNING, "the model's context would cut {rows}: {detail}",
         "shorten or split these rows, or use a model with a longer context"),
     "ANSWER-LOST": Kind(
-        ERROR, "the model's chat template does not write {detail} in {rows}: the model would learn nothing of it",
+        ERROR, "the model's chat template does not write {detail} in {rows}: the model would not learn it",
         "use a model whose template writes it, or remove these rows", by_detail=True),
     "TEXT-LOST": Kind(
         WARNING, "the model's chat template leaves out {detail} in {rows}",
@@ -70,7 +70,7 @@ KINDS = {
         WARNING, "the chat template writes empty thinking into answers of {rows}: the model would learn not to think",
         "give the rows their thinking; ignore if the model should not think"),
     "STOP-MISSING": Kind(
-        WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to end",
+        WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to stop",
         "ignore: a stop token is trained after the last answer", by_detail=True),
     "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become it", DROP),
     "OPENING-DIFFERS": Kind(
@@ -112,7 +112,7 @@ KINDS = {
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
         "use the model with its tokenizer, or tokenize the corpus with this model's"),
     "DOCUMENTS-OPEN": Kind(
-        WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to end",
+        WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to stop",
         "tokenize the corpus with the model's end token (datatrove: eos_token)"),
 }  # fmt: skip
 

@@ -163,7 +163,7 @@ class RowReader:
             self._findings.add_unreadable(spot, error)
             return ReadRow(spot, row, None, None, ("ROW-UNREADABLE",))
         except RenderError as error:
-            if error.id == "ANSWER-LOST":  # ANSWER-LOST may be downgraded to a warning, NO-LABELS may not
+            if error.id == "ANSWER-LOST":  # only ANSWER-LOST can be downgraded to a warning
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
             identifier, detail = error.id, str(error)
         else:

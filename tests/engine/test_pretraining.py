@@ -138,7 +138,7 @@ def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, opt
 
 
 def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -> None:
-    """In a corpus of tokens a mask may hide a document that is longer than several windows."""
+    """A row may have an untrained part, such as a prompt, that is longer than several windows."""
     base = build_model(tmp_path / "base", **TINY)
     job = job_in(
         tmp_path / "a", base, dataclasses.replace(PRETRAIN, batch_size=1, gradient_accumulation=1, num_epochs=1)

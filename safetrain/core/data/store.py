@@ -284,8 +284,8 @@ def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]
                 raise ValueError(name)
             arrays[name], end = FileValues(file, dtype, 8 + length + begin, count), max(end, stop)
         made, is_version = from_json(Provenance, json.loads(metadata["made"])), metadata["version"] == str(VERSION)
-        is_told = {"digest", "label_bytes"} <= metadata.keys() and isinstance(json.loads(metadata["files"]), list)
-        if not is_version or not is_told or size != 8 + length + end:
+        is_complete = {"digest", "label_bytes"} <= metadata.keys() and isinstance(json.loads(metadata["files"]), list)
+        if not is_version or not is_complete or size != 8 + length + end:
             raise ValueError(path)
         return made, metadata, arrays
     except (DataError, ValueError, KeyError, TypeError, AttributeError):
