@@ -1,6 +1,6 @@
-"""Whether a GPU computes faster in float32 than in bfloat16, which NVIDIA's emulate below compute capability 8.
+"""Measures whether a GPU is faster in float32 than in bfloat16, which NVIDIA GPUs emulate before Ampere.
 
-A layer is what is timed, plain or quantized: quantized products are other kernels, which before Ampere use no tensor
+It times a layer, plain or quantized: quantized products use other kernels, which before Ampere use no tensor
 cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``, ``make_tiled_mma``).
 """
 
@@ -14,17 +14,17 @@ import mlx.core as mx
 GROUP_SIZE, BITS = 64, 4
 ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
-NOISE = 1.2  # times as fast as bfloat16 float32 must be: it takes twice the memory
-TOKENS, WIDTH, RANK = 1024, 2048, 16  # of the layer: four of them take less than half a second
+NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
+TOKENS, WIDTH, RANK = 1024, 2048, 16  # of the timed layer; four timings take less than half a second
 
 
 def probed_dtype(
     device: Mapping[str, object], *, metal: bool, quantized: bool, speed: Callable[[Any, bool], float] | None = None
 ) -> str | None:
-    """In which type to compute with a base in bfloat16: float32 where that is faster by more than noise, else None.
+    """The type to compute in with a bfloat16 base: float32 if it is faster by more than noise, else None.
 
-    ``device`` is ``mx.device_info()`` of a GPU. What computes in bfloat16 by itself is not timed. ``speed`` is that of
-    a layer, 0 for what does not work.
+    ``device`` is ``mx.device_info()`` of a GPU; one with bfloat16 in hardware is not timed. ``speed`` times a layer,
+    and returns 0 if it fails.
     """
     capability, measured = device.get("compute_capability_major"), speed or layer_speed
     if metal or not isinstance(capability, int) or capability >= NATIVE_CAPABILITY:
@@ -33,20 +33,19 @@ def probed_dtype(
 
 
 def layer_speed(dtype: Any, quantized: bool) -> float:
-    """Gradients a second through a linear layer with an adapter, 0 where mlx cannot make them."""
+    """Gradients per second through a linear layer with an adapter; 0 if mlx cannot compute them."""
     shapes = ((TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, RANK), (RANK, WIDTH))
     try:
         x, weight, a, b = (mx.random.normal(shape).astype(dtype) for shape in shapes)
         stored = mx.quantize(weight, GROUP_SIZE, BITS) if quantized else (weight,)
         mx.eval(x, stored, a, b)
         return 1 / time_operation(mx.grad(functools.partial(_layer, stored=stored, a=a, b=b)), x)[0]
-    except (RuntimeError, ValueError):  # what mlx throws: no such kernel, no memory
+    except (RuntimeError, ValueError):  # from mlx: no such kernel, or no memory
         return 0.0
 
 
 def time_operation(function: Callable[..., Any], *arguments: mx.array) -> tuple[float, int]:
-    """Seconds of the fastest of a few runs after the first, which may compile, and the bytes that a run adds at its
-    peak."""
+    """Seconds of the fastest of a few runs after the first, which may compile, and peak bytes that a run adds."""
     mx.clear_cache()
     seconds, peak = list[float](), 0
     while len(seconds) < 2 or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_RUNS):
@@ -60,7 +59,7 @@ def time_operation(function: Callable[..., Any], *arguments: mx.array) -> tuple[
 
 
 def _layer(x: mx.array, stored: Sequence[mx.array], a: mx.array, b: mx.array) -> mx.array:
-    """A sum of what the layer gives, whose gradient takes the same products again."""
+    """Sum of the layer's squared outputs; its gradient needs the same products again."""
     weight, *scaling = stored
     if scaling:
         scales, biases = scaling

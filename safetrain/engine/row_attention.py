@@ -1,7 +1,7 @@
-"""Attention over rows of different lengths that lie one after the other in one list of tokens.
+"""Attention over rows of different lengths, packed into one list of tokens.
 
-Everything else in a transformer works token by token, so a list needs no padding there. Attention takes the rows in
-rectangles, each in one of three ways that BatchLayout chooses by backend.
+Everything else in a transformer works token by token, so it needs no padding. Attention computes the rows in
+rectangles, each in one of three ways, which BatchLayout chooses by backend.
 """
 
 import enum
@@ -20,25 +20,25 @@ from safetrain.engine.tiles import Arrays, Pass, after, softmax_backward, softma
 class Way(enum.Enum):
     """How a rectangle's attention is computed."""
 
-    POWERS = enum.auto()  # in tiles, by powers of 2: CPU
-    SOFTMAX = enum.auto()  # in tiles, by mlx's softmax: a GPU
-    FUSED = enum.auto()  # by mlx's own kernels, where it has them
+    POWERS = enum.auto()  # in tiles, with powers of 2: CPU
+    SOFTMAX = enum.auto()  # in tiles, with mlx's softmax: GPU
+    FUSED = enum.auto()  # with mlx's own kernels, if it has them
 
 
 @dataclass(frozen=True)
 class Gather:
     """How rows of different lengths become a rectangle and come back; indices count from the block's start."""
 
-    places: mx.array  # (rows * width,) the token at each place, any for padding
-    real: mx.array  # (rows * width, 1, 1, 1) 1.0, and 0.0 for padding
+    places: mx.array  # (rows * width,) the token at each place; any token for padding
+    real: mx.array  # (rows * width, 1, 1, 1) 1.0 for tokens, 0.0 for padding
     back: mx.array  # (tokens,) the place of each token
 
 
 @dataclass(frozen=True)
 class Block:
-    """``rows`` rows of at most ``width`` tokens that are computed as one rectangle; ``gather`` if they differ.
+    """``rows`` rows of up to ``width`` tokens, computed as one rectangle; with ``gather`` if their lengths differ.
 
-    They lie in the list from ``start`` to ``stop``, one after the other.
+    They are the tokens from ``start`` to ``stop`` in the list.
     """
 
     start: int
@@ -51,25 +51,25 @@ class Block:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The places of the rows."""
+    """Positions of packed rows."""
 
-    offsets: mx.array  # (tokens,) place of each token in its row
+    offsets: mx.array  # (tokens,) position of each token in its row
     blocks: tuple[Block, ...]
 
 
 def block_attention(block: Block, scale: float, window: int | None) -> Callable[..., mx.array]:
-    """Causal attention of one rectangle: takes and gives (tokens, heads, 1, size)."""
+    """Causal attention in one rectangle; inputs and outputs are (tokens, heads, 1, size)."""
     if block.way is not Way.FUSED:
         return _tiled(block, scale, window, block.way)
-    if window is not None and window < block.width:  # the kernels know no window
+    if window is not None and window < block.width:  # the kernels have no sliding window
         return _tiled(block, scale, window, Way.SOFTMAX)
     return _fused(block, scale)
 
 
 def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
-    """Without a mask array: mlx would make one of (heads, width, width) numbers.
+    """Attention with mlx's kernels and no mask array, which would have (heads, width, width) numbers.
 
-    On Metal some rows after the others: the backward pass has tiles of all heads and of all rows that it is given.
+    On Metal it takes a few rows at a time: the backward pass holds tiles of all heads for all rows of a call.
     """
 
     def attend(*parts: mx.array) -> mx.array:
@@ -111,14 +111,14 @@ def _lines(block: Block, part: mx.array, groups: int) -> mx.array:
 
 
 def _of_lines(block: Block, part: mx.array, like: mx.array) -> mx.array:
-    """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), as ``like`` is."""
+    """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), the shape of ``like``."""
     heads, groups, size = like.shape[1], part.shape[1], part.shape[3]
     split = part.reshape(block.rows, heads // groups, groups, block.width, size).transpose(0, 3, 1, 2, 4)
     return _to_list(block, split.reshape(block.rows, block.width, heads, size))
 
 
 def _from_list(block: Block, part: mx.array) -> mx.array:
-    """(tokens, heads, 1, size) -> (rows, width, heads, size), padding zero."""
+    """(tokens, heads, 1, size) -> (rows, width, heads, size), with zeros for padding."""
     if block.gather is not None:
         part = part[block.gather.places] * block.gather.real
     return part.reshape(block.rows, block.width, part.shape[1], part.shape[3])
@@ -131,7 +131,7 @@ def _to_list(block: Block, part: mx.array) -> mx.array:
 
 
 def line_by_line(compute: Pass, tiles: Tiles, scale: float, window: int | None, arrays: Sequence[mx.array]) -> Arrays:
-    """``compute`` some lines after the others, so that tiles stay small whatever the rows and heads."""
+    """Call ``compute`` for a few lines at a time, so that tiles stay small for any number of rows and heads."""
     count, groups, width, _ = arrays[0].shape
     step, made = tiles.lines(groups, width, arrays[0].itemsize), list[Arrays]()
     for start in range(0, count, step):

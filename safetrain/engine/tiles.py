@@ -1,7 +1,7 @@
-"""Attention in tiles of queries, so that all scores are never in memory; by mlx's softmax, for a GPU.
+"""Attention in tiles of queries, so that memory never holds all scores; with mlx's softmax, for a GPU.
 
-Each tile is scored against the keys up to its last query, and waits for the one before. The backward pass makes its
-probabilities again (FlashAttention-2, arXiv 2307.08691, without tiles of keys). Queries are (lines, groups, width,
+Each tile is scored against the keys up to its last query, and waits for the one before. The backward pass recomputes
+its probabilities (FlashAttention-2, arXiv 2307.08691, without tiles of keys). Queries are (lines, groups, width,
 size), keys and values (lines, 1, width, size): a line is a key head of a row.
 """
 
@@ -32,7 +32,7 @@ def softmax_forward(scale: float, window: int | None, q: mx.array, k: mx.array, 
 def softmax_backward(
     scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array, output: mx.array
 ) -> Arrays:
-    """Gradients of queries, keys and values, from that of the outputs."""
+    """Gradients of queries, keys and values, from the gradient of the outputs."""
     inner = (along * output).astype(mx.float32).sum(axis=-1, keepdims=True)
     scaled, k, v, along = q * scale, mx.contiguous(k), mx.contiguous(v), mx.contiguous(along)
     d_queries, sums = list[mx.array](), list[mx.array]()
@@ -84,7 +84,7 @@ def grown(sums: list[mx.array], *parts: mx.array) -> list[mx.array]:
 
 
 def hidden(start: int, stop: int, width: int, window: int | None, tiles: Tiles) -> mx.array:
-    """(queries, keys) of a tile: 0 for keys that a query may look at, far below any score for the others."""
+    """(queries, keys) of a tile: 0 for keys that a query sees, far below any score for the others."""
     before = -(-width // tiles.most_queries) * tiles.most_queries
     return _band(before, window, tiles.most_queries)[: stop - start, before - start : before - start + stop]
 
@@ -93,7 +93,7 @@ def hidden(start: int, stop: int, width: int, window: int | None, tiles: Tiles) 
 def _band(before: int, window: int | None, queries: int) -> mx.array:
     """(queries, before + queries): the same for queries that have ``before`` keys to their left.
 
-    All tiles are parts of the last one's, so that nothing is kept that grows with the square of a row.
+    All tiles are parts of the last one's, so nothing cached grows with the square of a row's length.
     """
     distance = before + np.arange(queries)[:, None] - np.arange(before + queries)[None, :]
     is_visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)

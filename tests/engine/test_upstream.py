@@ -169,9 +169,9 @@ def test_experts_have_what_is_read_of_them() -> None:
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("llama", "rows packed, head split"),
-        ("gpt_oss", "rows padded (its attention has sinks), head split"),
-        ("jamba", "rows padded (TypeError: 'PackedRowsCache' object is not subscriptable), head split"),
+        ("llama", "rows packed without padding, logits for labels only"),
+        ("gpt_oss", "rows padded (its attention has sinks), logits for labels only"),
+        ("jamba", "rows padded (TypeError: 'PackedRowsCache' object is not subscriptable), logits for labels only"),
     ],
 )
 def test_it_is_said_what_a_model_refuses(family: str, said: str) -> None:

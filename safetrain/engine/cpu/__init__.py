@@ -1,1 +1,1 @@
-"""What makes mlx fast on a Linux CPU, and nothing else. A GPU uses none of it."""
+"""Makes mlx fast on a Linux CPU. A GPU uses none of it."""

@@ -1,8 +1,8 @@
-"""Makes mlx's Linux CPU wheel fast: a fast BLAS, streams that run side by side.
+"""Makes mlx's Linux CPU wheel fast: a fast BLAS, and streams that run in parallel.
 
 mlx resolves ``cblas_sgemm`` in the global symbol scope, so a library loaded there first wins. The reference BLAS
 runs a 2048-cubed f32 product at 6 GFLOP/s, OpenBLAS at 200 on the same two cores (measured: benchmarks/bench_blas.py).
-Must be called before ``mlx.core`` is imported; GPU backends need none of this.
+Call ``load_fast_blas`` before ``mlx.core`` is imported. GPU backends need none of this.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _loaded: list[Any] = []  # the library, once it is loaded
 
 @dataclass(frozen=True)
 class Blas:
-    """Which BLAS the process runs mlx on, and why when it is not the fast one."""
+    """The BLAS that mlx uses in this process, and the reason for it."""
 
     name: str
     fast: bool
@@ -49,7 +49,7 @@ def load_fast_blas() -> Blas:
         return Blas("reference", True, "mlx[cuda] is installed: matrix products run on the GPU")
     if "mlx.core" in sys.modules:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
-    # mlx walks a graph depth first beyond this width: one stream would wait until the other is done
+    # mlx walks a graph depth first beyond this width: one stream would wait for the other to end
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(GRAPH_WIDTH))
     try:
         library = _renamed_openblas()
@@ -57,11 +57,11 @@ def load_fast_blas() -> Blas:
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return Blas("reference", False, f"{type(error).__name__}: {error}")
     version = importlib.metadata.version("scipy-openblas32")
-    return Blas(f"OpenBLAS {version}", True, "loaded in front of the wheel's reference BLAS")
+    return Blas(f"OpenBLAS {version}", True, "replaces the wheel's slow reference BLAS")
 
 
 def cores() -> int:
-    """Threads that the fast BLAS uses with one caller; the processor's cores that this process may use without it."""
+    """Threads of the fast BLAS with one caller; without it, the cores that this process may use."""
     return _loaded[0].openblas_get_num_threads() if _loaded else usable_cores()
 
 
@@ -124,7 +124,7 @@ def _installed_openblas() -> Path:
 
 
 def _link_neighbours(source: Path, folder: Path) -> None:
-    """Make the libraries that OpenBLAS itself needs (libgfortran) findable beside the renamed copy."""
+    """Make the libraries that OpenBLAS itself needs (libgfortran) findable next to the renamed copy."""
     for neighbour in source.parent.glob("*.so*"):
         link = folder / neighbour.name
         if neighbour != source and not link.exists():

@@ -1,8 +1,8 @@
-"""Operations that mlx computes slowly on a CPU, in another way (benchmarks/bench_cpu.py, bench_ops.py).
+"""Faster versions of operations that are slow in mlx on a CPU (benchmarks/bench_cpu.py, bench_ops.py).
 
 ``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU, cross-entropy and attention take
-powers of two, in float32, their gradients written out. ``mx.quantized_matmul`` is forty times as slow as a product with
-the dequantized weight. Only products are threaded: shards of a micro-batch are computed side by side, a stream each.
+powers of two, in float32, with explicit gradients. ``mx.quantized_matmul`` is forty times as slow as a product with
+the dequantized weight. Only products use several threads, so shards of a micro-batch run in parallel, a stream each.
 """
 
 import functools
@@ -18,7 +18,7 @@ from safetrain.engine.layers import Arrays, change_classes, dequantized, with_gr
 from safetrain.engine.tiles import after, grown, hidden, joined, spans, transposed
 
 LOG2_E = 1.4426950408889634
-LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 is 0 to it
+LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 counts as 0
 LOWEST_EXPONENT = -60.0  # a smaller power changes no float32 sum; its products would be subnormal, and very slow
 
 Given = TypeVar("Given")
@@ -64,7 +64,7 @@ def _entropy_forward(logits: mx.array, targets: mx.array) -> Arrays:
 
 
 def _entropy_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-    """Gradient of the losses; that of the softmax is not needed and not given."""
+    """Gradient of the losses; the softmax, a second output, gets none."""
     logits, targets = primals
     hit = mx.arange(logits.shape[-1]) == targets[:, None]
     return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
@@ -74,9 +74,9 @@ _cross_entropy = with_gradient(_entropy_forward, _entropy_backward)
 
 
 def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-    """Attention in tiles: outputs, and the log-sum-exp to base 2 of each query (lines, groups, width, 1).
+    """Attention in tiles; returns outputs and each query's base-2 log-sum-exp, (lines, groups, width, 1).
 
-    One more column in the factors of a product sums each line of powers at no cost, or adds a number to each score.
+    An extra column in the factors of a product sums each line of powers for free, or adds a number to each score.
     """
     scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
     outputs, peaks = list[mx.array](), list[mx.array]()
@@ -95,7 +95,7 @@ def powers_backward(
     scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array, output: mx.array,
     log_sums: mx.array,
 ) -> Arrays:  # fmt: skip
-    """Gradients of queries, keys and values, from that of the outputs."""
+    """Gradients of queries, keys and values, from the gradient of the outputs."""
     inner = (along * output).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
     scaled, onward = _with_column(q * (scale * LOG2_E), -log_sums), _with_column(along, -inner)
     keys, values = _with_column(k, 1.0), _with_column(v, 1.0)
@@ -124,7 +124,7 @@ def _with_column(part: mx.array, column: mx.array | float) -> mx.array:
 
 
 def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
-    """``plain``, whose backward pass computes again, so that no dequantized weight outlives its product."""
+    """``plain``, with a backward pass that recomputes it, so that no dequantized weight outlives its product."""
 
     def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
         del output
@@ -134,12 +134,12 @@ def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
 
 
 def _product(x: mx.array, layer: Any) -> mx.array:
-    """``x @ weight.T`` in the dtype of ``x``; a gradient in ``x`` alone."""
+    """``x @ weight.T`` in the dtype of ``x``; only ``x`` gets a gradient."""
     return dequantizing_twice(lambda x: x @ dequantized(layer).astype(x.dtype).T)(x)
 
 
 class LinearDequantizedPerUse(nn.QuantizedLinear):
-    """A quantized linear layer. Made by changing the class of one, so names and weights stay."""
+    """A quantized linear layer that dequantizes at each use. Made by changing its class, so names and weights stay."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = _product(x, self)
@@ -147,7 +147,7 @@ class LinearDequantizedPerUse(nn.QuantizedLinear):
 
 
 class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
-    """A quantized embedding in float32, as everything on CPU; its use as a head dequantizes it."""
+    """A quantized embedding that returns float32, as all layers do on CPU; as a head it is dequantized."""
 
     def __call__(self, ids: mx.array) -> mx.array:
         return super().__call__(ids).astype(mx.float32)
@@ -158,13 +158,13 @@ class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
 
 
 def dequantize_per_use(module: Any) -> None:
-    """Let every quantized layer of ``module`` but experts dequantize its weight at each use."""
+    """Make every quantized layer of ``module`` except experts dequantize its weight at each use."""
     kinds = {nn.QuantizedLinear: LinearDequantizedPerUse, nn.QuantizedEmbedding: EmbeddingDequantizedPerUse}
     change_classes(module, kinds)
 
 
 def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> list[Made]:
-    """``compute`` of each shard on its own stream, evaluated together, the cores shared."""
+    """Call ``compute`` for each shard on its own stream; evaluate all together, sharing the cores."""
     results = []
     with blas_threads(len(shards)):
         for index, shard in enumerate(shards):
@@ -176,5 +176,5 @@ def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> l
 
 @functools.cache
 def _stream(index: int) -> mx.Stream:
-    """One of those that work side by side. mlx gives each a thread and takes none back."""
+    """A stream for one shard. Cached, because mlx gives each a thread and frees none."""
     return mx.new_stream(mx.cpu)

@@ -1,7 +1,7 @@
-"""Makes a model of mlx-lm ready for this engine, and says how far it lets itself.
+"""Prepares a model of mlx-lm for this engine, and finds out what it does not support.
 
-A model is split into what makes hidden states and the head that makes logits, so that the head sees labels only. That
-both together are the model is found by comparing numbers on a few tokens; a model that differs keeps its own way.
+A model is split into a trunk, which makes hidden states, and a head, which makes logits, for labels only. The split
+and packed rows are compared with the model itself on a few tokens; what gives other numbers is not used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,22 +30,22 @@ from safetrain.engine.upstream.probing import (
 )
 
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
-LogitsTransform = Callable[[mx.array], mx.array]  # what is done to logits after the head
+LogitsTransform = Callable[[mx.array], mx.array]  # applied to logits after the head
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 
 
 @dataclass(frozen=True)
 class SplitModel:
-    """``head()(trunk(ids))`` is the model; ids (rows, tokens), hidden states (rows, tokens, width).
+    """A model as ``head()(trunk(ids))``; ids (rows, tokens), hidden states (rows, tokens, width).
 
-    A head is made for one pass: quantized weights are dequantized once in it, not once a chunk. It also caps or scales
-    the logits, where the model does.
+    Each pass makes a head, which dequantizes its weights once, not for every chunk. It also caps or scales the logits,
+    if the model does.
     """
 
     trunk: Callable[..., mx.array]
     head: Callable[[], Head]
     vocabulary: int
-    matrix: "HeadMatrix | None"  # of a head that is one product with it
+    matrix: "HeadMatrix | None"  # if the head only multiplies by it
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,27 @@ class HeadMatrix:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What the engine computes in its own way for a model. A refusal says why it does not, empty where it does."""
+    """How this engine runs a model. A refusal says why it cannot pack rows, or split the model; empty if it can."""
 
-    packing_refusal: str  # rows of different lengths as one list of tokens; else as padded rectangles
-    split: SplitModel | None  # so that logits are made only for labels
+    packing_refusal: str  # rows are packed into one list of tokens; if refused, padded
+    split: SplitModel | None  # None if refused: logits are computed for all tokens
     split_refusal: str
 
     def describe(self) -> str:
-        """The adaptation in words: rows packed, head split."""
-        packed = "rows packed" if device().packs_without_padding else "rows in rectangles of few shapes"
+        """How rows and logits are computed, for the first lines of a training."""
+        packed = "rows packed without padding" if device().packs_without_padding else "rows padded to a few lengths"
         rows = f"rows padded ({self.packing_refusal})" if self.packing_refusal else packed
-        return f"{rows}, {f'head not split ({self.split_refusal})' if self.split_refusal else 'head split'}"
+        return f"{rows}, logits for {f'all tokens ({self.split_refusal})' if self.split_refusal else 'labels only'}"
 
 
 def adapt(module: Any) -> Adaptation:
-    """Freeze the model, let it compute as this engine wants it, and find out what it refuses."""
+    """Freeze the model, install this engine's functions, and find out what the model does not support."""
     complete(module)
     module.freeze()
     module.eval()
     clip_once(module)
     has_attention = replace(module)
-    packing = packing_refusal(module, device().attention_ways) if has_attention else "no attention of mlx-lm's"
+    packing = packing_refusal(module, device().attention_ways) if has_attention else "its attention is not mlx-lm's"
     try:
         return Adaptation(packing, split(module), "")
     except Refusal as refusal:
@@ -86,9 +86,9 @@ def adapt(module: Any) -> Adaptation:
 
 
 def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:
-    """Why rows in one list do not give the numbers that each gives alone in these ways; empty where they do.
+    """Why packed rows give other numbers than single rows, by any of these ways of attention; empty if they do not.
 
-    That is found by comparing them on a few tokens, never by the model's name.
+    This is found by comparing both on a few tokens, never by the model's name.
     """
 
     def ask() -> str:
@@ -105,7 +105,7 @@ def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:
             packed = asked(call_packed, call, len(module.layers), ids, PackedRows(offsets, tuple(blocks)))
             found = [packed[block.start : block.stop] for block in blocks]
             if not are_close(found, alone, largest, tolerance_of(alone[0].dtype)):
-                return "other numbers than row by row"
+                return "packed rows give other numbers"
         return ""
 
     try:
@@ -115,9 +115,9 @@ def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:
 
 
 def split(module: Any) -> SplitModel:
-    """The two parts; raises Refusal when the model does more than apply one after the other.
+    """Split a model into trunk and head; raises Refusal if it does more than apply one after the other.
 
-    Models of mlx-lm name them ``model`` and ``lm_head``, or apply the embedding once more. Some also cap the logits
+    Models of mlx-lm call them ``model`` and ``lm_head``, or use the embedding as the head. Some also cap the logits
     (Gemma 2), or scale them (Cohere, Granite).
     """
     trunk = trunk_of(module)
@@ -139,13 +139,13 @@ def split(module: Any) -> SplitModel:
 
     finish, width = through_few_blocks(module, finish_of)
     if finish is None:
-        raise Refusal("its logits are not those of its head")
+        raise Refusal("its head alone does not give its logits")
     vocabulary = max(width, weights.weight.shape[0] if "weight" in weights else 0)
     return SplitModel(trunk, lambda: _head_of(weights, head, finish), vocabulary, _matrix_of(weights, finish))
 
 
 def _finishes(module: Any) -> Iterator[LogitsTransform]:
-    """What the model may do to its logits, by the names that mlx-lm's arguments have."""
+    """Yield what the model may do to its logits, according to its arguments in mlx-lm."""
     yield lambda logits: logits
     arguments = getattr(module, "args", None)
     cap, scale, divisor = (
@@ -160,7 +160,7 @@ def _finishes(module: Any) -> Iterator[LogitsTransform]:
 
 
 def _matrix_of(owner: Any, finish: LogitsTransform) -> HeadMatrix | None:
-    """None for a head that is quantized, or adds a bias."""
+    """The head's matrix; None if it is quantized or has a bias."""
     if type(owner) not in (nn.Linear, nn.Embedding) or "bias" in owner:
         return None
     return HeadMatrix(lambda: owner.weight, lambda matrix: lambda hidden: finish(hidden @ matrix.T))
@@ -174,9 +174,9 @@ def _head_of(owner: Any, head: Head, finish: LogitsTransform) -> Head:
 
 
 def _dequantized_slices(owner: Any) -> list[mx.array]:
-    """The head's weight in float32, as all numbers are where weights are dequantized per use: on CPU.
+    """The head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
 
-    Slice by slice, and now: what a slice is made of, three times its size, is gone before the next, and before logits.
+    Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
     """
     rows, quantized_width = owner.weight.shape
     row_bytes = FLOAT32 * quantized_width * 32 // owner.bits

@@ -1,7 +1,7 @@
-"""Functions of mlx-lm that this engine computes in its own way: attention over packed rows, SwiGLU, the delta rule.
+"""Functions of mlx-lm that this engine replaces: attention over packed rows, SwiGLU, the gated delta rule.
 
-mlx-lm's model files import them by name. ``replace`` puts ours under that name in the files of one model's classes.
-Each of ours hands on to mlx-lm's whatever is not its own case.
+mlx-lm's model files import them by name. ``replace`` swaps them in the files that define one model's classes.
+Each replacement calls mlx-lm's own function outside its special case.
 """
 
 import math
@@ -24,15 +24,15 @@ from safetrain.engine.upstream.probing import Refusal
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Stands in for the mask that a model makes: how far back its layer may look, None for everything before."""
+    """Takes the place of a model's attention mask: how many tokens a query sees, None for all before it."""
 
     size: int | None
 
 
 class PackedRowsCache:
-    """Stands in for a key-value cache, which is how mlx-lm's layers learn positions: each token is a row of its own.
+    """Takes the place of a key-value cache, from which mlx-lm's layers read positions: each token is a row of one.
 
-    Model code sees (tokens, 1) ids, rotates each token by its own offset, and hands this object to the attention.
+    Model code sees (tokens, 1) ids, rotates each token by its own offset, and passes this object to the attention.
     """
 
     def __init__(self, rows: PackedRows) -> None:
@@ -40,12 +40,12 @@ class PackedRowsCache:
         self.offset = rows.offsets
 
     def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> SlidingWindow:
-        """The stand-in for a mask that mlx-lm gets from a cache."""
+        """Return the window where mlx-lm expects a mask."""
         del return_array
         return SlidingWindow(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Nothing is kept."""
+        """Return both unchanged: nothing is cached."""
         return keys, values
 
 
@@ -58,7 +58,7 @@ def packed_attention(
     mask: Any = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's attention function, with the case of a ``PackedRowsCache`` added."""
+    """mlx-lm's attention function, extended to take a ``PackedRowsCache``."""
     if not isinstance(cache, PackedRowsCache):
         return scaled_dot_product_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     if sinks is not None:
@@ -73,19 +73,19 @@ def packed_attention(
 
 
 def call_packed(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: PackedRows) -> mx.array:
-    """Run a model or its trunk on (tokens,) ids that lie as ``rows`` says; returns (tokens, features)."""
+    """Run a model or its trunk on (tokens,) ids laid out as in ``rows``; returns (tokens, features)."""
     return call(ids[:, None], cache=[PackedRowsCache(rows)] * layers).squeeze(1)
 
 
 def call_padded(call: Callable[..., mx.array], ids: mx.array, rows: PackedRows) -> mx.array:
-    """The same for a model that takes no lists, of rows in one rectangle."""
+    """Run a model that cannot take packed rows, on rows of one rectangle; returns the same."""
     (block,) = rows.blocks
     values = call(ids.reshape(block.rows, block.width))
     return values.reshape(-1, values.shape[-1])
 
 
 def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """mlx-lm's SwiGLU; on a CPU without exponentials."""
+    """mlx-lm's SwiGLU, or one without exponentials on a CPU."""
     return kernels.swiglu(gate, x) if device().avoids_exponentials else swiglu(gate, x)
 
 
@@ -93,10 +93,10 @@ def delta_rule_in_stretches(
     q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, a_log: mx.array, dt_bias: mx.array,
     state: mx.array | None = None, mask: mx.array | None = None, *, use_kernel: bool = True, **how: Any,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
-    """mlx-lm's gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear), where a gradient is wanted.
+    """mlx-lm's gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear), with less memory for its gradient.
 
-    mlx-lm keeps what each token's state was made of: gigabytes a block at usual widths. In stretches of the square root
-    of n tokens, whose states the backward pass makes again, two square roots are kept.
+    mlx-lm keeps the intermediate results of all n tokens: gigabytes per block at usual widths. In stretches of sqrt(n)
+    tokens, which the backward pass recomputes, only 2 sqrt(n) are kept.
     """
     if use_kernel or mask is not None:
         return gated_delta_update(q, k, v, a, b, a_log, dt_bias, state, mask, use_kernel=use_kernel, **how)
@@ -124,7 +124,7 @@ OURS = (
 
 
 def replace(module: Any) -> bool:
-    """Let the files of mlx-lm that ``module`` is made of use our functions; whether its attention is among them."""
+    """Put our functions into the mlx-lm files that define ``module``; returns whether attention is among them."""
     kinds = {kind for _, part in module.named_modules() for kind in type(part).__mro__}
     names = {kind.__module__ for kind in kinds if kind.__module__.startswith("mlx_lm.models.")}
     for file in (sys.modules[name] for name in names):

@@ -1,4 +1,4 @@
-"""Layers of mlx-lm's models that need special care: experts, and weights that are read instead of called."""
+"""Layers of mlx-lm's models that need special care: experts, and layers whose weights are read without a call."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 
 
 class ExpertsDequantizedPerUse(QuantizedSwitchLinear):
-    """Quantized experts. Made by changing the class of some, so names and weights stay."""
+    """Quantized experts that dequantize at each use. Made by changing a layer's class, so names and weights stay."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         def plain(x: mx.array) -> mx.array:
@@ -30,12 +30,12 @@ class ExpertsDequantizedPerUse(QuantizedSwitchLinear):
 
 
 def dequantize_experts_per_use(module: Any) -> None:
-    """Let all quantized experts of ``module`` dequantize their weights at each use."""
+    """Make all quantized experts of ``module`` dequantize their weights at each use."""
     change_classes(module, {QuantizedSwitchLinear: ExpertsDequantizedPerUse})
 
 
 class LoraExperts(LoRASwitchLinear):
-    """mlx-lm's LoRA on the experts of a mixture, with dropout by key."""
+    """mlx-lm's LoRA on the experts of a mixture, with this engine's dropout."""
 
     @classmethod
     def on(cls, linear: Any, lora: LoraSettings, source: Randomness) -> "LoraExperts":
@@ -47,12 +47,12 @@ class LoraExperts(LoRASwitchLinear):
 
 
 def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str]) -> None:
-    """mlx-lm's own LoRA layers, without dropout, on the layers of the top blocks that ``keys`` names."""
+    """Add mlx-lm's own LoRA, without dropout, to the layers named ``keys`` in the top ``blocks`` blocks."""
     linear_to_lora_layers(module, blocks, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys})
 
 
 def without_adapter(block: Any) -> set[str]:
-    """Full names inside ``block`` of layers that the model reads, or that mlx-lm adapts in its own way (AFM)."""
+    """Full names inside ``block`` of layers whose weights are read directly, or that mlx-lm adapts itself (AFM)."""
     return {
         name
         for name, part in block.named_modules()
@@ -61,7 +61,7 @@ def without_adapter(block: Any) -> set[str]:
 
 
 def clip_once(module: Any) -> None:
-    """Clip the weights that Gemma 3n clips in each pass: what it stores while a gradient is traced is a placeholder."""
+    """Clip weights once that Gemma 3n clips in each pass, which would store placeholders while a gradient is traced."""
     parts = [part for _, part in module.named_modules() if all(name in part for name in CLIPPED)]
     for part in parts:
         limit = part.config.altup_coef_clip
@@ -73,7 +73,7 @@ def clip_once(module: Any) -> None:
 
 
 def complete(module: Any) -> None:
-    """Set up what parts are without that do not call mlx's own ``__init__`` (RecurrentGemma's)."""
+    """Add the attribute that parts lack if they do not call mlx's own ``__init__`` (RecurrentGemma's)."""
     for _, part in module.named_modules():
         if "_no_grad" not in vars(part):
             part._no_grad = set()

@@ -1,6 +1,6 @@
-"""Asks a model of mlx-lm what it does with a few tokens, by the names that its parts usually have.
+"""Tests a model of mlx-lm on a few tokens, using the names that its parts usually have.
 
-A refusal is an answer: the model then keeps its own way.
+A refusal is no error: what the model does not support is then not used.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,18 +13,18 @@ import numpy as np
 Answer = TypeVar("Answer")
 
 FOREIGN = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError)  # that a model's code raises
-TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest difference that is rounding, relative to the largest number
+TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest rounding difference, relative to the largest number
 FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
 SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 
 
 class Refusal(NotImplementedError):
-    """Why a model does not take what it was given."""
+    """Why a model cannot compute with the given input."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around calls into a model and nothing else: what it raises becomes a Refusal, in the first line of its words."""
+    """Turn an error of a model's code into a Refusal with its first line. Wrap only calls into the model."""
     try:
         yield
     except Refusal:
@@ -34,17 +34,17 @@ def refusals() -> Iterator[None]:
 
 
 def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
-    """What the model gives, computed; raises Refusal."""
+    """Call a model and evaluate what it returns; raises Refusal."""
     with refusals():
         values = call(*arguments)
         mx.eval(values)
     if not isinstance(values, mx.array):
-        raise Refusal(f"it gives no array, but {type(values).__name__}")
+        raise Refusal(f"it returns {type(values).__name__}, not an array")
     return values
 
 
 def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], largest: float, share: float) -> bool:
-    """Whether these are the same numbers, up to a share of the largest one; what is not a number is not."""
+    """Whether these are the same numbers, up to a share of the largest one; NaN never is."""
     with np.errstate(invalid="ignore"):
         return all(
             one.shape == other.shape and np.abs(numbers(one) - numbers(other)).max() <= share * largest
@@ -53,19 +53,19 @@ def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], largest: 
 
 
 def numbers(values: mx.array) -> np.ndarray:
-    """As float32."""
+    """Copy to numpy, in float32."""
     return np.array(values.astype(mx.float32))
 
 
 def tolerance_of(dtype: Any) -> float:
-    """The share of the largest number that is rounding."""
+    """Largest rounding difference in this type, as a share of the largest number."""
     return TOLERANCE if dtype == mx.float32 else TOLERANCE_16_BIT
 
 
 def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
-    """What ``ask`` says of the model in evaluation; raises Refusal.
+    """Call ``ask`` with the model in evaluation mode; raises Refusal.
 
-    Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
+    It first tries only some blocks, at least one of each kind, because a large model takes long.
     """
     was_training = module.training
     module.eval()  # dropout would make numbers differ, and use up random ones
@@ -83,12 +83,12 @@ def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def few_blocks(module: Any) -> Iterator[bool]:
-    """Inside, the model has only the first of its blocks, up to where each kind has been seen; whether it has fewer.
+    """Reduce the model to its first blocks that include every kind, inside this context; yields whether it has fewer.
 
-    Models that keep their blocks elsewhere keep them all.
+    Models that store their blocks elsewhere keep them all.
     """
     trunk: Any = getattr(module, "model", None)
-    blocks = trunk.get("layers") if isinstance(trunk, dict) else None  # mlx's modules are dicts; properties are not in
+    blocks = trunk.get("layers") if isinstance(trunk, dict) else None  # mlx's modules are dicts, without properties
     if not isinstance(blocks, list) or [id(block) for block in blocks] != [id(block) for block in module.layers]:
         yield False
         return
@@ -102,7 +102,7 @@ def few_blocks(module: Any) -> Iterator[bool]:
 
 
 def _kind(block: Any) -> list[tuple[str, str, str]]:
-    """What a block is made of, and its settings except its number."""
+    """The parts of a block, and their settings except the block's number."""
     return sorted(
         (name, type(part).__name__, str(sorted(
             (key, value) for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER
@@ -113,9 +113,9 @@ def _kind(block: Any) -> list[tuple[str, str, str]]:
 
 @contextmanager
 def few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
-    """Inside, these layers, embedding and head, have FEW_WORDS rows: a large vocabulary takes more than a training.
+    """Reduce these layers (embedding, head) to FEW_WORDS rows, inside this context: a vocabulary takes much memory.
 
-    Where their rows are not the vocabulary of the model's arguments, they keep all.
+    They keep all rows if these are not the vocabulary in the model's arguments.
     """
     words = getattr(getattr(module, "args", None), "vocab_size", 0)
     weights = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]
@@ -130,13 +130,13 @@ def few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
 
 
 def trunk_of(module: Any) -> Any:
-    """The part that makes hidden states of ids; None if it cannot be separated."""
+    """The part that turns ids into hidden states; None if it cannot be separated."""
     trunk = getattr(module, "model", None)
     return trunk if callable(trunk) else None
 
 
 def head_size(module: Any) -> int:
-    """Numbers of an attention head; 0 where they are not known, or not the same for all queries, keys and values."""
+    """Width of an attention head; 0 if it is unknown, or differs between queries, keys and values."""
     arguments = getattr(module, "args", None)
     sizes = {getattr(arguments, name) for name in dir(arguments) if name.endswith("head_dim")} - {None, 0}
     if sizes:
