@@ -79,7 +79,7 @@ KINDS = {
     # comparisons of rows
     "QUESTION-IN-TEST": Kind(
         ERROR, "{rows} of test with the question of a row of train: the result would measure memorization",
-        "remove them from train or from test, or give one file, which safetrain then splits"),
+        "remove them from train or from test, or give one file and let safetrain split it"),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{rows} of {detail}",
         "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
