@@ -82,7 +82,7 @@ def own_limit(free: Free) -> Ending:
         if done.code or project.json("training_summary.json").get("memory_rungs"):
             break
     ending = Ending(f"train.memory_limit_gb={limit:.2f}, too little for 16 rows at a time")
-    ending.expect(project.json("postmortem.json"), is_memory=True)
+    _expect_death(ending, project.json("postmortem.json"), is_memory=True)
     _went_on(free, ending, done)
     return ending
 
@@ -97,13 +97,18 @@ def kernel_kill(free: Free, group: Path) -> Ending:
     project.discard()
     done = project.finish(project.start("sh", "-c", enter, "sh", sys.executable, "-m", "stages.train"))
     told = project.json("postmortem.json")
-    if told:
-        ending.expect(told, cause="oom_kill", confidence="confirmed", is_memory=True, exit_code=137)
-    else:  # the limit is seen before the process begins
-        ending.verdict = "nobody dies: it begins with fewer rows"
+    _expect_death(ending, told, cause="oom_kill", confidence="confirmed", is_memory=True, exit_code=137)
     _went_on(free, ending, done)
     left_over(project.folder)
     return ending
+
+
+def _expect_death(ending: Ending, told: dict[str, Any], **expected: object) -> None:
+    """Compare the post-mortem, unless the limit was seen before the process began."""
+    if told:
+        ending.expect(told, **expected)
+    else:
+        ending.verdict = "nobody dies: it begins with fewer rows"
 
 
 def _went_on(free: Free, ending: Ending, done: Done) -> None:

@@ -133,7 +133,12 @@ def _faults_of_stop(kill: Kill, step: int, done: Done, told: dict[str, Any]) -> 
     expected = {"cause": "stopped", "is_memory": False, "exit_code": 128 + kill.signal}
     saved = {"after save", "after resume"}  # a stop that comes while everything is loaded finds nothing new to save
     if step <= 1:
-        saved |= {"evaluate", "gradient", "after gradient"}  # before the first update nothing is there to be saved
+        saved |= {
+            "evaluate",
+            "after evaluate",
+            "gradient",
+            "after gradient",
+        }  # before the first update nothing is there to be saved
     if step >= UPDATES - 1:
         saved.add("verify")  # the adapter's folder is compared with the tuned model
     found = [] if told.get("phase") in saved else [f"phase is {told.get('phase')!r} and not one of {saved}"]
