@@ -54,9 +54,6 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert evaluation["questions"] == evaluation["answered"] == 220
     assert evaluation["improvement"]["nats_per_label"] > 10 * evaluation["improvement"]["plus_minus"]
     assert evaluation["forgetting"]["unsaid"].startswith("the base model is worse than guessing on the general text")
-    shown = workspace.succeed("dvc", "metrics", "show", "--md")
-    assert "base.exact_match" in shown
-    assert "tuned.exact_match" in shown
     columns = workspace.succeed("dvc", "exp", "show", "--csv").splitlines()[0].split(",")
     assert columns[5] == "improvement.nats_per_label"
     assert columns.index("tuned.exact_match") < columns.index("base.loss") < columns.index("valid_loss")
@@ -140,7 +137,6 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
     assert stages_run(workspace.succeed("dvc", "repro")) == ["preflight"]
     assert workspace.git("status", "--short") == ""
     assert stages_run(workspace.succeed("safetrain", "repro")) == ["preflight"]  # the same, DVC being on no PATH
-    assert "main" in workspace.succeed("safetrain", "exp", "show", "--csv")
     tracked = workspace.git("ls-files", "checkpoints_qlora", "data").split()
     assert tracked == [
         "checkpoints_qlora/README.md", "data/README.md",
