@@ -87,7 +87,7 @@ def fuse(
     with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text)
     chosen, like = report.tried[-1], report.tried[-1].likeness
-    share = f"keeps {100 * chosen.kept:.1f} % of what was learnt"
+    share = f"keeps {100 * chosen.kept:.1f} % of the improvement"
     print_text(f"{out} is written: {chosen.name}, {size_text(chosen.size_bytes)}, {share}; figures: {out / REPORT}")
     if like.same_answers < OFTEN_THE_SAME:
         others = report.rows - round(like.same_answers * report.rows)

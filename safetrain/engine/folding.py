@@ -126,11 +126,11 @@ def plan_of(module: Any, folds: Folds, bits: int | None) -> Plan:
 
 
 def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
-    """Every array of the model with the adapter folded in and layers stored as ``plan`` says: none is computed yet."""
+    """Every array of the model with the adapter merged in and layers stored as in ``plan``; none is computed yet."""
     arrays: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
     if unfit := [name for name in arrays if name.endswith("global_scale")]:
         raise ModelError(
-            f"Weights with a global scale (nvfp4) cannot be folded: {unfit[0]}.", do="keep base and adapter apart"
+            f"Weights with a global scale (nvfp4) cannot be merged: {unfit[0]}.", do="keep base and adapter separate"
         )
     sizes = Counter[Any]()  # numbers, by type
     for value in arrays.values():

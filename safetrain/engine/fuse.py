@@ -1,4 +1,4 @@
-"""Merges an adapter into its base: in the base's bits, in 8 bits or in float, whichever first keeps what it learned."""
+"""Merges an adapter into its base: in the base's bits, in 8 bits or in float, whichever first keeps its improvement."""
 
 import gc
 import shutil
@@ -30,12 +30,12 @@ OPENED_TOKENS = 8  # through the model as mlx-lm itself computes it
 
 @dataclass(frozen=True)
 class FuseJob(ExportJob):
-    """What to merge, and how much of the training's effect may be lost."""
+    """What to merge, and how much of the improvement may be lost."""
 
     adapter: Path
     bits: int | None = None  # None: the base's own, then 8, then float
     as_float: bool = False  # all of it
-    may_lose: float = 0.02  # share of the training's effect
+    may_lose: float = 0.02  # share of the improvement
 
 
 def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
@@ -98,13 +98,13 @@ def write_candidate(job: FuseJob, bits: int | None, folder: Path) -> int:
 def _nothing_holds(job: FuseJob, tried: list[Candidate]) -> ModelError:
     best, is_set = max(tried, key=lambda each: each.kept), job.bits is not None or job.as_float
     return ModelError(
-        f"{'This fused model does not keep' if is_set else 'No fused model keeps'} what was learnt: "
-        f"{best.name}: {best.refusal}.",
+        f"{'This fused model does not keep' if is_set else 'No fused model keeps'} the improvement: "
+        f"in {best.name}, it {best.refusal}.",
         where=str(job.adapter),
         expected=f"at least {100 * (1 - job.may_lose):g} % kept",
         got=f"{100 * best.kept:.1f} %",
-        do="leave out --bits and --float: more bits are then tried" if is_set
-        else "use base and adapter apart, or allow more with --may-lose",
+        do="leave out --bits and --float, so that more bits are tried" if is_set
+        else "keep base and adapter separate, or raise --may-lose",
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ class _Fusing:
         self._tuned = measure_tuned(job, files)
         self._base = job.measure_base(self._tuned, files, say)
         size = files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
-        say(describe("base and adapter, apart", size, 1.0, self._tuned.own, len(self._tuned.rows)))
+        say(describe("base and adapter", size, 1.0, self._tuned.own, len(self._tuned.rows)))
 
     def measured(self, name: str, size: int, folder: Path) -> Candidate:
         """Measure the model in ``folder``, once; raises MachineError if memory is too small."""
@@ -124,10 +124,10 @@ class _Fusing:
         room, job, rows = host_room_bytes(read_memory()), self._job, self._tuned.rows
         if size > room:
             raise MachineError(
-                f"The fused model ({name}) does not fit into memory to be measured.",
+                f"There is too little memory to measure the fused model ({name}).",
                 expected=size_text(size),
                 got=f"{size_text(room)} available",
-                do="close other programs, use base and adapter apart, or allow more to be lost with --may-lose",
+                do="close other programs, keep base and adapter separate, or raise --may-lose",
             )
         set_limits(job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
         model, ids = job.open(folder), rows[0].ids[:OPENED_TOKENS].tolist()
@@ -139,7 +139,7 @@ class _Fusing:
         self._require_same(ours, logits_for_a_consumer(folder, ids), folder)
         share = kept_share(self._base, self._tuned.own, likeness)
         candidate = Candidate(name, size, share, likeness, refusal(share, likeness, job.may_lose))
-        self._say(describe(name, size, share, likeness, len(rows), candidate.refusal or "holds"))
+        self._say(describe(name, size, share, likeness, len(rows), candidate.refusal or "passes"))
         return candidate
 
     def _require_same(self, ours: mx.array, theirs: mx.array, folder: Path) -> None:
@@ -148,10 +148,10 @@ class _Fusing:
         in_16_bits = any(tensor.dtype in ("F16", "BF16") for tensor in read_model_files(folder).tensors)
         if not apart <= tolerance_of(mx.float16 if in_16_bits else mx.float32):
             raise ModelError(
-                "mlx-lm computes something else with the fused model than safetrain does.",
+                "mlx-lm and safetrain compute different logits with the fused model.",
                 where=self._files.model_type,
-                got=f"logits {100 * apart:.1f} % apart",
-                do="use base and adapter apart, and report this model's architecture",
+                got=f"a difference of {100 * apart:.1f} %",
+                do="keep base and adapter separate, and report this model's architecture",
             )
 
     def report(self, tried: list[Candidate]) -> FuseReport:

@@ -112,7 +112,7 @@ def memory_of(job: Job, backend_name: str) -> RunMemory:
 
 
 def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:
-    """Describe the run before its first step. ``adaptation``: how this engine runs the model."""
+    """Describe the run before its first step. ``adaptation``: how rows and logits are computed."""
     settings, rows, ranks = job.settings, job.train, job.ranks
     lost = (
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
@@ -122,8 +122,8 @@ def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:
     shared = f" shared by {ranks} ranks" if ranks > 1 else ""
     return (lost if rows.cut_rows else "") + (
         f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update{shared}, "
-        f"{counted(job.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
-        f"{settings.learning_rate:g}, {_trained(settings)}; expected peak of mlx {size_text(predicted_bytes)}; "
+        f"{counted(job.updates, 'update')}; {settings.optimizer}, {settings.schedule} schedule, learning rate "
+        f"{settings.learning_rate:g}; {_trained(settings)}; predicted peak of mlx {size_text(predicted_bytes)}; "
         f"BLAS: {blas}; {adaptation}"
     )
 

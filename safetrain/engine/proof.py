@@ -41,7 +41,7 @@ def remember_best(run: TrainingRun) -> TunedModel:
         set_adapter_weights(run.model, load_arrays(best))
     rows = sample_of(job.valid, read_model_files(job.base_folder), run.model, proved_tokens(job))
     with run.watcher.recorder.phase(Phase.VERIFY, Work(state.step)):
-        beat = _beats("as it was trained", run.watcher, state.step)
+        beat = _beats("tuned model", run.watcher, state.step)
         keep_head = job.settings.method == PRETRAIN
         return TunedModel.of(run.model, rows, run.layout.most_tokens, beat, keep_head=keep_head)
 
@@ -63,13 +63,13 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
             like = tuned.likeness_of(model, _beats(subject, watcher, step))
         return ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows)))
 
-    base = compared("its base, opened again")
+    base = compared("base model")
     with recorder.phase(Phase.LOAD_MODEL, work):
         if by_mlx_lm:
             adapt_for_a_consumer(model.module, job.adapters)
         else:
             apply_adapter(model, job.adapters)
-    opened, opened_by = compared("the adapter's folder, opened again"), "mlx-lm" if by_mlx_lm else "safetrain"
+    opened, opened_by = compared("saved adapter"), "mlx-lm" if by_mlx_lm else "safetrain"
     proof = Proof(len(tuned.rows), len(tuned.keys), float(tuned.losses.mean()), base, opened, opened_by)
     backend = backend_of(
         read_model_files(job.base_folder), device().name, settings.dequantize_base, settings.method,
@@ -101,10 +101,10 @@ def _beats(subject: str, watcher: Watcher, step: int) -> Callable[[], None]:
         watcher.recorder.write(Phase.VERIFY, Edge.BEFORE, Work(step))
         if time.monotonic() - said_seconds > SAY_EVERY_SECONDS:
             said_seconds = time.monotonic()
-            watcher.say(f"proof: {subject}: micro-batch {micro_batches + 1}")
+            watcher.say(f"checking the adapter: {subject}, micro-batch {micro_batches + 1}")
         micro_batches += 1
         if stop := watcher.stop():
-            what = f"Stopped after step {step}, the last one, while the adapter was opened again."
-            raise InterruptedRun(stop, what, do="the same command finishes")
+            what = f"Stopped after step {step}, the last one, while checking the adapter."
+            raise InterruptedRun(stop, what, do="run the same command again to finish")
 
     return beat

@@ -82,7 +82,7 @@ def training_fault(model: BaseModel) -> str:
         return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
     one, other = (mx.where(mx.isfinite(values), values, 0.0) for values in logits)
     if not are_close([one], [other], float(np.abs(numbers(one)).max()), tolerance_of(logits.dtype)):
-        return "its tokens see those that come after them, in mlx-lm"
+        return "in mlx-lm, its tokens see the tokens after them"
     return gradient_fault(model)
 
 
@@ -201,8 +201,7 @@ def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
 
 
 def report(section: str, folder: Path) -> Iterator[str]:
-    """The figures of a section of `safetrain selftest --report`; sizes are small on a CPU, where large ones take
-    minutes."""
+    """Measure a section of `safetrain selftest --report`, in small sizes on a CPU, where large ones take minutes."""
     small = device().measures_small
     if section == "product":
         width = 1024 if small else 4096
@@ -213,7 +212,7 @@ def report(section: str, folder: Path) -> Iterator[str]:
     else:
         found = examine(folder, REPORT_ROWS, REPORT_TOKENS)
         loss, gradient, speed = (found[key] for key in ("loss_difference", "gradient_difference", "tokens_per_second"))
-        yield f"a pass of {folder.name}: within {max(loss, gradient):.1e} of mlx-lm's own loss and gradient"
+        yield f"{folder.name}: loss and gradient within {max(loss, gradient):.1e} of mlx-lm's own"
         yield f"{found['step_seconds']:.3f} s, {speed:,.0f} tokens/s, peak {size_text(found['peak_memory_bytes'])}"
 
 
@@ -237,8 +236,8 @@ def attention(heads: int, head_dim: int, tokens: int) -> Iterator[str]:
 
     dtype, scale = "float32" if device().computes_in_float32 else "bfloat16", head_dim**-0.5
     graph = attention_graph(tokens, head_dim, getattr(mx, dtype), GRADIENT_KERNEL)
-    takes = "mx.fast" if GRADIENT_KERNEL in graph else "safetrain"
-    yield f"{heads} heads of size {head_dim}, {tokens:,} tokens, {dtype}; a training takes {takes}"
+    used = "mx.fast" if GRADIENT_KERNEL in graph else "safetrain"
+    yield f"{heads} heads of size {head_dim}, {tokens:,} tokens, {dtype}; training uses {used}"
     tiles = block_attention(Block(0, tokens, 1, tokens, way=device().attention_ways[0]), scale, None)
     yield from costs("safetrain", tiles, tokens, heads, 1, head_dim)
     fused = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")

@@ -183,7 +183,7 @@ def test_a_model_whose_tokens_look_ahead_is_refused(tmp_path: Path) -> None:
     kind = type(block)
     seeing_all = {"__call__": lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache)}
     block.__class__ = type(kind.__name__, (kind,), seeing_all)
-    assert training_fault(model) == "its tokens see those that come after them, in mlx-lm"
+    assert training_fault(model) == "in mlx-lm, its tokens see the tokens after them"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -211,6 +211,6 @@ def test_the_report_s_pass_and_attention_run_as_on_a_gpu(monkeypatch: pytest.Mon
     within, _ = selftest.report("training", EMBEDDED)
     assert float(within.partition("within ")[2].split()[0]) < 1e-2
     header, *costs = selftest.attention(2, 64, 48)
-    assert header == "2 heads of size 64, 48 tokens, bfloat16; a training takes safetrain"
+    assert header == "2 heads of size 64, 48 tokens, bfloat16; training uses safetrain"
     assert len(costs) == 4
     assert all(selftest.product_gflops(64, dtype) > 0 for dtype in ("float32", "float16", "bfloat16"))

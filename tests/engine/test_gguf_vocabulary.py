@@ -58,7 +58,7 @@ def test_letters_are_joined_in_the_order_of_the_merges(kind: str, chats: bool, b
 def test_a_split_that_llama_cpp_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"it splits texts by \\w\+\|\\W\+") as caught:
         vocabulary(tokenizer_of(tmp_path, "unknown split"))
-    assert "wrong without a word" in str(caught.value)
+    assert "silently answer wrongly" in str(caught.value)
 
 
 def changed(definition: dict[str, Any], part: str, **values: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_tokens_that_drop_white_space_are_phi_3_s_or_told(tmp_path: Path) -> Non
     assert vocabulary(tokenizer_of(tmp_path / "phi", "llama", stripping=STRIPPING_ENDS)).strips_after
     other = vocabulary(tokenizer_of(tmp_path / "other", "llama", stripping=("<|end|>",)))
     assert not other.strips_after
-    assert "white space beside <|end|>" in other.notes[0]
+    assert "white space next to <|end|>" in other.notes[0]
 
 
 def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
     del tokenizer
-    with pytest.raises(ModelError, match="No token ends an answer"):
+    with pytest.raises(ModelError, match="no stop token"):
         chat_of(ChatTokenizer(tmp_path), None, tmp_path)
 
 

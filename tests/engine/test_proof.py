@@ -68,8 +68,8 @@ def test_a_long_proof_says_how_far_it_is(tiny_model: Build, tmp_path: Path, monk
     result = run(job)
     monkeypatch.setattr("safetrain.engine.proof.SAY_EVERY_SECONDS", -1.0)
     prove(job, result.tuned, dataclasses.replace(watcher(job), say=said.append), 1)
-    assert said[0] == "proof: its base, opened again: micro-batch 1"
-    assert "proof: the adapter's folder, opened again: micro-batch 1" in said
+    assert said[0] == "checking the adapter: base model, micro-batch 1"
+    assert "checking the adapter: saved adapter, micro-batch 1" in said
 
 
 def test_few_tokens_of_many_rows_are_compared(tiny_model: Build, tmp_path: Path) -> None:

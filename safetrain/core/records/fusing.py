@@ -30,7 +30,7 @@ class Candidate:
 
     name: str
     size_bytes: int  # of its weights
-    kept: float  # share of what was learnt
+    kept: float  # share of the improvement
     likeness: Likeness
     refusal: str  # why it fails; empty if it passes
 
@@ -44,7 +44,7 @@ class FuseReport:
     adapter_fingerprint: str
     rows: int
     labels: int
-    may_lose: float  # share of what was learnt
+    may_lose: float  # share of the improvement
     base: Likeness
     tuned: Likeness
     tried: tuple[Candidate, ...]  # in the order of trying
@@ -68,7 +68,7 @@ class GgufReport:
     base: Likeness | None  # None without an adapter
     tuned: Likeness
     read_back: Likeness | None  # the file's weights in mlx; None if memory is too small
-    kept: float | None  # share of what was learnt; None without an adapter or ``read_back``
+    kept: float | None  # share of the improvement; None without an adapter or ``read_back``
     notes: tuple[str, ...]
 
 
@@ -86,7 +86,7 @@ class PeftReport:
     base: Likeness
     tuned: Likeness
     exported: Likeness
-    kept: float  # share of what was learnt
+    kept: float  # share of the improvement
     stop_ids: tuple[int, ...]  # tokens that end an answer after training
 
 
@@ -116,14 +116,14 @@ def refusal(share: float, other: Likeness, may_lose: float) -> str:
     It also fails if it loses more right answers than the 95 % interval of chance allows.
     """
     if not math.isfinite(other.loss):
-        return "its loss is not a number"
+        return "has a loss that is not a number"
     if may_lose >= 1:
         return ""
     if share < 1 - may_lose:
-        return f"loses more than {100 * may_lose:g} % of what was learnt"
+        return f"loses more than {100 * may_lose:g} % of the improvement"
     fall = other.lost_answers - other.won_answers
     if fall > Z95 * math.sqrt(other.lost_answers + other.won_answers):
-        return f"answers {fall} rows fewer"
+        return f"answers {fall} fewer rows correctly"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Writes a tuned model as a GGUF file, reads it again, and measures what it keeps, before it gets its name."""
+"""Writes a tuned model as a GGUF file, and reads and measures it before it gets its final name."""
 
 import gc
 import shutil
@@ -47,41 +47,41 @@ from safetrain.engine.tuned import ExportJob, TunedModel, measure_tuned
 from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, ready_to_compute, rebuilt
 
-QUANTIZER, QUANTIZED_FROM = "llama-quantize", "f16"  # llama.cpp's program, for types that KINDS has not
-LAST_WORDS = 400  # of it, where it fails
-STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a model whose name has this
+QUANTIZER, QUANTIZED_FROM = "llama-quantize", "f16"  # llama.cpp's program, for types that are not in KINDS
+LAST_WORDS = 400  # characters of its output, if it fails
+STRIPPING = "phi-3"  # in a model's name: llama.cpp drops white space after its special tokens
 
 
 @dataclass(frozen=True)
 class GgufJob(ExportJob):
-    """What to write, and how much of what was learnt may be lost."""
+    """What to write, and how much of the improvement may be lost."""
 
     kind: str = "q8_0"  # of KINDS, or one that llama-quantize makes
-    may_lose: float = 0.02  # share of what was learnt
+    may_lose: float = 0.02  # share of the improvement
 
 
 def report_of(out: Path) -> Path:
-    """Where the figures are."""
+    """Path of the report on a GGUF file."""
     return out.with_name(f"{out.name}.json")
 
 
 def modelfile_of(out: Path) -> Path:
-    """For Ollama."""
+    """Path of Ollama's Modelfile for a GGUF file."""
     return out.with_name(f"{out.stem}.Modelfile")
 
 
 def export_gguf(job: GgufJob, say: Callable[[str], None]) -> GgufReport:
     """Write ``job.out``, its report and its Modelfile, all or none.
 
-    Raises ConfigError, ModelError where llama.cpp has no such model or the file does not keep what was learnt,
-    DiskFullError, and MachineError where the file does not fit into memory to be measured.
+    Raises ConfigError, ModelError if llama.cpp does not support the model or the file loses too much of the
+    improvement, DiskFullError, and MachineError if memory is too small to measure the file.
     """
     beside = (report_of(job.out), modelfile_of(job.out))
     for path in (job.out, *beside):
         require_new(path, "choose another name, or remove it")
     if job.kind not in KINDS and shutil.which(QUANTIZER) is None:
         raise ConfigError(
-            f"{job.kind} is made by llama.cpp's {QUANTIZER}, which is not installed.",
+            f"{job.kind} needs llama.cpp's {QUANTIZER}, which is not installed.",
             do="install it: brew install llama.cpp (or build github.com/ggml-org/llama.cpp); or choose --type q8_0 or "
             "q4_0, which safetrain writes itself",
         )
@@ -99,13 +99,13 @@ def export_gguf(job: GgufJob, say: Callable[[str], None]) -> GgufReport:
 
 
 class _GgufExport:
-    """One file. Made, it has said what llama.cpp does differently, or refused the model; nothing is written yet."""
+    """Export of one file. Creating it reports what llama.cpp does differently, or raises; it writes nothing."""
 
     def __init__(self, job: GgufJob, files: ModelFiles, say: Callable[[str], None]) -> None:
         self._job, self._files, self._say = job, files, say
         self._family = family_of(files.model_type, str(job.base))
         self._kind = KINDS.get(job.kind, KINDS[QUANTIZED_FROM])
-        self._format = read_prompt_format(job.adapter or job.base)  # fuse writes it beside its model
+        self._format = read_prompt_format(job.adapter or job.base)  # fuse writes it next to its model
         self._tokenizer = tokenizer = ChatTokenizer(job.base)
         self._chat = chat_of(tokenizer, self._format, job.base)
         set_limits(job.mlx_limit_bytes)
@@ -145,7 +145,7 @@ class _GgufExport:
         if is_measured:
             likeness, share = self._measure(arrays, path, tuned, base)
         else:
-            deque(arrays, maxlen=0)  # read once, and held no longer
+            deque(arrays, maxlen=0)  # reads each once and keeps none
         adapter, rows = fingerprint(job.adapter) if job.adapter is not None else "", tuned.rows
         report = GgufReport(
             job.out.name, job.kind, path.stat().st_size, self._family.architecture,
@@ -157,7 +157,7 @@ class _GgufExport:
         return report
 
     def _require_room(self, path: Path) -> bool:
-        """Whether memory holds the file; raises DiskFullError, and MachineError where it must and does not."""
+        """Whether the file fits into memory; raises DiskFullError, and MachineError if it must fit but does not."""
         do = "free some space, choose a folder on another disk, or fewer bits with --type"
         disk = sum(part.bytes_as(self._kind) for part in self._parts)
         require_room(path.parent, disk, "There is too little disk space for the GGUF file.", do)
@@ -165,7 +165,7 @@ class _GgufExport:
         room = host_room_bytes(read_memory())
         if size > room and self._job.may_lose < 1:
             raise MachineError(
-                "The GGUF file would not fit into memory to be measured; nothing was written.",
+                "There is too little memory to measure the GGUF file; nothing was written.",
                 expected=size_text(size),
                 got=f"{size_text(room)} available",
                 do="close other programs, choose fewer bits with --type, or write it unmeasured with --may-lose 100",
@@ -197,7 +197,7 @@ class _GgufExport:
     def _measure(
         self, arrays: Iterator[tuple[str, mx.array]], path: Path, tuned: TunedModel, base: Likeness | None
     ) -> tuple[Likeness, float | None]:
-        """What the file's own weights are like, and the share that they keep; raises ModelError where it is small."""
+        """Compare the file with the tuned model, and return the share kept; raises ModelError if it is too small."""
         job, rows = self._job, len(tuned.rows)
         with errors_told("open what was written", str(path)):
             module = ready_to_compute(
@@ -210,24 +210,24 @@ class _GgufExport:
         why = refusal(1.0 if share is None else share, likeness, job.may_lose)
         name, size = f"{job.out.name} ({job.kind})", path.stat().st_size
         if share is None:
-            same = f"{round(likeness.same_answers * rows)} of {rows} answers the same"
+            same = f"{round(likeness.same_answers * rows)} of {rows} answers are the same"
             self._say(f"{name}: {size_text(size)}, loss {likeness.loss:.4f} ({tuned.own.loss:.4f} before), {same}")
         else:
-            self._say(describe(name, size, share, likeness, rows, why or "holds"))
-        self._say(f"its divergence from the tuned model: {likeness.divergence:.1e} nats per label")
+            self._say(describe(name, size, share, likeness, rows, why or "passes"))
+        self._say(f"divergence from the tuned model: {likeness.divergence:.1e} nats per label")
         if why:
             raise ModelError(
-                f"This GGUF file does not keep what was learnt: {job.kind}: {why}.",
+                f"This GGUF file does not keep the improvement: in {job.kind}, it {why}.",
                 where=str(job.out),
                 expected="" if share is None else f"at least {100 * (1 - job.may_lose):g} % kept",
                 got="" if share is None else f"{100 * share:.1f} %",
-                do="choose more bits (--type q8_0, bf16, f16), or take it as it is with --may-lose 100",
+                do="choose more bits (--type q8_0, bf16, f16), or write it anyway with --may-lose 100",
             )
         return likeness, share
 
 
 def _quantize(source: Path, target: Path, kind: str) -> None:
-    """By llama-quantize; raises ModelError with its last words where it fails."""
+    """Run llama-quantize; raises ModelError with the end of its output if it fails."""
     command = [QUANTIZER, str(source), str(target), kind.upper()]
     process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if process.returncode != 0:
@@ -237,7 +237,7 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
 
 
 def _name(name: str, architecture: str, vocabulary: Vocabulary) -> str:
-    """The model's name, which llama.cpp also takes for a hint."""
+    """The model's name, from which llama.cpp also decides how to treat white space."""
     if architecture == "phi3" and vocabulary.strips_after:
         return name if STRIPPING in name.lower() else f"{name} ({STRIPPING})"
     return name.lower().replace("phi-3", "phi 3").replace("phi3", "phi 3") if "phi" in name.lower() else name

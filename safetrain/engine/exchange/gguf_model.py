@@ -1,6 +1,6 @@
-"""Models in GGUF files: what llama.cpp calls, computes and stores, one weight at a time written and read again.
+"""Models in GGUF files: llama.cpp's names and settings, and weights that are written and read one at a time.
 
-llama.cpp's own code is the reference: src/models/FAMILY.cpp for the weights, conversion/FAMILY.py for how they lie.
+The reference is llama.cpp's code: src/models/FAMILY.cpp for the weights, conversion/FAMILY.py for their layout.
 """
 
 import math
@@ -46,14 +46,14 @@ LONG = ("longrope", "su")
 
 @dataclass(frozen=True)
 class Family:
-    """A model family in llama.cpp's names. ``block``: names of the parts of a block by their paths in mlx-lm."""
+    """A model family of llama.cpp. ``block``: its names for the parts of a block, by their paths in mlx-lm."""
 
     architecture: str
     block: Mapping[str, str]
-    turns: bool = False  # llama.cpp rotates neighbours in q and k, mlx-lm halves of a head
-    adds_one: bool = False  # mlx-lm's norms multiply with 1 + weight
+    turns: bool = False  # llama.cpp rotates neighbouring numbers of q and k, mlx-lm the halves of a head
+    adds_one: bool = False  # mlx-lm's norms multiply by 1 + weight
     rotations: tuple[str, ...] = ("default", "linear")
-    blocks_of_27b: int = 0  # of the size whose attention llama.cpp scales by width / heads
+    blocks_of_27b: int = 0  # in the size whose attention llama.cpp scales by width / heads
 
 
 LLAMA = Family("llama", LLAMA_BLOCK, turns=True, rotations=("default", "linear", "llama3"))
@@ -68,39 +68,39 @@ FAMILIES = {  # by model_type in config.json
     "gemma3_text": GEMMA3,
     "phi3": Family("phi3", {**LLAMA_BLOCK, **PHI_BLOCK}, rotations=("default", "linear", *LONG)),
 }
-UNSAID_CONTEXT = 8192  # gemma2's, whose settings in mlx-lm have none
+UNSAID_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
 
 BLOCK = 32  # numbers that share a scale in both kinds of quantization
 KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
 FILE_TYPES = {kind: gguf.LlamaFileType[f"MOSTLY_{kind.name}"] for kind in KINDS.values()}
 SCALE_BYTES = 2  # of a block, in float16
 BITS = {Kind.Q8_0: 8, Kind.Q4_0: 4}
-AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every answer goes through them whole
+AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every token passes through them
 
 
 def family_of(model_type: str, where: str) -> Family:
-    """Raises ModelError for a family that no GGUF file is written for."""
+    """Look up a model type; raises ModelError if no GGUF files are written for it."""
     if model_type not in FAMILIES:
         raise ModelError(
-            f"GGUF files are not written for models of the type {model_type}.",
+            f"Models of the type {model_type} cannot be exported as GGUF files.",
             where=where,
             expected=f"one of {', '.join(FAMILIES)}",
-            do="keep it as an MLX model (safetrain fuse), or convert the folder of 'safetrain fuse --float' with "
+            do="keep it as an MLX model (safetrain fuse OUT), or run safetrain fuse OUT --float and convert OUT with "
             "llama.cpp's convert_hf_to_gguf.py",
         )
     return FAMILIES[model_type]
 
 
 def text_model(module: Any) -> Any:
-    """The language model of a module: gemma3 has it beside pictures."""
+    """The language model in a module: gemma3 also has one for images."""
     return module.get("language_model", module)
 
 
 def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[str, np.ndarray]:
-    """Write the metadata from which llama.cpp builds ``module``, a text model, and return tensors that it also needs.
+    """Write the metadata from which llama.cpp builds ``module``, a text model; returns tensors that it also needs.
 
-    These divide the rotary frequencies, (rotated / 2,) float32. Raises ModelError for a setting that the model has in
-    mlx-lm and llama.cpp does not compute.
+    These divide the rotary frequencies, (rotated / 2,) float32. Raises ModelError for a setting of the model that
+    llama.cpp does not support.
     """
     args = module.args
     head = int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
@@ -126,7 +126,7 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
     if family.architecture == "gemma2":
         writer.add_attn_logit_softcapping(args.attn_logit_softcapping)
         writer.add_final_logit_softcapping(args.final_logit_softcapping)
-        writer.add_sliding_window(context)  # mlx-lm has none, and llama.cpp one of 4096 where none is named
+        writer.add_sliding_window(context)  # mlx-lm has none; without this, llama.cpp has one of 4096
     elif family.architecture == "gemma3":
         writer.add_sliding_window(args.sliding_window)
         writer.add_sliding_window_pattern(args.sliding_window_pattern)
@@ -138,7 +138,7 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
         rope = module.layers[0].self_attn.rope
         plain = float(args.rope_theta) ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
         return {"rope_freqs.weight": np.array(rope._freqs / plain, dtype=np.float32)}
-    if rotation in LONG:  # mlx-lm takes the long ones for texts of any length, and so did the training
+    if rotation in LONG:  # mlx-lm uses the long factors for texts of any length, also in training
         writer.add_rope_scaling_attn_factors(float(module.layers[0].self_attn.rope._scale))
         factors = np.array(scaling["long_factor"], dtype=np.float32)
         return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
@@ -151,18 +151,18 @@ def _require_known(family: Family, args: Any, head: int, rotation: str) -> None:
     scalar = getattr(args, "query_pre_attn_scalar", gemma_scale) if family.blocks_of_27b else gemma_scale
     what = expected = ""
     if rotation not in family.rotations:
-        what, expected = f"its rotation is scaled by {rotation}", f"one of {', '.join(family.rotations)}"
+        what, expected = f"its rotary scaling is {rotation}", f"one of {', '.join(family.rotations)}"
     if getattr(args, "rope_traditional", False):
-        what, expected = "it rotates neighbours (rope_traditional)", "halves of a head"
+        what, expected = "it rotates neighbouring numbers (rope_traditional)", "rotated halves of a head"
     if family is LLAMA and "sliding_attention" in (getattr(args, "layer_types", None) or ()):
-        what, expected = "some of its blocks see a sliding window only", "blocks that see the whole text"
+        what, expected = "some of its blocks see only a sliding window", "blocks that see the whole text"
     if not math.isclose(scalar, gemma_scale):
         what, expected = f"query_pre_attn_scalar is {scalar:g}", str(gemma_scale)
     if what:
         raise ModelError(
-            f"llama.cpp computes this model differently than it was trained: {what}.",
+            f"llama.cpp would compute this model differently than in training: {what}.",
             expected=expected,
-            do="keep it as an MLX model: safetrain fuse",
+            do="keep it as an MLX model: safetrain fuse OUT",
         )
 
 
@@ -174,18 +174,18 @@ class GgufPart:
     path: str  # of its layer in the module
     kind: str  # weight, or bias
     shape: tuple[int, ...]  # (outputs, inputs), or (width,)
-    heads: int = 0  # whose rows are turned; 0: they stay
-    added: float = 0.0  # to every number
+    heads: int = 0  # whose rows are reordered; 0: none
+    added: float = 0.0  # to every number in the file
 
     def places(self) -> np.ndarray:
-        """(rows,) where each row of mlx-lm's weight lies in the file."""
+        """Place of each of mlx-lm's rows in the file, (rows,)."""
         rows = np.arange(self.shape[0])
         if not self.heads:
             return rows
         return np.argsort(rows.reshape(self.heads, 2, -1).swapaxes(1, 2).ravel())
 
     def stored_as(self, kind: Kind) -> Kind:
-        """In a file of ``kind``: vectors are in float32, rows that take no blocks in float16."""
+        """Type in a file of ``kind``: float32 for vectors, float16 for rows that do not divide into blocks."""
         if len(self.shape) == 1:
             return Kind.F32
         if self.shape[-1] % BLOCK:
@@ -193,7 +193,7 @@ class GgufPart:
         return Kind.Q8_0 if kind == Kind.Q4_0 and self.name in AT_THE_ENDS else kind
 
     def bytes_as(self, kind: Kind, *, opened: bool = False) -> int:
-        """Bytes in a file of ``kind``, or in memory: there a block has a scale and a bias in float32."""
+        """Bytes in a file of ``kind``, or in memory, where a block has a scale and a bias in float32."""
         stored = self.stored_as(kind)
         block, size = gguf.GGML_QUANT_SIZES[stored]
         more = 2 * FLOAT32 - SCALE_BYTES if opened and stored in BITS else 0
@@ -201,7 +201,7 @@ class GgufPart:
 
 
 def parts_of(module: Any, family: Family) -> list[GgufPart]:
-    """Every weight of the model, in the order of writing; raises ModelError for one that llama.cpp has no name for."""
+    """Every weight of the model, in the order of writing; raises ModelError if llama.cpp lacks a name for one."""
     inner = text_model(module)
     prefix = "" if inner is module else "language_model."
     layers, parts = dict(inner.named_modules()), list[GgufPart]()
@@ -216,7 +216,7 @@ def parts_of(module: Any, family: Family) -> list[GgufPart]:
             raise ModelError(
                 f"llama.cpp has no place for a weight of this model: {array_name}.",
                 expected=f"the weights of its architecture {family.architecture}",
-                do="keep it as an MLX model: safetrain fuse",
+                do="keep it as an MLX model: safetrain fuse OUT",
             )
         shape = tuple(value.shape) if value.ndim == 1 else (value.shape[0], inputs_of(layers[path]))
         turned = {"attn_q": inner.args.num_attention_heads, "attn_k": inner.args.num_key_value_heads}
@@ -228,10 +228,10 @@ def parts_of(module: Any, family: Family) -> list[GgufPart]:
 
 
 def taken(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
-    """The bytes of a weight, (rows, bytes of a row) uint8, with the adapter folded in; a few rows at a time.
+    """Encode a weight, with the adapter merged in, a few rows at a time; returns (rows, bytes of a row) uint8.
 
-    It leaves ``module``, and with it the memory: what is written keeps nothing that was read. Raises ModelError for a
-    number that ``kind`` cannot hold.
+    The weight is removed from ``module``, which frees its memory. Raises ModelError for a number that ``kind`` cannot
+    hold.
     """
     layer, stored, places = dict(module.named_modules())[part.path], part.stored_as(kind), part.places()
     value = folds.values.pop(f"{part.path}.{part.kind}", None)
@@ -254,19 +254,19 @@ def taken(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
 
 
 def arrays_in(file: Path, parts: Sequence[GgufPart], tokens: Sequence[str]) -> Iterator[tuple[str, mx.array]]:
-    """The weights of a file, with their names in mlx-lm; q8_0 and q4_0 with scales and biases in float32.
+    """Read a file's weights under their names in mlx-lm; q8_0 and q4_0 with scales and biases in float32.
 
-    Raises ModelError unless every weight is there in its shape, and the vocabulary.
+    Raises ModelError unless the file has the vocabulary and every weight in its shape.
     """
     reader = gguf.GGUFReader(file)
     if reader.fields["tokenizer.ggml.tokens"].contents() != list(tokens):
-        raise ModelError("The vocabulary is not in the file as it was written.", where=str(file))
+        raise ModelError("The file does not have the vocabulary that was written.", where=str(file))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for part in parts:
         tensor = tensors.get(part.name)
         shape = None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
         if tensor is None or shape != part.shape:
-            raise ModelError(f"{part.name} is not in the file as it was written.", where=str(file),
+            raise ModelError(f"The file does not have {part.name} in its shape.", where=str(file),
                              expected=str(part.shape), got=str(shape))  # fmt: skip
         data = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()]
         if tensor.tensor_type in BITS:
@@ -290,9 +290,9 @@ def _plain(data: np.ndarray, kind: Kind, part: GgufPart) -> mx.array:
 
 
 def _unpacked(data: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks (rows, bytes) as mlx keeps them: words (rows, words) uint32 and scales (rows, blocks) float32.
+    """Convert blocks (rows, bytes) to mlx's words (rows, words) uint32 and scales (rows, blocks) float32.
 
-    Both store scale * (number - half of the range): mlx as scale * number + bias.
+    A block stands for scale * (number - half of the range), in mlx for scale * number + bias.
     """
     blocks = np.ascontiguousarray(data).reshape(len(data), -1, SCALE_BYTES + BLOCK * bits // 8)
     scales = np.ascontiguousarray(blocks[..., :SCALE_BYTES]).view(np.float16)[..., 0].astype(np.float32)

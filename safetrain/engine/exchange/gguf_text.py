@@ -1,7 +1,7 @@
-"""Texts in a GGUF file: the tokenizer as llama.cpp takes it, and how a conversation is written there and in Ollama.
+"""Tokenizer and chat template in a GGUF file, for llama.cpp and Ollama.
 
-llama.cpp knows a fixed list of ways to split a text (src/llama-vocab.cpp). Another one would be split
-differently than in training without a word, so it is refused.
+llama.cpp has a fixed list of ways to split a text (src/llama-vocab.cpp). A tokenizer with another one is refused,
+because llama.cpp would silently split texts differently than in training.
 """
 
 import re
@@ -41,22 +41,22 @@ SPLITS = {  # by the pattern, and whether whole words come before merges
 SPACE = "▁"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 UNREACHED = -1e6  # the score of a piece that no merge makes
-NOT_STRIPPING, PHI_END = {"<unk>", "<s>", "<|endoftext|>"}, "</s>"  # by name, in a model that is called Phi-3
-NOT_NFC = "texts that are not in Unicode's form NFC are split otherwise: llama.cpp does not normalize"
-TWO_SPACES = "a text that begins with a space, after a special token, gets a second one in llama.cpp"
-NO_SPACE = "a text outside of a chat begins without the space that the training put there"
-MORE_SPACE = "a text after a special token gets a space that the training did not put there"
-WIDE_SPACES = "wide and other rare spaces after a special token are dropped here, and not in llama.cpp"
+NOT_STRIPPING, PHI_END = {"<unk>", "<s>", "<|endoftext|>"}, "</s>"  # in a model whose name has Phi-3
+NOT_NFC = "llama.cpp does not normalize texts to Unicode NFC as in training, so it splits some differently"
+TWO_SPACES = "llama.cpp adds a second space to a text that begins with one after a special token"
+NO_SPACE = "outside a chat, llama.cpp does not begin a text with a space as in training"
+MORE_SPACE = "after a special token, llama.cpp begins a text with a space; training did not"
+WIDE_SPACES = "llama.cpp keeps wide and other rare spaces after a special token; training drops them"
 
 MARKS = ("zqsystemq", "zqfirstq", "zqansweredq", "zqsecondq", "zqlastq", "zqthirdq")
 GO_QUOTES = ("{{", '"""')
-NO_TEMPLATE = "# Ollama cannot write this model's chat template: give it prompts that are rendered already (raw).\n"
-NO_SYSTEM = "# The system prompt of the training has quotes that a Modelfile cannot hold: set it with /set system\n"
+NO_TEMPLATE = "# Ollama cannot express this model's chat template: send it prompts that are already rendered (raw).\n"
+NO_SYSTEM = "# The system prompt of the training has quotes that a Modelfile cannot hold; use /set system instead\n"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in the file's terms; ``tokens``, ``types`` and ``scores`` by id."""
+    """A tokenizer as a GGUF file stores it; ``tokens``, ``types`` and ``scores`` by id."""
 
     model: str  # gpt2: bytes and merges; llama: letters, and the pair of the highest score is joined first
     pre: str
@@ -72,7 +72,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class GgufChat:
-    """What a file says of conversations."""
+    """Chat settings of a GGUF file."""
 
     templates: Mapping[str, str]  # Jinja, as the training rendered it, by name: default, and perhaps tool_use
     begin: str  # the token that llama.cpp puts before a text; empty: none
@@ -81,7 +81,7 @@ class GgufChat:
 
 
 def write_texts(writer: GGUFWriter, vocabulary: Vocabulary, chat: GgufChat, tokenizer: ChatTokenizer) -> None:
-    """Into a file's head."""
+    """Write tokenizer and chat settings into a file's metadata."""
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)
@@ -94,7 +94,7 @@ def write_texts(writer: GGUFWriter, vocabulary: Vocabulary, chat: GgufChat, toke
     begin, pad = tokenizer.special_id("bos"), tokenizer.special_id("pad")
     size = len(vocabulary.tokens)
     end, *others = chat.stop_ids
-    writer.add_bos_token_id(end if begin is None else begin)  # llama.cpp takes the token 11 where none is named
+    writer.add_bos_token_id(end if begin is None else begin)  # without one, llama.cpp uses token 11
     writer.add_eos_token_id(end)
     others = [number for number in others if number < size]
     for add, number in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
@@ -110,9 +110,9 @@ def write_texts(writer: GGUFWriter, vocabulary: Vocabulary, chat: GgufChat, toke
 
 
 def vocabulary_of(definition: Mapping[str, Any], size: int, *, chats: bool, where: str) -> Vocabulary:
-    """Of a tokenizer as tokenizer.json defines it, for an embedding of ``size`` rows.
+    """Convert the tokenizer that tokenizer.json defines, for an embedding of ``size`` rows.
 
-    ``chats``: whether texts begin with a template's own tokens. Raises ModelError for one that llama.cpp has not.
+    ``chats``: whether texts begin with a template's own tokens. Raises ModelError if llama.cpp has no such tokenizer.
     """
     model = definition["model"]
     if model["type"] != "BPE":
@@ -139,7 +139,7 @@ def vocabulary_of(definition: Mapping[str, Any], size: int, *, chats: bool, wher
 
 
 def _pieces(definition: Mapping[str, Any], size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Of each id of the embedding; ids that the tokenizer lacks are unused, tokens beyond it are left out."""
+    """Text and type of each id of the embedding: ids without a token are unused, tokens beyond it are left out."""
     tokens, types = [f"[PAD{number}]" for number in range(size)], [int(TokenType.UNUSED)] * size
     model = definition["model"]
     for token, number in model["vocab"].items():
@@ -156,7 +156,7 @@ def _pieces(definition: Mapping[str, Any], size: int) -> tuple[tuple[str, ...], 
 
 
 def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bool, tuple[str, ...]]:
-    """Whether llama.cpp is to put a space before texts, and what it does differently then."""
+    """Whether llama.cpp should put a space before texts, and notes on what it still does differently."""
     steps = _flat(definition.get("normalizer"), "normalizers")
     splits = _flat(definition.get("pre_tokenizer"), "pretokenizers")
     kinds, split_kinds = [step["type"] for step in steps], [split["type"] for split in splits]
@@ -182,7 +182,7 @@ def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> 
 
 
 def _split_name(definition: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
-    """llama.cpp's name for the way that texts are split, and what it does differently."""
+    """llama.cpp's name for how texts are split, and notes on what it still does differently."""
     normalizer = definition.get("normalizer")
     if normalizer is not None and normalizer["type"] != "NFC":
         raise _unknown(f"texts are changed before they are split ({normalizer['type']})", "NFC, or nothing", where)
@@ -196,7 +196,7 @@ def _split_name(definition: Mapping[str, Any], where: str) -> tuple[str, tuple[s
 
 
 def _split_pattern(steps: list[Mapping[str, Any]]) -> str:
-    """The pattern, or what stands for it; what is not recognised is described."""
+    """The pattern that splits texts, its name, or a description if it is not recognised."""
     *before, last = steps or [{"type": "nothing"}]
     if last["type"] == "ByteLevel" and not last["add_prefix_space"]:
         if last["use_regex"] and not before:
@@ -216,7 +216,7 @@ def _flat(step: Mapping[str, Any] | None, inside: str) -> list[Mapping[str, Any]
 
 
 def _stripping(definition: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Whether special tokens drop white space as Phi-3's do, which llama.cpp knows; a note on others that drop it."""
+    """Whether special tokens drop white space as in Phi-3, which llama.cpp supports; notes on others that do."""
     added = {token["content"]: token for token in definition["added_tokens"]}
     right = {text for text, token in added.items() if token["rstrip"]}
     as_phi = set(added) >= NOT_STRIPPING and right == set(added) - NOT_STRIPPING and PHI_END in right
@@ -224,51 +224,51 @@ def _stripping(definition: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
     odd += [] if as_phi else sorted(right)
     notes: tuple[str, ...] = (WIDE_SPACES,) if as_phi else ()
     if odd:
-        notes += (f"white space beside {', '.join(odd[:5])} is dropped here, and not in llama.cpp",)
+        notes += (f"llama.cpp keeps white space next to {', '.join(odd[:5])}; training drops it",)
     return as_phi, notes
 
 
 def _unknown(what: str, expected: str, where: str) -> ModelError:
     return ModelError(
-        f"llama.cpp has no tokenizer like this model's: {what}.",
+        f"llama.cpp does not support this model's tokenizer: {what}.",
         where=where,
         expected=expected,
-        do="keep it as an MLX model (safetrain fuse): with another tokenizer its answers would be wrong without a word",
+        do="keep it as an MLX model (safetrain fuse OUT): with another tokenizer it would silently answer wrongly",
     )
 
 
 def chat_of(tokenizer: ChatTokenizer, form: PromptFormat | None, where: Path) -> GgufChat:
-    """Raises ModelError where no token ends an answer: llama.cpp would take any for it."""
-    taught = form.stop_ids if form else ()
-    stops = tokenizer.stop_ids | frozenset(taught)
+    """Collect the chat settings. Raises ModelError without a stop token: llama.cpp would use an arbitrary one."""
+    trained_ids = form.stop_ids if form else ()
+    stops = tokenizer.stop_ids | frozenset(trained_ids)
     if not stops:
         raise ModelError(
-            "No token ends an answer of this model.", where=str(where), do="name its eos_token in tokenizer_config.json"
+            "This model has no stop token.", where=str(where), do="set its eos_token in tokenizer_config.json"
         )
     end = tokenizer.end_id if tokenizer.end_id in stops else min(stops)
     bare, with_ends, template = tokenizer.encode_chat("a"), tokenizer.encode("a"), tokenizer.template
     begin = tokenizer.special_id("bos")
     begin_text = "" if begin is None else tokenizer.token_of(begin)
-    asked = ""
+    prompt = ""
     with suppress(TemplateError):
-        asked = template.write(_turns(MARKS[1]), prompt=True) if template else begin_text
-    adds_begin = with_ends[:1] == [begin] and bare[:1] != [begin] and asked.startswith(begin_text)
+        prompt = template.write(_turns(MARKS[1]), prompt=True) if template else begin_text
+    adds_begin = with_ends[:1] == [begin] and bare[:1] != [begin] and prompt.startswith(begin_text)
     adds_end = with_ends[-1:] == [end] and bare[-1:] != [end]
     absent = [f"{name}_token" for name in ("bos", "eos") if tokenizer.special_id(name) is None]
     templates = {}
     for name, source in template.sources.items():
         opened = opened_as_trained(source, form)
-        empty = (f"{{% set {token} = '' %}}" for token in absent if token in opened)  # programs give it another's text
+        empty = (f"{{% set {token} = '' %}}" for token in absent if token in opened)  # programs may insert another
         templates[name] = "".join(empty) + opened
-    order = tuple(dict.fromkeys([end, *taught, *sorted(stops)]))
+    order = tuple(dict.fromkeys([end, *trained_ids, *sorted(stops)]))
     return GgufChat(templates, begin_text if adds_begin else "", adds_end, order)
 
 
 def opened_as_trained(source: str, form: PromptFormat | None) -> str:
-    """A Jinja template that opens answers as the training did."""
+    """A Jinja template that begins answers as in training."""
     if form is None or not (form.asked or form.opening):
         return source
-    text = source.removesuffix("\n")  # which Jinja drops at the end of a template, and not in the middle
+    text = source.removesuffix("\n")  # which Jinja drops at the end of a template, but not in the middle
     cut = f"(chat[:-{len(form.asked)}] if chat.endswith({form.asked!r}) else chat)" if form.asked else "chat"
     return (
         f"{{% set chat %}}{text}{{% endset %}}{{{{ ({cut} + {form.opening!r}) if add_generation_prompt else chat }}}}"
@@ -276,9 +276,9 @@ def opened_as_trained(source: str, form: PromptFormat | None) -> str:
 
 
 def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, form: PromptFormat | None) -> str:
-    """For `ollama create`, next to ``file``."""
+    """Text of a Modelfile next to ``file``, for `ollama create`."""
     text, system = ollama_template(tokenizer.template, form, chat.begin), ""
-    if form and form.system:  # of all training rows; it stands between three quotes, which it cannot have inside
+    if form and form.system:  # of all training rows; it must not contain the triple quotes around it
         holds = '"""' not in form.system and not form.system.endswith('"')
         system = f'SYSTEM """{form.system}"""\n' if holds else NO_SYSTEM
     template = f'TEMPLATE """{text}"""\n' if text else NO_TEMPLATE
@@ -288,7 +288,7 @@ def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, form: Prompt
 
 
 def ollama_template(template: ChatTemplate, form: PromptFormat | None, begin: str) -> str:
-    """The template in Go, from what stands around marks; empty where that does not give the same text.
+    """Write the template in Go, from the text around marks; empty if that would give another text.
 
     ``begin``: what llama.cpp itself puts before a prompt.
     """

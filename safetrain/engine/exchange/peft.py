@@ -1,7 +1,7 @@
-"""Adapters to PEFT and back: written and read again to the last bit; what has no counterpart is refused by name.
+"""Exports adapters to PEFT and imports them, bit for bit; a setting that is not supported is refused by name.
 
 Here a pair is lora_a (inputs, rank) and lora_b (rank, outputs); PEFT's lora_A is (rank, inputs), lora_B (outputs,
-rank). DoRA's lengths are m here, lora_magnitude_vector there, both (outputs,).
+rank). DoRA's magnitudes are m here, lora_magnitude_vector there, both (outputs,).
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ from safetrain.engine.upstream.layers import without_adapter
 from safetrain.engine.weight_files import adapter_arrays, load_arrays, save_adapter, save_arrays
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-SAME_NAMES = (  # families whose layers transformers and mlx-lm call the same: benchmarks/bench_export_peft.py
+SAME_NAMES = (  # families with the same layer names in transformers and mlx-lm: benchmarks/bench_export_peft.py
     "cohere", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "helium", "hunyuan_v1_dense",
     "llama", "ministral3", "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
     "starcoder2",
 )  # fmt: skip
-PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # of the two matrices: the base stays
-KNOWN = frozenset({  # read here, or deciding nothing of what a finished adapter computes
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # of the pair; the base is unchanged
+KNOWN = frozenset({  # read here, or without effect on a finished adapter
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
@@ -52,16 +52,16 @@ KNOWN = frozenset({  # read here, or deciding nothing of what a finished adapter
 SET_NOWHERE: tuple[object, ...] = (None, False, "", [], {})
 KEY = re.compile(r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$")
 KINDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
-MAY_LOSE = 0.02  # share of what was learnt, of which rounding takes far less
+MAY_LOSE = 0.02  # share of the improvement; rounding takes far less
 TRIED_TOKENS = 16  # spread over the vocabulary
-NO_CHANGE = 1e-5  # of the largest logit: what float32 rounds
+NO_CHANGE = 1e-5  # share of the largest logit: rounding in float32
 COPY_AGAIN = "copy the whole folder again"
-MERGE = "merge it into its base in PEFT (merge_and_unload), and use that model"
+MERGE = "merge it into its base with PEFT (merge_and_unload), and use the result"
 
 
 @dataclass(frozen=True)
 class PeftShape:
-    """What PEFT computes with an adapter: ``scale`` multiplies the product of each pair."""
+    """Settings of a PEFT adapter; ``scale`` multiplies the product of each pair."""
 
     rank: int
     scale: float
@@ -73,7 +73,7 @@ class PeftShape:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """A linear layer of a block that can carry an adapter: its block, its name in it, the width of both sides."""
+    """A linear layer that can carry an adapter: its block, its name in the block, its output and input width."""
 
     block: int
     name: str
@@ -83,7 +83,7 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class ImportedAdapter:
-    """An adapter of PEFT as this project's: its arrays by name in float32."""
+    """A PEFT adapter in this project's form, with float32 arrays by name."""
 
     shape: PeftShape
     lora: LoraSettings  # its targets are full names inside a block
@@ -95,14 +95,14 @@ class PeftExportJob(ExportJob):
     """What to write for PEFT."""
 
     adapter: Path
-    base_name: str  # of the float model that PEFT puts it on
+    base_name: str  # of the float model that PEFT loads it on
 
 
 def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
-    """Write the adapter to ``job.out`` as PEFT reads it, whole or not at all, with its report.
+    """Write the adapter for PEFT to ``job.out``, complete or not at all, with its report.
 
-    Raises ConfigError where the target is there, ModelError for what PEFT cannot hold, where adapter and base do not
-    belong together, or where the written adapter is not the tuned model; DiskFullError.
+    Raises ConfigError if the target exists, ModelError if PEFT cannot hold the adapter, adapter and base do not match
+    or the written adapter gives other results, and DiskFullError.
     """
     parent = require_new(job.out)
     files = read_model_files(job.base)
@@ -113,7 +113,7 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     set_limits(job.mlx_limit_bytes)
     tuned = measure_tuned(job, files)
     base, size, rows = job.measure_base(tuned, files, say), sum(value.nbytes for value in arrays.values()), tuned.rows
-    say(describe("tuned: base and adapter", files.static_bytes + size, 1.0, tuned.own, len(rows)))
+    say(describe("base and adapter", files.static_bytes + size, 1.0, tuned.own, len(rows)))
     form, reports = read_prompt_format(job.adapter), list[PeftReport]()
 
     def write(folder: Path) -> None:
@@ -123,15 +123,15 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
         likeness = tuned.likeness_of(model)
         share = kept_share(base, tuned.own, likeness)
         why = refusal(share, likeness, MAY_LOSE)
-        say(describe("exported, read again", size, share, likeness, len(rows), why or "holds"))
+        say(describe("exported adapter, reloaded", size, share, likeness, len(rows), why or "passes"))
         same = imported.weights.keys() == arrays.keys() and all(
             mx.array_equal(value, imported.weights[name]).item() for name, value in arrays.items()
         )
         if not same or np.float32(adapter_scale(job.adapter)) != np.float32(imported.shape.scale):
-            why = "other numbers when it is read again"
+            why = "its numbers differ after reloading"
         if why:
-            where, do = str(job.adapter), "safetrain fuse OUT makes one model of base and adapter"
-            raise ModelError("What was written for PEFT is not the tuned model.", where=where, got=why, do=do)
+            where, do = str(job.adapter), "merge the adapter into its base instead: safetrain fuse OUT"
+            raise ModelError("The exported adapter does not reproduce the tuned model.", where=where, got=why, do=do)
         report = PeftReport(
             str(job.base), files.fingerprint, files.quantization_bits, job.base_name, fingerprint(job.adapter),
             len(rows), len(tuned.keys), base, tuned.own, likeness, share, form.stop_ids if form else (),
@@ -145,10 +145,10 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
 
 
 def import_peft(source: Path, base: Path, out: Path) -> tuple[ImportedAdapter, float, float]:
-    """Write the adapter in ``source`` to ``out``, whole or not at all, as mlx-lm and this project read it.
+    """Convert the PEFT adapter in ``source`` for mlx-lm and this project into ``out``, complete or not at all.
 
-    Returns it, the most that it changes a logit of a few tokens, and the largest of these logits. Raises ConfigError
-    where the target is there, ModelError for what has no counterpart, does not fit the base or changes nothing,
+    Returns it, its largest change of a logit on a few tokens, and the largest of these logits. Raises ConfigError if
+    the target exists, ModelError if the adapter is not supported, does not fit the base or changes nothing, and
     DiskFullError.
     """
     parent = require_new(out)
@@ -161,11 +161,11 @@ def import_peft(source: Path, base: Path, out: Path) -> tuple[ImportedAdapter, f
     largest, moved = float(np.abs(before).max()), float(np.abs(_logits(model, files) - before).max())
     if not moved > NO_CHANGE * largest:
         raise ModelError(
-            "The adapter changes nothing: with it the model gives the logits of its base.",
+            "The adapter changes nothing: the model gives the same logits without it.",
             where=str(source),
-            expected=f"more than {NO_CHANGE * largest:.1e}, which is rounding",
+            expected=f"a change of more than {NO_CHANGE * largest:.1e} (rounding)",
             got=f"{moved:.1e}",
-            do="it was never trained, or saved before it was: save the trained one",
+            do="save the adapter in PEFT after training, and import it again",
         )
     method = "dora" if imported.shape.dora else "lora"
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
@@ -174,15 +174,15 @@ def import_peft(source: Path, base: Path, out: Path) -> tuple[ImportedAdapter, f
 
 
 def _logits(model: BaseModel, files: ModelFiles) -> np.ndarray:
-    """(tokens, vocabulary) of tokens that are spread over the vocabulary."""
+    """Logits (tokens, vocabulary) of a few tokens that are spread over the vocabulary."""
     ids = np.linspace(0, files.vocab_size - 1, TRIED_TOKENS).astype(np.int64).tolist()
     return np.array(model.module(mx.array([ids]))[0].astype(mx.float32))
 
 
 def require_same_names(base: Path) -> None:
-    """Raise ModelError for a family whose layers may have other names in transformers, as those that see images have.
+    """Raise ModelError if the family's layers may have other names in transformers, as in models that see images.
 
-    ``base`` is a whole model folder.
+    ``base`` is a complete model folder.
     """
     family = json.loads((base / "config.json").read_text(encoding="utf-8")).get("model_type")
     if family not in SAME_NAMES:
@@ -190,20 +190,20 @@ def require_same_names(base: Path) -> None:
             f"Layers of {family} may have other names or another order in transformers than in mlx-lm.",
             where=str(base),
             expected=f"one of {', '.join(SAME_NAMES)}",
-            do="safetrain fuse OUT makes one model of base and adapter, of any family",
+            do="to export any family, merge adapter and base: safetrain fuse OUT",
         )
 
 
 def require_pairs(arrays: Mapping[str, mx.array], where: Path) -> None:
-    """Raise ModelError unless an adapter's arrays are pairs on linear layers, which is all that PEFT's files hold."""
+    """Raise ModelError unless all arrays are pairs on linear layers: PEFT's files hold nothing else."""
     for name, value in arrays.items():
         path, _, kind = name.rpartition(".")
         if kind not in KINDS or value.ndim != (1 if kind == "m" else 2):
-            what = f"is on a mixture's experts ({path})" if kind in KINDS else f"has whole weights ({name})"
+            what = f"trains a mixture's experts ({path})" if kind in KINDS else f"has whole weights ({name})"
             raise ModelError(
                 f"This adapter {what}, which a PEFT adapter cannot hold.",
                 where=str(where),
-                do="safetrain fuse OUT makes one model of it and its base",
+                do="merge the adapter into its base instead: safetrain fuse OUT",
             )
 
 
@@ -221,9 +221,9 @@ def places_of(model: BaseModel) -> dict[str, LayerPlace]:
 def write_peft(
     adapter: Path, arrays: Mapping[str, mx.array], places: Mapping[str, LayerPlace], base_name: str, folder: Path
 ) -> None:
-    """``adapter``, which has these arrays, as PEFT reads it, into ``folder``; raises ModelError, OSError."""
+    """Write ``adapter``, whose arrays these are, for PEFT into ``folder``; raises ModelError, OSError."""
     rank = max(value.shape[1] for name, value in arrays.items() if name.endswith(".lora_a"))
-    alpha = adapter_scale(adapter) * rank  # divided by the rank again: the scale, up to the last bit of a double
+    alpha = adapter_scale(adapter) * rank  # PEFT divides by the rank: the same scale up to the last bit of a double
     names, blocks = targets_of({name.rpartition(".")[0] for name in arrays}, {p: at.block for p, at in places.items()})
     config: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "revision": None,
@@ -242,7 +242,7 @@ def write_peft(
 
 
 def targets_of(adapted: set[str], blocks_of: Mapping[str, int]) -> tuple[list[str], list[int] | None]:
-    """The shortest names that mean just the layers in ``adapted``, of all in ``blocks_of``, and blocks; None: all."""
+    """Shortest names that select exactly the ``adapted`` layers among ``blocks_of``, and their blocks (None: all)."""
     blocks = sorted({blocks_of[path] for path in adapted})
     for start in (r".*\.", r".*?\.\d+\."):  # q_proj, then self_attn.q_proj, of model.layers.3.self_attn.q_proj
         short = {path: re.sub(f"^{start}", "", path) for path in blocks_of}
@@ -255,14 +255,14 @@ def targets_of(adapted: set[str], blocks_of: Mapping[str, int]) -> tuple[list[st
 def put_on(model: BaseModel, source: Path) -> ImportedAdapter:
     """Put the adapter in ``source`` on an opened base, ready to compute.
 
-    Raises ModelError, by name, for what does not fit or has no counterpart.
+    Raises ModelError with the name of what does not fit or is not supported.
     """
     shape, places = read_peft_config(source), places_of(model)
     pairs = _pairs_in(source, shape, places)
     lowest, names = min(places[path].block for path in pairs), {places[path].name for path in pairs}
     for path, place in places.items():
         if place.block >= lowest and place.name in names and path not in pairs:
-            what = f"This adapter has nothing for {path}, but something for its like in other blocks."
+            what = f"This adapter has no weights for {path}, but has some for this layer in other blocks."
             raise ModelError(what, where=str(source), do=MERGE)
     weights: dict[str, mx.array] = {}
     for path, pair in pairs.items():
@@ -280,7 +280,7 @@ def put_on(model: BaseModel, source: Path) -> ImportedAdapter:
 
 
 def _pairs_in(folder: Path, shape: PeftShape, places: Mapping[str, LayerPlace]) -> dict[str, dict[str, mx.array]]:
-    """PEFT's arrays by layer and kind, each on a place and of its shape; raises ModelError."""
+    """PEFT's arrays by layer and kind; raises ModelError if one has no layer, or another shape than its layer."""
     where, pairs = str(folder / WEIGHTS), dict[str, dict[str, mx.array]]()
     for key, value in _arrays_in(folder).items():
         match = KEY.match(key)
@@ -288,16 +288,16 @@ def _pairs_in(folder: Path, shape: PeftShape, places: Mapping[str, LayerPlace]) 
             raise ModelError(
                 f"This adapter does not fit: the base has no linear layer in a block for {key}.",
                 where=where,
-                expected="pairs of LoRA on linear layers of the base's blocks",
-                do="give the base that it was trained on with --model; more than pairs (embedding, head, experts, "
-                "whole layers) is merged in PEFT (merge_and_unload)",
+                expected="LoRA pairs on linear layers of the base's blocks",
+                do="name the base that it was trained on with --model; if it has more than pairs (embedding, head, "
+                "experts, whole layers), merge it with PEFT (merge_and_unload)",
             )
         pairs.setdefault(match[1], {})[match[2]] = value
     kinds = ("lora_A", "lora_B", "lora_magnitude_vector")[: 3 if shape.dora else 2]
     for path, pair in pairs.items():
         if sorted(pair) != sorted(kinds):
             raise ModelError(
-                f"The adapter is not whole, or its configuration is another's: {path}",
+                f"The adapter is incomplete, or does not match its configuration: {path}",
                 where=where,
                 expected=", ".join(kinds),
                 got=", ".join(sorted(pair)),
@@ -310,9 +310,9 @@ def _pairs_in(folder: Path, shape: PeftShape, places: Mapping[str, LayerPlace]) 
                 raise ModelError(
                     f"The adapter does not fit this base: {kind} of {path}.",
                     where=where,
-                    expected=f"{expected}, by the base's layer and a rank of {rank}",
+                    expected=f"{expected}, for the base's layer and a rank of {rank}",
                     got=str(pair[kind].shape),
-                    do="give the base that it was trained on with --model",
+                    do="name the base that it was trained on with --model",
                 )
     if not pairs:
         raise ModelError("The adapter's file is empty.", where=where, do=COPY_AGAIN)
@@ -331,21 +331,21 @@ def _arrays_in(folder: Path) -> dict[str, mx.array]:
         ) from error
     for name, value in arrays.items():
         if not mx.all(mx.isfinite(value)).item():
-            raise ModelError(f"The adapter holds what is not a number: {name}.", where=str(path), do="train it again")
+            raise ModelError(f"The adapter has infinite numbers or NaN: {name}.", where=str(path), do="train it again")
     return arrays
 
 
 def read_peft_config(folder: Path) -> PeftShape:
-    """The shape in a folder that PEFT wrote; raises ModelError, by name, for what has no counterpart here."""
+    """Read the settings of a PEFT adapter; raises ModelError with the name of one that is not supported."""
     config, where = _configuration(folder), str(folder / CONFIG)
     kind, task, bias = config.get("peft_type"), config.get("task_type"), config.get("bias", "none")
     start = config.get("init_lora_weights")
     for is_known, what, expected in (
         (kind == "LORA", f"peft_type is {kind!r}", "LORA, with or without DoRA"),
         (task in (None, "CAUSAL_LM"), f"task_type is {task!r}, whose head is not a language model's", "CAUSAL_LM"),
-        (bias == "none", f"bias is {bias!r}: trained biases beside the pairs", "none"),
-        (not config.get("fan_in_fan_out"), "fan_in_fan_out is true: weights stored the other way round", "false"),
-        (start in PLAIN_STARTS, f"init_lora_weights is {start!r}, which changes the base's own weights",
+        (bias == "none", f"bias is {bias!r}: it has trained biases", "none"),
+        (not config.get("fan_in_fan_out"), "fan_in_fan_out is true: its weights are stored transposed", "false"),
+        (start in PLAIN_STARTS, f"init_lora_weights is {start!r}, which changes the base's weights",
          "true or false"),
         *(
             (value in SET_NOWHERE, f"{key} is {json.dumps(value)[:60]}", f"an adapter without {key}")
@@ -353,7 +353,7 @@ def read_peft_config(folder: Path) -> PeftShape:
         ),
     ):  # fmt: skip
         if not is_known:
-            raise ModelError(f"This adapter has no counterpart: {what}.", where=where, expected=expected, do=MERGE)
+            raise ModelError(f"This adapter is not supported: {what}.", where=where, expected=expected, do=MERGE)
     rank, alpha, by_root = config.get("r", 0), config.get("lora_alpha", 0), bool(config.get("use_rslora"))
     dropout, name = config.get("lora_dropout"), str(config.get("base_model_name_or_path") or "")
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and alpha > 0):
@@ -369,7 +369,7 @@ def read_peft_config(folder: Path) -> PeftShape:
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a folder that is whole, as far as its files go."""
+    """Read adapter_config.json; raises ModelError if one of the folder's files is missing."""
     named, path = "name the folder that PEFT wrote", folder / CONFIG
     if not folder.is_dir():
         raise ModelError("The folder does not exist.", where=str(folder), do=named)
@@ -383,7 +383,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
         raise ModelError(f"PEFT's configuration cannot be read: {error}", where=str(path)) from None
     if "fine_tune_type" in config:
         do = f"safetrain ask --adapter {folder} …"
-        raise ModelError("This is an adapter for MLX already.", where=str(folder), do=do)
+        raise ModelError("This adapter is in the format of MLX already.", where=str(folder), do=do)
     if (folder / PICKLE).is_file() and not (folder / WEIGHTS).is_file():
         raise ModelError(
             f"The weights are a pickle ({PICKLE}), which may run any code when it is opened.",
@@ -392,5 +392,5 @@ def _configuration(folder: Path) -> dict[str, Any]:
             do="save the adapter again in PEFT: save_pretrained(folder, safe_serialization=True)",
         )
     if not (folder / WEIGHTS).is_file():
-        raise ModelError(f"The adapter is half written: {WEIGHTS} is missing.", where=str(folder), do=COPY_AGAIN)
+        raise ModelError(f"The adapter is incomplete: {WEIGHTS} is missing.", where=str(folder), do=COPY_AGAIN)
     return config
