@@ -22,8 +22,8 @@ from safetrain.engine.layers import dequantized
 from safetrain.engine.upstream.loading import errors_told, load, takes_bits
 from safetrain.engine.weight_files import adapter_arrays
 
-Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
-AFFINE, GROUP_SIZE, FLOAT = "affine", 64, 0  # FLOAT: in place of a number of bits
+Fold = Callable[[mx.array, slice], mx.array]  # (float32 rows of a weight, their places) -> rows of the tuned weight
+AFFINE, GROUP_SIZE, FLOAT = "affine", 64, 0  # FLOAT: a number of bits that means no quantization
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LayerStorage:
     mode: str = AFFINE
 
 
-Plan = Mapping[str, LayerStorage | None]  # by a layer's path; None: float. A layer that is not named stays as it is
+Plan = Mapping[str, LayerStorage | None]  # by a layer's path; None: float. Other layers do not change
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def folds_of(module: Any, weights: Mapping[str, mx.array], scale: float) -> Fold
 
 
 def _adding(a: mx.array, b: mx.array, scale: float, lengths: mx.array | None) -> Fold:
-    """LoRA (inputs, rank) (rank, outputs), on experts (experts, rank, inputs) (experts, outputs, rank); and DoRA."""
+    """LoRA or DoRA: (inputs, rank) and (rank, outputs), or (experts, rank, inputs) and (experts, outputs, rank)."""
 
     def fold(weight: mx.array, rows: slice) -> mx.array:
         if a.ndim == 3:
@@ -106,10 +106,10 @@ def inputs_of(layer: Any) -> int:
 
 
 def plan_of(module: Any, folds: Folds, bits: int | None) -> Plan:
-    """``bits`` for the quantized layers that the adapter changes, for all that mlx-lm takes if none is quantized.
+    """Plan ``bits`` for quantized layers that the adapter changes; if none is quantized, for all that mlx-lm quantizes.
 
-    None: each as in the base. FLOAT: no layer is quantized. A layer keeps its group size; groups of 16, as nvfp4 has
-    them, become groups of 32.
+    None stores each layer as in the base, FLOAT quantizes none. Layers keep their group size, except that groups of 16
+    (nvfp4) become groups of 32.
     """
     own = {path: stored_as(layer) for path, layer in module.named_modules() if "weight" in layer}
     quantized = [path for path, stored in own.items() if stored]
@@ -148,13 +148,13 @@ def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
 
 
 def slices_of(count: int, numbers_each: int) -> list[slice]:
-    """A few of ``count`` rows at a time, so that they are small in float32."""
+    """Divide ``count`` rows into slices that are small in float32."""
     step = max(1, SLICE_BYTES // (FLOAT32 * numbers_each))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
-    """A few rows, or experts, at a time; each waits for the one before."""
+    """Yield a few rows, or experts, at a time; each slice waits for the one before."""
     before = None
     for rows in slices_of(layer.weight.shape[0], math.prod(layer.weight.shape[1:-1]) * inputs_of(layer)):
         weight = dequantized(layer, rows)

@@ -57,15 +57,15 @@ def load(folder: Path) -> dict[str, object]:
 
 
 def try_tokens(model: BaseModel, began: float) -> dict[str, object]:
-    """Whether one token goes through the model, and a gradient comes back; None where memory does not suffice."""
+    """Test whether the model computes one token, and a gradient; None if memory is too small."""
     fault = ""
     try:
-        if mx.any(mx.isnan(asked(model.module, mx.array([[0]])))).item():  # minus infinity rules tokens out
-            fault = "one token through the model gives NaN"
+        if mx.any(mx.isnan(asked(model.module, mx.array([[0]])))).item():  # -inf is allowed: it bars tokens
+            fault = "the model gives NaN for one token"
     except Refusal as error:
         if NO_MEMORY.search(str(error)):
             return {"loads": None}
-        fault = f"one token does not go through the model: {error}"
+        fault = f"the model fails on one token: {error}"
     result = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
     refusal = fault or training_fault(model)
     if not fault and NO_MEMORY.search(refusal):
@@ -79,7 +79,7 @@ def training_fault(model: BaseModel) -> str:
     try:
         logits = asked(model.module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
     except Refusal as error:
-        return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
+        return f"the model fails on {TRIED_TOKENS} tokens: {error}"
     one, other = (mx.where(mx.isfinite(values), values, 0.0) for values in logits)
     if not are_close([one], [other], float(np.abs(numbers(one)).max()), tolerance_of(logits.dtype)):
         return "in mlx-lm, its tokens see the tokens after them"

@@ -26,7 +26,7 @@ from safetrain.engine.weight_files import apply_adapter
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
 PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
-Beat = Callable[[], None]  # before each micro-batch
+Beat = Callable[[], None]  # called before each micro-batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class TunedModel:
 
     @property
     def own(self) -> Likeness:
-        """To itself."""
+        """The tuned model compared with itself."""
         return self._likeness(self.losses, self.greedy, self.right, np.zeros(1))
 
     def likeness_of(self, model: BaseModel, beat: Beat = lambda: None) -> Likeness:
@@ -81,7 +81,7 @@ class ExportJob:
     base: Path
     adapter: Path | None  # None: the base is the tuned model already
     out: Path
-    rows: TokenRows  # to measure on: those of the validation
+    rows: TokenRows  # validation rows to measure on
     most_tokens: int  # that are computed together
     mlx_limit_bytes: int  # memory limit of the training
     compute_dtype: str | None = field(default=None, kw_only=True)  # of a GPU
@@ -102,7 +102,7 @@ class ExportJob:
         return base
 
     def describe_rows(self, tuned: TunedModel) -> str:
-        """One sentence: what is measured, and on which sample."""
+        """Say in a sentence what is measured, and on which sample."""
         labels, of = counted(len(tuned.keys), "label"), len(self.rows)
         some = f"; evenly spread among {of:,}" if len(tuned.rows) < of else ""
         rows = counted(len(tuned.rows), "validation row")
@@ -137,7 +137,7 @@ def _at_labels(
     model.module.eval()
     heads = [head_of(model)()]
     if tuned is not None:
-        heads.append(heads[0] if tuned.head is None else tuned.head())  # one may be dequantized: once is enough
+        heads.append(heads[0] if tuned.head is None else tuned.head())  # a head may be dequantized: once is enough
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
     chunks: list[tuple[np.ndarray, ...]] = []
     for batch in in_order(rows, layout):
@@ -162,7 +162,7 @@ def _of_shard(
         some = slice(start, start + size)
         own, labels_here = log_softmax(heads[0](states[some])), targets[some]
         greedy = mx.argmax(own, axis=-1)
-        mx.eval(own, greedy)  # before there are more of its size
+        mx.eval(own, greedy)  # before more arrays of this size exist
         if tuned is None:
             last = states[some].astype(mx.float32)
         else:

@@ -29,7 +29,7 @@ class Sampling:
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int | None = None  # of the first answer; the next go on from there
+    seed: int | None = None  # set once, before the first answer
 
 
 class _StoppedReading(Exception):

@@ -24,23 +24,23 @@ from safetrain.engine.upstream.probing import (
     through_few_blocks,
 )
 
-# Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens that are
-# read at a time, of all prompts together (twice as many where these are more than 16), which bounds what activations
-# take: a multiple, as mlx-lm's caches want it.
+# A cache grows by CACHE_STEP positions: short answers need far fewer than mlx-lm's 256. PREFILL_TOKENS of all prompts
+# together are read at a time (up to twice as many for more than 16 prompts), which limits the memory of activations;
+# mlx-lm's caches need a multiple of CACHE_STEP.
 CACHE_STEP, PREFILL_TOKENS = 32, 512
 # The last is padded after its tokens; the first is read by itself, as it is so much longer.
 PROBE_ROWS = (tuple(range(2, CACHE_STEP + 12)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
-PAD_ID, ROUNDING = 0, 1e-4  # the second relative to the largest logit: nothing but the order of sums differs
+PAD_ID, ROUNDING = 0, 1e-4  # ROUNDING is relative to the largest logit: only the order of sums differs
 
 
 class Continuations:
     """Prompts that a model of mlx-lm has read, ready to be continued a token at a time.
 
-    ``padded``: prompts of any lengths, in batch caches, which rows may leave. Without it all have one length and stay.
+    ``padded``: prompts may have any lengths, and rows can be removed. Without it, all have one length and stay.
     """
 
     def __init__(self, module: Any, prompts: Sequence[Sequence[int]], *, padded: bool) -> None:
-        """Reads all but the last token of each prompt; the first call of ``next_logits`` takes these."""
+        """Read all but the last token of each prompt; the first call of ``next_logits`` takes these."""
         self._module, self.rows_may_leave = module, padded
         beginnings = [prompt[:-1] for prompt in prompts]
         alike = [list(group) for _, group in groupby(beginnings, _like_length)] if padded else [beginnings]
@@ -50,18 +50,18 @@ class Continuations:
                 cache.extend(other)
 
     def next_logits(self, tokens: mx.array) -> mx.array:
-        """(rows, vocabulary) after one more token of each row, (rows,)."""
+        """Logits (rows, vocabulary) after one more token of each row, (rows,)."""
         return self._module(tokens[:, None], cache=self._caches)[:, -1, :]
 
     def keep(self, rows: Sequence[int], tokens: mx.array) -> mx.array:
-        """Continue only these rows; gives their ``tokens``. Only for ``padded`` prompts."""
+        """Continue only these rows; returns their ``tokens``. Only for ``padded`` prompts."""
         places = mx.array(list(rows))
         for cache in self._caches:
             cache.filter(places)
         return tokens[places]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """The caches of these prompts, which have equal lengths.
+        """Read these prompts, of similar lengths, and return their caches.
 
         A long prompt's logits with a large vocabulary exceed a training's memory; mlx never computes them, because
         nothing uses them.
@@ -74,7 +74,7 @@ class Continuations:
                 cache.step = CACHE_STEP
         lengths = [len(prompt) for prompt in prompts]
         width, step = max(lengths), max(1, PREFILL_TOKENS // len(prompts) // CACHE_STEP) * CACHE_STEP
-        if min(lengths) < width and width % step == 1:  # batch caches with windows take one token for an answer's
+        if min(lengths) < width and width % step == 1:  # caches with windows take one token for an answer's
             width += 1
         padding = [width - length for length in lengths]
         tokens = np.full((len(prompts), width), PAD_ID, dtype=np.int32)
@@ -94,7 +94,7 @@ class Continuations:
 
 
 def _like_length(prompt: Sequence[int]) -> int:
-    """The same for prompts that are read together: few tokens of padding are computed."""
+    """Number of a prompt's group. Prompts of a group are read together, with few tokens of padding."""
     return -(-len(prompt) // CACHE_STEP)
 
 
@@ -102,7 +102,7 @@ def padding_refusal(module: Any) -> str:
     """Why padded prompts do not give the same answers as single ones; empty if they do."""
 
     def ask() -> str:
-        """Of prompts of several lengths, continued by two given tokens; then all but one leave."""
+        """Compare prompts of several lengths, continued by two tokens, and then with only one row left."""
         alone = [asked(module, mx.array([row]))[0] for row in PROBE_ROWS]
         with refusals():
             together = Continuations(module, [row[:-2] for row in PROBE_ROWS], padded=True)
@@ -113,7 +113,7 @@ def padding_refusal(module: Any) -> str:
         expected = [mx.stack([values[place] for values in alone]) for place in (-3, -2)] + [alone[-1][-1:]]
         largest = max(float(np.abs(numbers(values)).max()) for values in alone)
         rounding = ROUNDING if logits[0].dtype == mx.float32 else TOLERANCE_16_BIT
-        return "" if are_close(logits, expected, largest, rounding) else "other numbers than one by one"
+        return "" if are_close(logits, expected, largest, rounding) else "padded prompts give other numbers"
 
     try:
         return through_few_blocks(module, ask)

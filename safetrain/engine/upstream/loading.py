@@ -116,7 +116,7 @@ def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: st
 
 
 def cast(module: Any, dtype: Any, may_cast: Callable[[str], bool] | None = None) -> None:
-    """Every floating parameter, scales and biases of quantized weights too, except those that mlx-lm never casts."""
+    """Cast floating parameters, also scales and biases of quantized weights, except those that mlx-lm never casts."""
     may: Any = may_cast or getattr(module, "cast_predicate", bool)
 
     def to_dtype(name: str, value: mx.array) -> mx.array:
@@ -179,8 +179,8 @@ def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
 def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
     """Logits (tokens, vocabulary) of a few tokens by the model that ``mlx_lm.load`` opens, with its tokenizer.
 
-    In float32 where safetrain computes so: rounding to 16 bits in every layer would look like another model. Raises
-    ModelError where it opens nothing.
+    In float32 if safetrain computes in it: rounding to 16 bits in every layer would look like another model. Raises
+    ModelError if mlx-lm cannot open it.
     """
     with errors_told("open the model", str(folder)):
         module: Any = load_with_tokenizer(str(folder), lazy=True)[0]

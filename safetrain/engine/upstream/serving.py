@@ -1,4 +1,4 @@
-"""Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a line that says how to ask.
+"""Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a line with a sample request.
 
 mlx-lm's own server opens any model that a request names: a client that picks the first name of /v1/models would get
 the base without the adapter, and "gpt-4" would start a download. Here every name means the one model. The caller
@@ -38,7 +38,7 @@ from safetrain.engine.model import dequantize_to_answer
 from safetrain.engine.upstream.conversation import open_tuned
 from safetrain.engine.upstream.generation import padding_refusal
 
-# What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
+# Defaults of mlx-lm's command line, for what a request does not set; tests compare the names.
 USUAL: dict[str, Any] = {
     "draft_model": None, "num_draft_tokens": 3, "trust_remote_code": False, "chat_template": "",
     "use_default_chat_template": False, "pipeline": False, "chat_template_args": {}, "allowed_origins": (),
@@ -59,7 +59,7 @@ class ServeJob:
     adapter: Path | None
     stop_ids: frozenset[int]
     ids_of: IdsOf
-    max_new_tokens: int  # where a request does not say
+    max_new_tokens: int  # if a request sets none
     host: str
     port: int  # 0: a free one
 
@@ -80,7 +80,7 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
             generator = ResponseGenerator(provider, kept_prompts(provider))
             provider.ready.wait()
             if provider.model_key is None:
-                generator.stop_and_join()  # mlx-lm has written the traceback of what is not ours
+                generator.stop_and_join()  # mlx-lm has written the traceback of an error that is not ours
                 do = "try safetrain chat"
                 raise provider.error or ModelError("mlx-lm's server cannot open this model.", where=job.name, do=do)
             fingerprint = get_system_fingerprint()
@@ -141,7 +141,7 @@ class OneModel(ModelProvider):
             self.ready.set()
 
     def load(self, *_names: object) -> tuple[Any, Any]:
-        """The one model."""
+        """Return the model, whatever its name in the request."""
         return self.model, self.tokenizer
 
 
@@ -178,7 +178,7 @@ class _Handler(APIHandler):
         return False
 
     def handle_models_request(self) -> None:
-        """The one model; mlx-lm's own lists the hub's cache, and fails without one."""
+        """List the one model; mlx-lm's server lists the hub's cache, and fails without one."""
         model = {"id": self._name, "object": "model", "created": self.created, "owned_by": "safetrain"}
         one = self.path.rstrip("/").count("/") > 2  # /v1/models/NAME
         content = json.dumps(model if one else {"object": "list", "data": [model]}).encode()
@@ -211,7 +211,7 @@ class _Listening(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may leave in the middle of an answer."""
+        """Ignore clients that disconnect during an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
