@@ -60,7 +60,7 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
                     break
                 shutil.rmtree(folder)
             else:
-                raise _nothing_holds(job, tried)
+                raise _none_passes(job, tried)
             report = fusing.report(tried)
             write_record(folder / REPORT, report)
             replace_directory(folder, job.out)
@@ -95,7 +95,7 @@ def write_candidate(job: FuseJob, bits: int | None, folder: Path) -> int:
     return size
 
 
-def _nothing_holds(job: FuseJob, tried: list[Candidate]) -> ModelError:
+def _none_passes(job: FuseJob, tried: list[Candidate]) -> ModelError:
     best, is_set = max(tried, key=lambda each: each.kept), job.bits is not None or job.as_float
     return ModelError(
         f"{'This fused model does not keep' if is_set else 'No fused model keeps'} the improvement: "

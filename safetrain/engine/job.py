@@ -64,7 +64,7 @@ class Job(TrainJob):
 
     @property
     def tokens(self) -> int:
-        """Tokens that the whole run reads to train."""
+        """Training tokens of the whole run."""
         return int(self.updates * self.settings.rows_per_update * self.train.inputs().mean())
 
 

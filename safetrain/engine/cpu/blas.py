@@ -86,7 +86,7 @@ def _gpu_backend_installed() -> bool:
 
 
 def _renamed_openblas() -> Path:
-    """Path of a copy of scipy-openblas32's library whose symbols carry their standard names; made once, cached."""
+    """Path of a cached copy of scipy-openblas32's library, in which symbols have their standard names."""
     source = _installed_openblas()
     key = hashlib.blake2b(f"{source.stat().st_size}{source.stat().st_mtime_ns}{source}".encode(), digest_size=8)
     folder = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}-{os.getuid()}"

@@ -68,7 +68,7 @@ FAMILIES = {  # by model_type in config.json
     "gemma3_text": GEMMA3,
     "phi3": Family("phi3", {**LLAMA_BLOCK, **PHI_BLOCK}, rotations=("default", "linear", *LONG)),
 }
-UNSAID_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
+DEFAULT_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
 
 BLOCK = 32  # numbers that share a scale in both kinds of quantization
 KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
@@ -107,7 +107,7 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
     scaling = getattr(args, "rope_scaling", None) or {}
     rotation = str(scaling.get("type") or scaling.get("rope_type") or "default")
     _require_known(family, args, head, rotation)
-    context = getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT
+    context = getattr(args, "max_position_embeddings", None) or DEFAULT_CONTEXT
     writer.add_context_length(context)
     writer.add_embedding_length(args.hidden_size)
     writer.add_block_count(args.num_hidden_layers)

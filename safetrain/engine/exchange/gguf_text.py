@@ -41,7 +41,7 @@ SPLITS = {  # by the pattern, and whether whole words come before merges
 SPACE = "▁"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 UNREACHED = -1e6  # the score of a piece that no merge makes
-NOT_STRIPPING, PHI_END = {"<unk>", "<s>", "<|endoftext|>"}, "</s>"  # in a model whose name has Phi-3
+NOT_STRIPPING, PHI_END = {"<unk>", "<s>", "<|endoftext|>"}, "</s>"  # in models named Phi-3
 NOT_NFC = "llama.cpp does not normalize texts to Unicode NFC as in training, so it splits some differently"
 TWO_SPACES = "llama.cpp adds a second space to a text that begins with one after a special token"
 NO_SPACE = "outside a chat, llama.cpp does not begin a text with a space as in training"
@@ -67,7 +67,7 @@ class Vocabulary:
     unknown_id: int | None = None
     space_before: bool | None = None  # a space is put before every text that does not follow a text
     strips_after: bool = False  # white space after special tokens is dropped
-    notes: tuple[str, ...] = ()  # what llama.cpp does differently, in rare texts
+    notes: tuple[str, ...] = ()  # what llama.cpp does differently in rare texts
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def require_pairs(arrays: Mapping[str, mx.array], where: Path) -> None:
         if kind not in KINDS or value.ndim != (1 if kind == "m" else 2):
             what = f"trains a mixture's experts ({path})" if kind in KINDS else f"has whole weights ({name})"
             raise ModelError(
-                f"This adapter {what}, which a PEFT adapter cannot hold.",
+                f"This adapter {what}, which a PEFT adapter cannot contain.",
                 where=str(where),
                 do="merge the adapter into its base instead: safetrain fuse OUT",
             )

@@ -28,7 +28,7 @@ from safetrain.engine.upstream.probing import (
 # together are read at a time (up to twice as many for more than 16 prompts), which limits the memory of activations;
 # mlx-lm's caches need a multiple of CACHE_STEP.
 CACHE_STEP, PREFILL_TOKENS = 32, 512
-# The last is padded after its tokens; the first is read by itself, as it is so much longer.
+# The last is padded after its tokens; the first is so much longer that it is read separately.
 PROBE_ROWS = (tuple(range(2, CACHE_STEP + 12)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
 PAD_ID, ROUNDING = 0, 1e-4  # ROUNDING is relative to the largest logit: only the order of sums differs
 

@@ -46,7 +46,7 @@ USUAL: dict[str, Any] = {
     "prefill_step_size": 512, "prompt_cache_size": 10, "prompt_cache_bytes": None, "kv_bits": None,
     "kv_group_size": 64, "quantized_kv_start": 0, "adapter_path": None,
 }  # fmt: skip
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # where this machine reaches itself
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # address at which this machine reaches itself
 IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str, Any]], list[int]]
 
 
