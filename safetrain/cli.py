@@ -1,6 +1,6 @@
 """Fine-tune a language model on the machine you have, without losing a run.
 
-In a project, dvc repro runs the pipeline and keeps what it made; its values are in params.yaml.
+In a project, dvc repro runs the pipeline and keeps its results; the settings are in params.yaml.
 """
 
 import signal
@@ -22,16 +22,16 @@ from safetrain.core.errors import SafetrainError
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
-HANDED_ON = {"ignore_unknown_options": True}  # to Hydra, as --cfg, and to DVC
+HANDED_ON = {"ignore_unknown_options": True}  # options for Hydra, such as --cfg, and for DVC
 
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
     "A project": (init, update, cache),
     "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
     "Train": (run, stage, repro, exp),
-    "Look at it": (monitor, result, report, evaluate, ("track", track)),
-    "Use it": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
-    "When it died": (diagnose, discard),
+    "Inspect a run": (monitor, result, report, evaluate, ("track", track)),
+    "Use the model": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
+    "After a crash": (diagnose, discard),
 }
 
 
@@ -39,13 +39,13 @@ class Commands(TyperGroup):
     """End as the stages do on SIGTERM, and quietly when stdout is closed, as in `… | head`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, and write all that it has printed."""
+        """Run the command, and flush its output."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
-        except (BrokenPipeError, Terminated) as error:  # typer takes it for a failure, or for Ctrl-C
+        except (BrokenPipeError, Terminated) as error:  # typer would report a failure, or Ctrl-C
             sys.exit(exit_code_of(error))
 
 
@@ -77,7 +77,7 @@ for panel, commands in COMMANDS.items():
         else:
             settings = HANDED_ON if command in (run, stage, repro, exp) else None
             text = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
-            app.command(rich_help_panel=panel, context_settings=settings, help=text)(command)  # lines as a terminal has
+            app.command(rich_help_panel=panel, context_settings=settings, help=text)(command)  # rejoined lines
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from safetrain.core.records.scoring import ModelMeasures
     from safetrain.engine.comparison import Subject
 
-USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens of a row; for answers, where --max-questions does not say
+USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
 MORE = "--max-questions"
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
 
@@ -34,23 +34,23 @@ def evaluate(
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
     base: Annotated[Path | None, typer.Option(help="model folder to compare with")] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
-    out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
+    out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist yet")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
     max_questions: Annotated[
         int | None, typer.Option(min=1, help="answer N questions; default: half a minute's worth")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer, in tokens")] = 48,
     max_seq_length: Annotated[
-        int | None, typer.Option(min=8, help="truncate rows to N tokens; default: as the last training, or 2048")
+        int | None, typer.Option(min=8, help="truncate rows to N tokens; default: as in training, or 2048")
     ] = None,
 ) -> None:
     """Measure any model, and compare it with its base.
 
-    Measures loss, answers and general text.
+    Measures the loss on rows and on general text, and scores answers.
 
     With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
-    the project's test rows, their length and params.yaml (data), and changes no file of the pipeline.
+    the project's test rows, their length and the data section of params.yaml; it changes no pipeline file.
     """
     from safetrain.core.model.files import read_model_files
     from safetrain.core.storage.files import full_disk_named, write_json
@@ -161,7 +161,7 @@ def _model_of(model: Path | None, adapter: Path | None, base: Path | None) -> Pa
 
 
 def _trained_length() -> int:
-    """Tokens of a row in the project's last training, if there is one."""
+    """Tokens per row in the project's last training run, or USUAL_LENGTH."""
     from safetrain.core.records.metrics import read_run_shape
 
     return read_run_shape(paths.SUMMARY).max_seq_length if paths.SUMMARY.is_file() else USUAL_LENGTH
@@ -187,7 +187,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
 
 
 def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
-    """One model, or base and tuned; raises ConfigError for two tokenizers, ModelError for another base."""
+    """One model, or base and tuned; raises ConfigError if tokenizers differ, ModelError if the adapter's base does."""
     from safetrain.core.model.files import make_same_tokens, read_model_files
     from safetrain.core.records.adapter_files import require_base
     from safetrain.engine.comparison import Subject
@@ -199,7 +199,7 @@ def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[S
         return (Subject("model", folder),)
     if not make_same_tokens(base, folder):
         raise ConfigError(
-            "The two models have different tokenizers: their losses are not of the same tokens.",
+            "The two models have different tokenizers, so their losses count different tokens.",
             where=f"{folder}, {base}",
             do="measure them one at a time: leave --base out",
         )
@@ -218,7 +218,7 @@ def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
         raise MachineError(
             "The model does not fit into memory.",
             where=str(files.folder),
-            expected=f"{size_text(files.static_bytes)}, and room to compute in",
+            expected=f"{size_text(files.static_bytes)}, and memory to compute in",
             got=f"{size_text(room)} available",
             do="close other programs, or quantize it: safetrain convert",
         )

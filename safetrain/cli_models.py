@@ -14,23 +14,23 @@ from safetrain.core.storage.files import require_new
 export = typer.Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
 import_ = typer.Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
 
-OFTEN_THE_SAME = 0.9  # of the answers: fewer equal ones are reported
+OFTEN_THE_SAME = 0.9  # share of answers: if fewer are equal, a message says so
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 SUFFIX = ".gguf"
-OutFolder = Annotated[Path, typer.Argument(help="folder to write; must not exist")]
+OutFolder = Annotated[Path, typer.Argument(help="folder to write; must not exist yet")]
 AdapterFolder = Annotated[Path, typer.Option(help="adapter folder")]
 BaseFolder = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
-MayLose = Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may get lost")]
+MayLose = Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
 
 
-GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in small letters
+GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in lower case
 
 
 def fetch(
-    hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
+    hub_id: Annotated[str, typer.Argument(help="e.g. mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
     into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
 ) -> None:
-    """Download a model from the Hugging Face hub into models/."""
+    """Download a model from the Hugging Face Hub into models/."""
     from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)
@@ -43,14 +43,14 @@ def convert(
     bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
     group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
-    """Quantize a model: training takes a quarter of the memory."""
+    """Quantize a model: training then needs a quarter of the memory."""
     from safetrain.core.model.files import read_model_files
 
     model = read_model_files(source)
     if model.quantization_bits is not None:
         raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
     if bits not in BITS or group_size not in GROUP_SIZES:
-        raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
+        raise ConfigError("Unsupported quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     require_new(target)
     from safetrain.engine.upstream.loading import quantize
     from safetrain.watch.progress import still_working
@@ -63,7 +63,7 @@ def convert(
 def fuse(
     out: OutFolder,
     bits: Annotated[
-        int | None, typer.Option(help="bits of the trained matrices; default: the base's own, 8, or float")
+        int | None, typer.Option(help="bits of the trained matrices; default: the base's, else 8, else float")
     ] = None,
     as_float: Annotated[bool, typer.Option("--float", help="quantize nothing")] = False,
     may_lose: MayLose = 2.0,
@@ -72,14 +72,14 @@ def fuse(
 ) -> None:
     """Merge the adapter into the base model, for any MLX program.
 
-    Tries the base's own bits, then 8 bits, then float. Each is written, loaded and compared with base and tuned model
-    on validation rows. The first that keeps the improvement wins.
+    Tries the base's own bits, then 8 bits, then float. Each is written, loaded and compared with the base and
+    tuned models on validation rows. The first that keeps the improvement wins.
     """
     from safetrain.core.records.fusing import REPORT
     from safetrain.watch.progress import still_working
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
-        raise ConfigError("No such quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
+        raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
     material = _material(out, adapter, model)
     from safetrain.engine.fuse import FuseJob, fuse_adapter
 
@@ -98,7 +98,7 @@ def fuse(
     print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
         card(out, adapter, job.base, replace=True)
-    except SafetrainError as error:  # the model is whole without it
+    except SafetrainError as error:  # the model is complete without a card
         print_text(f"no model card: {error}")
 
 
@@ -112,7 +112,7 @@ def card(
 ) -> None:
     """Write a model card with the measured results.
 
-    The card is README.md of the folder. `fuse` writes one itself.
+    The card is the folder's README.md. `fuse` writes one itself.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.watch.card import CARD, write_card
@@ -126,11 +126,11 @@ def card(
 @export.command("peft")
 def export_peft(
     out: OutFolder,
-    base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model for PEFT")] = None,
+    base_name: Annotated[str | None, typer.Option(help="Hub ID or folder of the float model for PEFT")] = None,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
 ) -> None:
-    """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
+    """Write the adapter (LoRA or DoRA) in PEFT format, for PyTorch.
 
     The written adapter is compared with the tuned model on validation rows.
     """
@@ -151,7 +151,7 @@ def export_peft(
         f"{out / EXPORT_REPORT} has the figures"
     )
     if bits is not None:
-        print_text(f"It was trained on a base of {bits} bits, and the figures are for that base, dequantized.")
+        print_text(f"The adapter was trained on a {bits}-bit base, and the figures are for that base, dequantized.")
         print_text("On the float model that it was quantized from, results differ slightly.")
     if bits is not None and base_name is None:
         print_text(f"PEFT cannot open a quantized MLX model, and the base is {name}. Name the float one: --base-name")
@@ -161,7 +161,7 @@ def export_peft(
 
 @export.command("gguf")
 def export_gguf(
-    out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist")],
+    out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist yet")],
     kind: Annotated[
         GgufType, typer.Option("--type", help="type of most weights; K types need llama-quantize")
     ] = GgufType.Q8_0,
@@ -170,7 +170,7 @@ def export_gguf(
     model: BaseFolder = None,
     fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
 ) -> None:
-    """Write base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
+    """Write the base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
 
     The file is compared with the tuned model on validation rows; NAME.gguf.json has the figures. A file that loses too
     much is refused.
@@ -198,12 +198,12 @@ def export_gguf(
 @import_.command("peft")
 def import_peft(
     source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
-    out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
+    out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist yet")],
     model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
 ) -> None:
-    """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and other programs with mlx-lm.
+    """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and programs that use mlx-lm.
 
-    An adapter with parts that mlx-lm lacks is refused, and so is one that changes nothing.
+    The command refuses an adapter with parts that mlx-lm does not support, and one that changes nothing.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
@@ -220,7 +220,7 @@ def import_peft(
     kind = "DoRA" if shape.dora else "rsLoRA" if shape.by_root else "LoRA"
     print_text(
         f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
-        f"{counted(lora.num_layers, 'block')}; it moves logits by up to {moved:.2g}, of up to {largest:.2g}"
+        f"{counted(lora.num_layers, 'block')}; it changes logits by up to {moved:.2g}; the largest is {largest:.2g}"
     )
     print_text(f'Use it: safetrain ask "..." --adapter {out}')
 
@@ -243,7 +243,7 @@ def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None =
 
 
 def _tokens_of(folder: Path) -> Path:
-    """The base of a fused model, whose tokenizer made the rows: fuse adds stop tokens."""
+    """The folder whose tokenizer made the rows: a fused model's base, because fuse adds stop tokens."""
     from safetrain.core.model.files import make_same_tokens
     from safetrain.core.records.fusing import REPORT, FuseReport
     from safetrain.core.storage.files import read_record
@@ -255,7 +255,7 @@ def _tokens_of(folder: Path) -> Path:
 
 
 def _model_of_params() -> Path:
-    """model.path of params.yaml, in a project."""
+    """Read model.path from params.yaml; raises ConfigError outside a project."""
     from omegaconf import OmegaConf
 
     if not Path("params.yaml").is_file():

@@ -56,12 +56,12 @@ def console() -> "Console":
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="made if it is not there")] = Path(),
+    folder: Annotated[Path, typer.Argument(help="created if missing")] = Path(),
     example: Annotated[bool, typer.Option("--example", help="with the example data and the small model")] = False,
 ) -> None:
-    """Make a project folder for your values, data and models.
+    """Make a project folder for your settings, data and models.
 
-    It is under Git and DVC: safetrain init demo --example && cd demo && safetrain run
+    The folder is under Git and DVC: safetrain init demo --example && cd demo && safetrain run
     """
     from safetrain.project import make_project
 
@@ -73,9 +73,9 @@ def init(
 
 
 def update() -> None:
-    """Renew the project's files after an upgrade.
+    """Update the project's files after an upgrade.
 
-    What you have changed stays: the new file is NAME.new beside it.
+    Files that you have changed stay; their new version is written to NAME.new.
     """
     from safetrain.project import update_project
 
@@ -83,9 +83,9 @@ def update() -> None:
 
 
 def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
-    """Show what safetrain keeps outside of projects.
+    """Show the measurements and BLAS that safetrain keeps outside projects.
 
-    Measurements and a prepared BLAS; deleted ones are made again when needed.
+    Deleted files are made again when needed.
     """
     import shutil
 

@@ -19,11 +19,11 @@ STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate",
 
 
 def run(
-    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: experiment=minimal …")] = None,
-    data: Annotated[str | None, typer.Option(help="write data.path into params.yaml first")] = None,
-    model: Annotated[str | None, typer.Option(help="write model.path into params.yaml first")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. experiment=minimal")] = None,
+    data: Annotated[str | None, typer.Option(help="first write data.path into params.yaml")] = None,
+    model: Annotated[str | None, typer.Option(help="first write model.path into params.yaml")] = None,
 ) -> None:
-    """Run the whole pipeline once, from your data to the pictures.
+    """Run the whole pipeline once, from your data to the charts.
 
     Runs the six stages in order, without DVC: safetrain run experiment=minimal. With --data and --model in a folder
     without a project, a project is made first.
@@ -42,7 +42,7 @@ def run(
         print(f"\n== {name}", flush=True)
         code = run_to_its_end([sys.executable, "-m", stage_module(name), *(overrides or [])])
         if code != 0:
-            print(f"error: the stage {name} ended with exit code {code}", file=sys.stderr)
+            print(f"error: the {name} stage ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
     _print_result()
 
@@ -57,7 +57,7 @@ def _set_values(values: dict[str, str | None]) -> None:
         return
     for key, value in values_set.items():
         if not Path(value).exists():
-            raise ConfigError(f"--{key.partition('.')[0]} names nothing that is there.", where=value)
+            raise ConfigError(f"--{key.partition('.')[0]} names a path that does not exist.", where=value)
     if not params_file.is_file() and len(values_set) == len(values):
         left_out = make_project(Path(), example=False)
         print_text(f"Made a project in {Path.cwd()}." + (f" {left_out}." if left_out else ""))
@@ -71,7 +71,7 @@ def _set_values(values: dict[str, str | None]) -> None:
 
 def stage(
     name: Annotated[str, typer.Argument(help=", ".join(STAGES))],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: train.seed=7 …")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. train.seed=7")] = None,
 ) -> None:
     """Run one stage of the pipeline, as dvc.yaml does."""
     from safetrain.project import require_current
@@ -101,7 +101,7 @@ def _require_inputs(config: Any) -> None:
 
 
 def exp(
-    words: Annotated[list[str] | None, typer.Argument(help="words of dvc exp, as: run -S train.seed=7")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="arguments of dvc exp, e.g. run -S train.seed=7")] = None,
 ) -> None:
     """Run and compare experiments: dvc exp."""
     _start_dvc("exp", words)
@@ -122,12 +122,12 @@ def _print_result() -> None:
 
 
 def result(
-    gate: Annotated[bool, typer.Option("--gate", help="only judge whether it is better than its base")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="only judge whether the run beats its base model")] = False,
 ) -> None:
     """Show what the run learned, and what to try next.
 
-    With --gate: exit 0 better than its base, 1 not better, 2 it forgets or this could not be determined. The thresholds
-    are in section gate of params.yaml.
+    With --gate, exit 0: better than its base model; 1: not better; 2: it forgets, or this could not be determined. The
+    thresholds are in the gate section of params.yaml.
     """
     from safetrain.core.records.schema import gate_of
     from safetrain.core.run_folder import read_run
@@ -149,16 +149,16 @@ def result(
 def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
     bundle: Annotated[
-        Path | None, typer.Option(help="write a zip for a bug report: numbers and settings, no text of yours")
+        Path | None, typer.Option(help="write a zip for a bug report: numbers and settings, none of your text")
     ] = None,
 ) -> None:
-    """Explain why the last training died, also after a reboot."""
+    """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock
     from safetrain.core.records.postmortem import describe, read_postmortem
     from safetrain.core.records.run_state import is_finished
 
     require_project()
-    if bundle is not None:  # also while a training runs: nothing is locked
+    if bundle is not None:  # works even during training: nothing is locked
         from safetrain.core.run_folder import read_run
         from safetrain.watch.bundle import write_bundle
 
@@ -172,17 +172,17 @@ def diagnose(
         with training_lock(paths.OUTPUT):
             death = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
     except AlreadyRunningError as running:
-        print(running.what, "What follows is about the training before.", file=sys.stderr)
+        print(running.what, "What follows is about the previous training run.", file=sys.stderr)
         death = read_postmortem(paths.OUTPUT)
     if death is None:
-        print("null" if as_json else "No training has ended badly here.")
+        print("null" if as_json else "No training run has failed here.")
         return
     if as_json:
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
         return
     print_text(describe(death))
     if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:
-        print("A training has finished since then: safetrain result")
+        print("A training run has finished since then: safetrain result")
 
 
 def discard() -> None:
@@ -199,4 +199,4 @@ def discard() -> None:
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
         (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it names a checkpoint that is gone
-    print(f"removed {counted(removed, 'checkpoint')}; the next training starts from the beginning")
+    print(f"removed {counted(removed, 'checkpoint')}; the next training run starts over")

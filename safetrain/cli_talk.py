@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
 ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
-BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter, as for a fused model (--model)")]
+BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter, e.g. for a fused model (--model)")]
 SystemOption = Annotated[
-    str | None, typer.Option(help="system prompt ('': none); default: the one of all training rows")
+    str | None, typer.Option(help="system prompt ('': none); default: the one shared by all training rows")
 ]
 
 
@@ -37,7 +37,7 @@ class TalkOptions:
 
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
-    """Read everything but the weights, so that a mistake is found at once; raises SafetrainError."""
+    """Read everything but the weights, so that mistakes are found at once; raises SafetrainError."""
     from safetrain.core.data.chatting import Prompts
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.model.files import read_model_files
@@ -52,7 +52,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     tokenizer = ChatTokenizer(folder)
     prompts = Prompts(tokenizer, read_prompt_format(folder if base else adapter))
     if system and not prompts.writes_system(system):
-        raise ConfigError("This model's chat template writes no system prompt.", where=str(folder), do="without it")
+        raise ConfigError("This model's chat template has no system prompt.", where=str(folder), do="without it")
     chosen = prompts.system if system is None else system
     return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions)
 
@@ -66,7 +66,7 @@ def ask(
 ) -> None:
     """Ask the tuned model a question.
 
-    Prompts are as in training, with its system prompt if all rows had the same. A model trained only on documents
+    Prompts are as in training, with the system prompt shared by all training rows. A model trained only on documents
     continues the text.
     """
     from safetrain.core.run_folder import read_run
@@ -97,7 +97,7 @@ def ask(
 
 def chat(
     base: BaseOption = False,
-    compare: Annotated[bool, typer.Option("--compare", help="base and tuned answer, side by side")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="answers from base and tuned, side by side")] = False,
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
@@ -106,17 +106,17 @@ def chat(
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="sample from the most likely tokens with this total probability")
     ] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="repeat a chat at a temperature above 0")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
 
-    Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /help, /exit. In a pipe each line is a question, and
-    stdout has only answers.
+    Ctrl-C stops an answer, Ctrl-D ends the chat; /system TEXT, /reset, /help, /exit. In a pipe each line is a question,
+    and stdout has only answers.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
     if base and compare:
-        raise ConfigError("--base and --compare together.", do="--compare shows the base beside the tuned model")
+        raise ConfigError("Use either --base or --compare.", do="--compare shows the base beside the tuned model")
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.conversation import Conversation, Sampling, open_both, open_tuned
@@ -133,10 +133,10 @@ def chat(
         name = f"{asked.folder} with {asked.adapter}" if asked.adapter else str(asked.folder)
         print_text(describe(name, by_training, asked.context), sys.stderr)
     elif by_training:
-        say(f"system prompt of all training rows: {by_training}")
+        say(f"system prompt shared by all training rows: {by_training}")
     if asked.prompts.continues:
-        why = "has seen no chat" if asked.tokenizer.template else "has no chat template"
-        say(f"this model {why}: each line is continued by itself, as a text")
+        why = "was not trained on chats" if asked.tokenizer.template else "has no chat template"
+        say(f"this model {why}, so it continues each line as a separate text")
     Chat(asked.tokenizer, asked.prompts, sides, asked.system, asked.context).run()
 
 
@@ -149,12 +149,12 @@ def serve(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, unless a request sets it")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens; a request may set it")] = 512,
 ) -> None:
     """Serve the tuned model to any OpenAI client.
 
-    Runs mlx-lm's server; Ctrl-C ends it. It answers whatever model a request names, greedily unless the request has a
-    temperature. A chat without a system prompt gets that of all training rows.
+    Runs mlx-lm's server; Ctrl-C ends it. The tuned model answers, whatever name a request has for it; greedily unless
+    the request sets a temperature. A chat without a system prompt gets the one shared by all training rows.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
@@ -171,6 +171,6 @@ def serve(
 
     name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
     if asked.system:
-        print_text(f"system prompt where a chat has none: {asked.system}")
+        print_text(f"system prompt of chats that have none: {asked.system}")
     job = ServeJob(name, asked.folder, asked.adapter, asked.prompts.stop_ids, ids_of, max_new_tokens, host, port)
     serve_model(job, print_text)

@@ -28,16 +28,16 @@ GONE_LOOKS = 3  # in a row without a training before it has ended: two processes
 COMPARISON = paths.OUTPUT / "compare.html"
 TRACK_HELP = """Send a run to W&B, MLflow or TensorBoard.
 
-Steps, settings and scores; no rows and no answers. Called again, it sends what is new."""
+Sends steps, settings and scores, but no rows or answers. Run it again to send what is new."""
 
 track = typer.Typer(no_args_is_help=True, help=TRACK_HELP)
 
 Name = Annotated[str, typer.Option(help="name of the run; default: the tracker's choice")]
-Follow = Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="send again until the training ends")]
+Follow = Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="send updates until training ends")]
 
 
 def monitor(
-    refresh: Annotated[float, typer.Option(min=0.2, max=3600, help="seconds between two readings")] = 5.0,
+    refresh: Annotated[float, typer.Option(min=0.2, max=3600, help="seconds between readings")] = 5.0,
     plain: Annotated[bool, typer.Option("--plain", help="a line of text for each reading, for a log")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each reading, for a script")] = False,
     once: Annotated[bool, typer.Option("--once", help="read once, and end")] = False,
@@ -45,21 +45,21 @@ def monitor(
 ) -> None:
     """Watch a training from a second terminal, or see how it ended.
 
-    Shows losses, speed, memory, the current phase, checkpoints and time left. Ctrl-C leaves; the training goes on.
+    Shows losses, speed, memory, the current phase, checkpoints and time left. Ctrl-C leaves; training continues.
     """
     from safetrain.core.run_folder import RunReader
     from safetrain.watch.monitor import json_line, look_at
     from safetrain.watch.monitor_screen import plain_line
 
     if plain and as_json:
-        raise ConfigError("--plain and --json are two ways to print.", do="leave one of them out")
+        raise ConfigError("Use either --plain or --json.", do="leave one of them out")
     if not output.is_dir() and output == paths.OUTPUT:
         require_project()
     elif not output.is_dir():
         do = similar_path(output) or "name the folder of a run: --output"
         raise ConfigError("The folder does not exist.", where=str(output), do=do)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not have
+        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal lacks
     reader, project = RunReader(output), output.resolve().parent
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") not in NO_SCREEN and "utf" in sys.stdout.encoding.lower()
     show = _draw if is_drawn and not plain and not as_json else _print_lines
@@ -67,7 +67,7 @@ def monitor(
         show(lambda: look_at(reader, project), json_line if as_json else plain_line, refresh, once)
     except Terminated:
         raise
-    except KeyboardInterrupt:  # how one leaves
+    except KeyboardInterrupt:  # the user leaves
         return
 
 
@@ -128,7 +128,7 @@ def report(
     if target.suffix != ".html" or target.is_dir():
         page = target / usual.name if target.is_dir() else target.with_name(f"{target.stem or 'report'}.html")
         raise ConfigError("The report is an HTML page.", where=str(target), do=f"name a file: --out {page}")
-    if target.resolve() != usual.resolve():  # that one is written again each time
+    if target.resolve() != usual.resolve():  # the default page is overwritten each time
         require_new(target, "name another file, or remove this one first")
     if compare:
         print_text(write_comparison(compare, target))

@@ -22,7 +22,7 @@ def start(*overrides: str) -> Pipeline:
 
 
 def follow(pipeline: Pipeline, every_seconds: float = 2.0, until: Callable[[], bool] = lambda: False) -> None:
-    """Show its status, in place, to its end or until ``until()`` is true. An interrupt leaves the pipeline running."""
+    """Show the pipeline's status until it ends or ``until()`` is true. An interrupt leaves the pipeline running."""
     from IPython.display import display
 
     output = display({"text/plain": status_of(pipeline)}, raw=True, display_id=True)
@@ -39,13 +39,13 @@ def follow(pipeline: Pipeline, every_seconds: float = 2.0, until: Callable[[], b
 
 
 def stop(pipeline: Pipeline) -> None:
-    """Ask it to save a checkpoint and end, and wait for that. The same start() continues there."""
+    """Ask the pipeline to save a checkpoint and end, and wait for that. The same start() continues from there."""
     pipeline.send_signal(signal.SIGTERM)  # does nothing if it has ended
     pipeline.wait()
 
 
 def status_of(pipeline: Pipeline) -> str:
-    """The stage or the end, and the last step of the training."""
+    """Describe the current stage, or the end, and the last training step."""
     stages, code = ["starting", *printed_lines("== ")], pipeline.poll()
     end = "finished" if code == 0 else f"ended with exit code {code}"
     steps = [line for line in printed_lines("step ") if line.startswith("step ")]
@@ -63,6 +63,6 @@ def call(*words: str) -> None:
 
 
 def printed_lines(words: str = "") -> list[str]:
-    """The lines with these words in what the pipeline has printed."""
+    """Find the lines with these words in the pipeline's output."""
     lines = LOG.read_text(encoding="utf-8", errors="replace").splitlines() if LOG.is_file() else []
     return [line for line in lines if words in line]

@@ -1,8 +1,8 @@
-"""A project folder: what `safetrain init` puts into one, and what `safetrain update` renews after an upgrade.
+"""A project folder: what `safetrain init` puts into one, and what `safetrain update` updates after an upgrade.
 
-A project has only what is its owner's: values, data, models, overlays. The program is elsewhere, so in place of the
-program's folders each stage of dvc.yaml depends on a hash of the code that decides its result. The hashes are in
-.safetrain/program.json, and with them what init wrote, so that update knows which files the owner has changed.
+A project holds only what belongs to its owner: values, data, models, overlays. The program is elsewhere, so instead of
+the program's folders, each stage in dvc.yaml depends on a hash of the code that decides its result. These hashes are in
+.safetrain/program.json, with hashes of the files that init wrote, so that update knows which the owner has changed.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from safetrain.core.storage.files import read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
 
 PROGRAM = Path(".safetrain/program.json")
-PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # what YAML reads as a text without quotes
+PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
 EXAMPLE = ("data/example", "models/encyclopedia-3m")
 COPIED = (".dvc/config", ".dvc/plots_page.html", ".dvc/plots/curve.json")
 OVERLAY = """# @package _global_
@@ -74,7 +74,7 @@ class Program:
 
 
 def make_project(folder: Path, *, example: bool) -> str:
-    """Make a project in ``folder``, beside what is there, with Git and DVC and one commit.
+    """Make a project in ``folder``, next to existing files, with Git and DVC and one commit.
 
     Return what could not be set up, or an empty text. Raise ConfigError if one of its files exists.
     """
@@ -82,11 +82,11 @@ def make_project(folder: Path, *, example: bool) -> str:
     shipped_folders = EXAMPLE if example else ()
     if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
         what = "This folder is a safetrain project already."
-        raise ConfigError(what, where=str(folder), do="safetrain update renews its files")
+        raise ConfigError(what, where=str(folder), do="safetrain update updates the project's files")
     for name in (*texts, *shipped_folders):
         if (folder / name).exists():
             do = "choose another folder, or move it away"
-            raise ConfigError(f"{name} is there already.", where=str(folder / name), do=do)
+            raise ConfigError(f"{name} already exists.", where=str(folder / name), do=do)
     folder.mkdir(parents=True, exist_ok=True)
     left_out = _start_version_control(folder)
     for name, text in texts.items():
@@ -100,7 +100,7 @@ def make_project(folder: Path, *, example: bool) -> str:
 
 
 def project_files(*, example: bool) -> dict[str, str]:
-    """The text of each file of a new project, by its name."""
+    """The text of each file in a new project, by name."""
     params = shipped("params.yaml").read_text(encoding="utf-8")
     if not example:
         params = with_value(with_value(params, "data.path", "data/mine.jsonl"), "model.path", "models/mine")
@@ -111,7 +111,7 @@ def project_files(*, example: bool) -> dict[str, str]:
 
 def pipeline_text() -> str:
     """dvc.yaml of a project: the program's own, with a hash of the code in place of the code."""
-    lines, stage = ["# The pipeline; safetrain update renews this file. Your values are in params.yaml."], ""
+    lines, stage = ["# The pipeline; safetrain update updates this file. Your values are in params.yaml."], ""
     for line in shipped("dvc.yaml").read_text(encoding="utf-8").splitlines():
         if line.startswith("#") or line.startswith(("    - safetrain/", "    - stages/")):
             continue
@@ -125,7 +125,7 @@ def pipeline_text() -> str:
 
 
 def stage_hashes() -> dict[str, str]:
-    """For each stage a hash of the code that dvc.yaml of the program names: what can change the stage's result."""
+    """For each stage, a hash of the code that the program's dvc.yaml names: it can change the stage's result."""
     pipeline = yaml.safe_load(shipped("dvc.yaml").read_text(encoding="utf-8"))["stages"]
     return {name: _hash_of(_code_of(stage["deps"])) for name, stage in pipeline.items()}
 
@@ -167,7 +167,7 @@ def require_current(folder: Path = Path()) -> None:
 
 
 def update_project(folder: Path = Path()) -> list[str]:
-    """Renew the files that the owner has not changed; beside a changed one whose original is new, write NAME.new.
+    """Update the files that the owner has not changed; for a changed file whose original is new, write NAME.new.
 
     In params.yaml the owner's values stay. Returns what was done, a line each, with the difference. Raises ConfigError
     outside a project.
@@ -185,11 +185,11 @@ def update_project(folder: Path = Path()) -> list[str]:
             continue
         if not mine or _digest(mine) == before.files.get(name):
             write_text(path, text)
-            lines.append(f"{name}: renewed")
+            lines.append(f"{name}: updated")
         elif _digest(original) != before.files.get(name):
             write_text(path.with_name(f"{path.name}.new"), text)
             difference = difflib.unified_diff(mine.splitlines(), text.splitlines(), name, f"{name}.new", lineterm="")
-            lines += [f"{name}: you have changed it, so the new one is {name}.new", *difference]
+            lines += [f"{name}: you have changed it, so the new version is {name}.new", *difference]
     now = _program(texts, example=before.example)
     write_record(folder / PROGRAM, now)
     stages = [name for name, code in now.stages.items() if before.stages.get(name) != code]

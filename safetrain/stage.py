@@ -63,7 +63,7 @@ def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
 
 
 def to_pipeline(config: DictConfig) -> Pipeline:
-    """Real dataclasses with checked ranges; raises ConfigError."""
+    """Convert to the schema's dataclasses and check ranges; raises ConfigError."""
     pipeline = OmegaConf.to_object(config)
     if not isinstance(pipeline, Pipeline):
         raise ConfigError("The configuration is not built on the schema.", where="conf/config.yaml")
@@ -74,7 +74,7 @@ def to_pipeline(config: DictConfig) -> Pipeline:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turn what Hydra or OmegaConf says into the key's full name and what is allowed there."""
+    """Turn an error from Hydra or OmegaConf into one with the key's full name and what is allowed there."""
     text = "\n".join(str(part) for part in (error, error.__cause__) if part)
     key_match = re.search(r"full_key: (\S+)", text)
     if key_match is None:
@@ -107,7 +107,7 @@ def config_error(error: Exception) -> ConfigError:
 
 
 def _with_quotes(override_text: str) -> str:
-    """How to write an override that Hydra cannot parse; empty where that is more than a value to be quoted."""
+    """How to write an override that Hydra cannot parse; empty if quoting the value is not enough."""
     key, _, value = override_text.partition("=")
     if re.search(r"[\[\](){}'\",]", value):
         return ""

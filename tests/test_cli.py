@@ -57,7 +57,7 @@ def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) ->
     plain = str(tiny_model("plain"))
     with pytest.raises(ConfigError, match="exists already"):
         invoke("convert", plain, quantized)
-    with pytest.raises(ConfigError, match="No such quantization"):
+    with pytest.raises(ConfigError, match="Unsupported quantization"):
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
 
 
@@ -72,7 +72,7 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(
     write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
     adapter_of(base, paths.ADAPTERS)
     write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
-    with pytest.raises(ConfigError, match="No such quantization"):
+    with pytest.raises(ConfigError, match="Unsupported quantization"):
         invoke("fuse", "out", "--bits", "7")
     said = invoke("fuse", "out", "--may-lose", "30")
     assert "on 9 validation rows" in said

@@ -85,7 +85,7 @@ def test_a_folder_with_a_project_is_left_as_it_is(project: Path) -> None:
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"README\.md is there already"):
+    with pytest.raises(ConfigError, match=r"README\.md already exists"):
         make_project(tmp_path, example=False)
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
@@ -128,7 +128,7 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     newer["params.yaml"] = newer["params.yaml"].replace("  trace: none", "  added: 1 # new\n  tracing: none")
     monkeypatch.setattr("safetrain.project.project_files", lambda example: dict(newer))
     lines = update_project(project)
-    assert "dvc.yaml: renewed" in lines
+    assert "dvc.yaml: updated" in lines
     assert (project / "dvc.yaml").read_text().endswith("# newer\n")
     assert (project / "README.md").read_text() == "my own"
     assert (project / "README.md.new").read_text() == "# Newer\n"

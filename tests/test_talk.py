@@ -105,7 +105,7 @@ def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
     with_it = expected(prompt_format, QUESTION, system="Answer in Portuguese.")
     assert said.out.splitlines()[:1] == with_it
     assert with_it != expected(prompt_format, QUESTION)
-    assert "[system prompt of all training rows: Answer in Portuguese.]" in said.err
+    assert "[system prompt shared by all training rows: Answer in Portuguese.]" in said.err
     assert r"[system prompt: \x1b[31mBe brief.]" in said.err
     assert run("ask", QUESTION, "--adapter", str(prompt_format)).out.splitlines() == with_it
     none = run("chat", "--system", "", "--adapter", str(prompt_format), lines=QUESTION)
@@ -155,7 +155,7 @@ def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model
             run(*command, "--adapter", str(adapter), "--model", str(another))
     with pytest.raises(ConfigError, match="question is empty"):
         run("ask", " ", "--adapter", str(adapter))
-    with pytest.raises(ConfigError, match="together"):
+    with pytest.raises(ConfigError, match="either --base or --compare"):
         run("chat", "--base", "--compare", "--adapter", str(adapter))
 
 

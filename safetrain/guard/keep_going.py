@@ -1,6 +1,6 @@
 """Trains to the end: supervises the process, explains its death, and restarts it with safer settings if there are any.
 
-After running out of memory it uses less memory, after the GPU watchdog shorter pieces of work (ladder.py).
+After running out of memory, the new settings use less; after the GPU watchdog, shorter GPU work (ladder.py).
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ REPAIR_ROWS = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a training is run."""
+    """Options of a training run."""
 
     command: tuple[str, ...]  # of the training process
     output: Path
@@ -72,7 +72,7 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
 
     previous = explain_unclosed(output, command_again())
     if previous is not None:
-        say(f"the training before this one ended suddenly:\n{describe(previous)}")
+        say(f"the previous training run ended suddenly:\n{describe(previous)}")
     planned, limit = memory_shape(job.settings), limit_now(job.memory_limit_bytes)
     ladder = read_ladder(output, job.settings, limit.size_bytes)
     if ladder is not None:
@@ -194,7 +194,7 @@ def _is_loading(death: PostMortem) -> bool:
 
 
 def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
-    """Choose the error to end with; the training process's own message and exit code win, if it sent them."""
+    """Choose the error to end with; a message and exit code from the training process take precedence."""
     failed = ending.failed
     if failed is None or death.cause not in REPORTED:
         return RunDied(death.exit_code, f"The training process died: {death.title}.\n{describe(death)}")

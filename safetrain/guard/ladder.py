@@ -26,10 +26,10 @@ class Ladder:
     """memory_ladder.json: the planned settings, the current ones, and the failed rungs between them."""
 
     asked: MemoryShape
-    limit_bytes: int  # memory that was too small
+    limit_bytes: int  # the memory limit that was too small
     now: MemoryShape
     rungs: tuple[Rung, ...]
-    gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog
+    gpu_rungs: tuple[str, ...] = ()  # rungs taken after the GPU watchdog ended a process
 
 
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
@@ -42,8 +42,8 @@ def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladd
 def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = False) -> TrainSettings | None:
     """Return the settings of the next rung; None at the bottom.
 
-    The order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor), gradient
-    checkpointing, a base that stays quantized. All give the same update up to rounding.
+    The order: half the micro-batch and twice the accumulation (an odd micro-batch is divided by its smallest factor),
+    gradient checkpointing, a base that stays quantized. All give the same update up to rounding.
     """
     if loading:  # before the first update, only the base can use less memory
         return dataclasses.replace(settings, dequantize_base=False) if quantized and settings.dequantize_base else None
@@ -82,7 +82,7 @@ GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as variab
 
 
 def next_gpu_rung(count: int) -> str | None:
-    """Describe the rung after ``count`` rungs; None at the end."""
+    """Describe the GPU rung after the first ``count``; None if there are no more."""
     if count >= len(GPU_RUNGS):
         return None
     words, environment = GPU_RUNGS[count]
@@ -90,7 +90,7 @@ def next_gpu_rung(count: int) -> str | None:
 
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables after ``count`` rungs; those already set in ``ours`` stay."""
+    """Return the environment variables of the first ``count`` GPU rungs; those already set in ``ours`` stay."""
     environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
     return {name: value for name, value in environment.items() if name not in ours}
 
@@ -125,7 +125,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
             "Not enough free memory for this training.", expected=need, got=available.text, do=available.remedy
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
-    say(f"warning: {available.text} and {need}, so it starts with {change}")
+    say(f"warning: {available.text} and {need}, so training starts with {change}")
     rung = Rung(memory_shape(job.settings), 0, available.text)
     budget = dataclasses.replace(job.memory_budget, total_bytes=available.size_bytes)
     limit = mlx_limit_bytes(budget.mlx_bytes, budget)

@@ -1,4 +1,4 @@
-"""Gathers the evidence of a training's end, and writes the verdict to postmortem.json.
+"""Gathers evidence of how a training run ended, and writes the verdict to postmortem.json.
 
 A training that ended together with its supervisor leaves flight/run.json (the marker); the next run explains it.
 """
@@ -32,11 +32,11 @@ RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # kept on the disk for a post-mo
 CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not caused by a single rank
 REPORT_SECONDS = 5.0  # time that macOS needs to report a kill
 REBOOTED = ("the system's boot id has changed since the training started",)
-UNCLOSED = ("no process recorded the end", "the system has not restarted since")
+UNCLOSED = ("no process recorded how the run ended", "the system has not restarted since")
 
 
 def open_marker(output: Path, command: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
-    """Record that a training runs, and its command; a marker that stays tells the next training of a sudden end."""
+    """Record that training is running, and its command; a marker left behind tells the next run of a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
@@ -54,7 +54,7 @@ def explain(output: Path, ending: Ending, command: str) -> PostMortem:
     evidence = _evidence(rank_folder(output / FLIGHT, ending.rank or 0), ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
-    if ending.limit.name == OWN_LIMIT:  # it counts private memory, resident or not
+    if ending.limit.name == OWN_LIMIT:  # this limit counts private memory, resident or not
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     verdict = _assemble(output, cause, last, footprint, ending.limit, command, exit_code_of(ending, cause))
     rank = None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank
@@ -65,7 +65,7 @@ def explain(output: Path, ending: Ending, command: str) -> PostMortem:
 
 
 def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
-    """Judge a training that died together with its supervisor (reboot, panic, kill); None without one.
+    """Judge a training that died together with its supervisor (reboot, panic, kill); None if there is none.
 
     The next command is the training's own, or ``default_command`` if unknown.
     """
@@ -85,7 +85,7 @@ def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
 
 
 def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
-    """Write the verdict, on a full disk into the reserve; if even that fails, it is only printed."""
+    """Write the verdict, using the reserve if the disk is full; if even that fails, the verdict is only printed."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
         write_record(output / POSTMORTEM, verdict)
@@ -95,7 +95,7 @@ def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
 def exit_code_of(ending: Ending, cause: Cause) -> int:
     """Choose the stage's exit code: the child's own, 128 plus a signal, 124 for a hang, 137 beyond a limit; never 0.
 
-    Python ends with 1 for every uncaught exception, also for a failed allocation.
+    Python ends with 1 for every uncaught exception, even for a failed allocation.
     """
     if ending.ended_by_us == "hang":
         return 124
@@ -141,7 +141,7 @@ def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
 def _kernel_log(
     pid: int, started_seconds: float, started_monotonic_seconds: float, wait_seconds: float = 0.0
 ) -> tuple[str, ...]:
-    """Find lines of the kernel's log, or macOS's reports, that say the system killed this process for memory.
+    """Find lines in the kernel's log, or in macOS's reports, that say the system killed this process for memory.
 
     A report appears after the end; wait for it at most ``wait_seconds``.
     """

@@ -23,7 +23,7 @@ from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, Sampler
 
 TAIL_BYTES = 64 * 1024
 RING_PREFIX = b"[ring] "  # mlx prints such lines when another rank is gone, which the supervisor knows already
-PEER_LOST = "cannot exchange numbers"  # in the engine's message about it
+PEER_LOST = "cannot exchange numbers"  # from the engine's message about a lost rank
 ENDS_ALL_RANKS = ("InterruptedRun", "BadUpdateError")  # after these errors rank 0 still writes
 
 
@@ -33,10 +33,10 @@ class WatchSettings:
 
     flight: Path
     memory_limit_bytes: int | None  # of each rank
-    hang_seconds: float  # no phase counts as hung before
+    hang_seconds: float  # the shortest time limit of a phase
     locks: tuple[int, ...]  # descriptors that the processes inherit
     capped_by_kernel: bool = sys.platform == "linux"  # RLIMIT_DATA enforces the memory limit
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the supervisor's own
     ranks: int = 1
     backend: str = "ring"  # mlx's backend for the exchange between ranks
     hostfile: Path | None = None  # for mlx.launch, if some ranks are on other machines
@@ -47,7 +47,7 @@ class WatchSettings:
 class Ending:
     """How a training ended, with the readings of its last seconds (sampling.RECENT_SECONDS).
 
-    With several ranks it describes the rank that ended all, or rank 0 if all ended for the same reason.
+    With several ranks it describes the rank that ended the run, or rank 0 if all ended for the same reason.
     """
 
     pid: int
@@ -64,7 +64,7 @@ class Ending:
     recent: RecentMemory
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
-    rank: int | None = None  # rank that ended all; None: a single process, or the same reason for all
+    rank: int | None = None  # rank that ended the run; None: a single process, or the same reason for all
     ranks: int = 1
     host: str = ""  # of the rank; empty: this machine
 
@@ -89,7 +89,7 @@ class Heartbeat:
             self._pauses = [pause for pause in self._pauses if pause[1] > self._since]
 
     def forgive(self, start_seconds: float, end_seconds: float) -> None:
-        """Ignore a time in which the process or the supervisor was stopped.
+        """Ignore a period in which the process or the supervisor was stopped.
 
         A record from before the pause may arrive after it, because it waits in the ring.
         """
@@ -98,7 +98,7 @@ class Heartbeat:
             self._pauses.append((start_seconds, end_seconds))
 
     def allowed_seconds(self) -> float | None:
-        """Time limit of the current phase; None without one."""
+        """Time limit of the current phase; None if it has none."""
         last = self._last
         return allowed_seconds(last, self._floor, self._longest.get((last.phase, last.edge)) if last else None)
 
@@ -268,7 +268,7 @@ class WatchedProcess:
                     self._events.put(event)
 
     def _wait(self) -> None:
-        """Record the exact time of the end: the first of several ranks is the cause."""
+        """Record the exact time of the end: the first rank to end is the cause."""
         self.process.wait()
         self._note_end()
 

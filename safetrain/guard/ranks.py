@@ -44,11 +44,11 @@ ENDS_RANK_0 = (signal.SIGINT, signal.SIGTERM)
 TO_RANK_0 = (*ENDS_RANK_0, signal.SIGUSR1)  # SIGUSR1 writes its stacks; these would end mlx.launch itself
 ENDS_ALL = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after these rank 0 still writes
 READING_SECONDS = 5.0
-FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first one
+FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first port
 
 
 def start_ranks(command: Sequence[str], settings: WatchSettings) -> list[WatchedProcess]:
-    """Start ``command FLIGHT EVENTS OUR_PID`` for each rank, on this machine or on those of a hostfile."""
+    """Start ``command FLIGHT EVENTS OUR_PID`` for each rank, on this machine or on the machines in a hostfile."""
     _clear_flight(settings.flight)
     if settings.hostfile is not None:
         return [_start_launched(command, settings, settings.hostfile)]
@@ -95,7 +95,7 @@ def _environments(settings: WatchSettings) -> list[dict[str, str]]:
         return [common]
     common |= cores_of_each(count)
     ports = free_ports(count)
-    if settings.backend == "nccl":  # a device each
+    if settings.backend == "nccl":  # one device per rank
         visible = [each for each in os.environ.get(CUDA_DEVICES, "").split(",") if each]
         devices = visible or [str(rank) for rank in range(count)]
         common |= {"NCCL_HOST_IP": LOOPBACK, "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(count)}
@@ -106,7 +106,7 @@ def _environments(settings: WatchSettings) -> list[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ``count`` different free ports of this machine."""
+    """Find ``count`` different free ports on this machine."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -125,7 +125,7 @@ def cores_of_each(ranks: int) -> dict[str, str]:
 
 
 class LaunchedRanks(WatchedProcess):
-    """Rank 0, with mlx.launch as its process, and the output of the ranks on other machines."""
+    """The ranks started by mlx.launch: watches its process as rank 0, and the output of ranks on other machines."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], fifo: Path, hosts: Sequence[str], settings: WatchSettings
@@ -133,8 +133,8 @@ class LaunchedRanks(WatchedProcess):
         self._fifo, self._hosts = fifo, hosts
         self._reading = True
         self._failed_elsewhere: Failed | None = None  # the first failure that a rank on another machine reported
-        self._pending_signal = 0  # for rank 0, as soon as it has started
-        self._codes: list[tuple[int, int]] = []  # rank and exit code of those that ended badly, in their order
+        self._pending_signal = 0  # to send to rank 0 as soon as it has started
+        self._codes: list[tuple[int, int]] = []  # rank and exit code of those that ended badly, in order
         super().__init__(0, settings.flight, process, fifo, settings)
 
     @property
@@ -157,7 +157,7 @@ class LaunchedRanks(WatchedProcess):
         return bad and not self.ended_with_all
 
     def is_over(self) -> bool:
-        """Whether mlx.launch has ended, and rank 0 too, which may live longer to save."""
+        """Whether mlx.launch has ended, and rank 0 too, which may run longer to save."""
         return super().is_over() and self._rank_0() is None
 
     def feed(self) -> None:
@@ -182,7 +182,7 @@ class LaunchedRanks(WatchedProcess):
             super().send(number)
 
     def take_line(self, line: bytes) -> bool:
-        """Process a line of mlx.launch or a rank about a rank's end; other lines are shown."""
+        """Process a line from mlx.launch or a rank about a rank's end; other lines are shown."""
         end, event = RANK_ENDED.search(line), parse_event(line)
         if end:
             self._codes.append((int(end[1]), int(end[2])))
@@ -238,7 +238,7 @@ class LaunchedRanks(WatchedProcess):
 
 
 def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
-    """Start ``command FLIGHT EVENTS 0`` for each entry of a hostfile, through mlx.launch."""
+    """Start ``command FLIGHT EVENTS 0`` for each entry in a hostfile, through mlx.launch."""
     fifo = settings.flight / EVENTS
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)

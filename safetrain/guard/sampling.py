@@ -22,9 +22,9 @@ from safetrain.core.memory.system import (
 from safetrain.core.records.metrics import StepRecord
 
 MACHINE = "the machine's memory"
-RECENT_SECONDS = 10.0  # before the end count as evidence
+RECENT_SECONDS = 10.0  # readings this long before the end count as evidence
 PRESSURE = Path("/proc/pressure/memory")
-USUAL_RECORDS = 4  # needed for a usual speed
+USUAL_RECORDS = 4  # records needed to know the usual speed
 SLOW_SHARE = 0.5  # of the usual speed
 SWAP_GROWTH_BYTES = 64 * 2**20
 
@@ -117,7 +117,7 @@ class Thrashing:
         self._swap_bytes: int | None = None
 
     def warning(self, record: StepRecord, swap_used_bytes: int) -> str:
-        """Make the warning after a record; empty without swapping."""
+        """Return a warning about a record; empty without swapping."""
         before, self._swap_bytes = self._swap_bytes, swap_used_bytes
         if record.labels_per_second is None:
             return ""
@@ -127,7 +127,7 @@ class Thrashing:
         if usual is None or record.labels_per_second > SLOW_SHARE * usual or grown < SWAP_GROWTH_BYTES:
             return ""
         return (
-            f"warning: at step {record.step} the speed is {100 * record.labels_per_second / usual:.0f} % of the usual, "
+            f"warning: at step {record.step} the speed is {100 * record.labels_per_second / usual:.0f} % of normal, "
             f"and swap has grown by {size_text(grown)}. The machine is short of memory: close other programs, or stop "
             "(Ctrl-C saves) and continue with a smaller train.batch_size; the result is the same"
         )
@@ -143,7 +143,7 @@ def limit_now(own: int | None) -> Limit:
 
 
 def _stalled_percent() -> float:
-    """Read from Linux's kernel the share of ten seconds lost to memory; 0 if unknown."""
+    """Read from the Linux kernel the share of ten seconds lost waiting for memory; 0 if unknown."""
     with contextlib.suppress(OSError):  # another system, another kernel, or switched off
         for line in PRESSURE.read_text().splitlines():
             if line.startswith("full"):

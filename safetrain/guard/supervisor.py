@@ -151,7 +151,7 @@ class _Watch:
                 self._end("limit", LIMIT_SECONDS, rank)
 
     def _leave_out_pause(self, now: float) -> None:
-        """Ignore a time in which a process or the supervisor was stopped (SIGSTOP, a debugger): it is not a hang."""
+        """Ignore a period in which a process or the supervisor was stopped (SIGSTOP, a debugger): it is not a hang."""
         before, self._was_stopped = self._was_stopped, any(rank.is_stopped() for rank in self._ranks)
         if before or self._was_stopped or now - self._looked_at > LATE_SECONDS:
             self._forgive(self._looked_at, now)
@@ -220,7 +220,7 @@ class _Watch:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether the process still runs: no zombie, and no later process with the same id."""
+    """Whether the process is still running, and is neither a zombie nor a later process with the same id."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -143,7 +143,7 @@ def _reported(evidence: Evidence) -> Cause | None:
         case "DiskFullError":
             return Cause("disk_full", "the disk is full", CONFIRMED, first, advice="free some space first")
     quoted = () if failed.kind in OWN_WORDS else first
-    return Cause("refused", "the model, data or settings cannot be trained", CONFIRMED, first, quoted=quoted)
+    return Cause("refused", "training cannot use this model, data or settings", CONFIRMED, first, quoted=quoted)
 
 
 def _text_says(evidence: Evidence) -> Cause | None:
@@ -192,13 +192,13 @@ def _killed(evidence: Evidence) -> Cause | None:
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
     critical = ending.recent.most_pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
-        had = f"it had {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
+        had = f"it used {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
         return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *readings), True)
     return Cause("killed", "killed from outside (SIGKILL); memory was not the cause", LIKELY, readings)
 
 
 def _crashed(evidence: Evidence) -> Cause | None:
-    """Explain a crash: mlx's CPU backend does not check allocations, so out of memory is a segmentation fault."""
+    """Explain a crash. mlx's CPU backend does not check allocations: a failed one ends in a segmentation fault."""
     ending, readings = evidence.ending, _memory_readings(evidence)
     if ending.return_code >= 0:
         return None

@@ -62,7 +62,7 @@ def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.Mon
     job, said = start(monkeypatch, 5 * GIB // 2)
     assert (job.settings.batch_size, job.settings.gradient_accumulation) == (4, 4)
     assert job.rungs[0].failed.batch_size == 8
-    assert said.startswith("warning: only 2.50 GiB are free now and 3.20 GiB are needed, so it starts with 4 x 4 rows")
+    assert said.startswith("warning: only 2.50 GiB are free now and 3.20 GiB are needed, so training starts with 4 x 4")
 
 
 def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,5 +38,5 @@ def test_half_the_speed_and_more_swap_is_thrashing_and_either_alone_is_not() -> 
     assert warning(6, 40.0, 10) == ""  # slow: another program computes
     assert warning(7, 100.0, 500) == ""  # swap of another program
     told = warning(8, 40.0, 900)
-    assert "at step 8 the speed is 40 % of the usual, and swap has grown by 400.0 MiB" in told
+    assert "at step 8 the speed is 40 % of normal, and swap has grown by 400.0 MiB" in told
     assert "Ctrl-C saves" in told

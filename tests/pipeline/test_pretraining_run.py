@@ -32,4 +32,4 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
     workspace.succeed("safetrain", "fuse", "models/mine")
     assert "trained on documents only" in (workspace.folder / "models/mine/README.md").read_text()
     done = workspace.run("sh", "-c", "echo The | safetrain chat --base --model models/mine --max-new-tokens 2")
-    assert "has seen no chat: each line is continued" in done.stderr
+    assert "was not trained on chats, so it continues each line" in done.stderr
