@@ -83,9 +83,9 @@ def update() -> None:
 
 
 def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
-    """Show the measurements and BLAS that safetrain keeps outside projects.
+    """Show what safetrain keeps outside projects.
 
-    Deleted files are made again when needed.
+    These are measurements and a prepared BLAS; deleted files are made again when needed.
     """
     import shutil
 

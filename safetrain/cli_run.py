@@ -23,7 +23,7 @@ def run(
     data: Annotated[str | None, typer.Option(help="first write data.path into params.yaml")] = None,
     model: Annotated[str | None, typer.Option(help="first write model.path into params.yaml")] = None,
 ) -> None:
-    """Run the whole pipeline once, from your data to the charts.
+    """Run the whole pipeline once, from data to charts.
 
     Runs the six stages in order, without DVC: safetrain run experiment=minimal. With --data and --model in a folder
     without a project, a project is made first.
