@@ -26,7 +26,7 @@ from tools.named_checks import named_checks
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- made by python -m tools.reference: change the code, then run it again -->\n\n"
-SHARED = 3  # commands that have an option, so that it is described once
+SHARED = 3  # an option of this many commands is described once
 _WORDS = re.compile(r"\S+")
 SAID = frozenset(
     _WORDS.findall("""
@@ -35,7 +35,7 @@ SAID = frozenset(
     --max-questions --max-new-tokens --temperature --top-p --host --name --replace --project --uri --machine --memory-gb
     FOLDER HUB_ID DIR SOURCE TARGET OUT MODEL FILES… OVERRIDES… WORDS… QUESTION NAME
     """)
-)  # options and arguments whose name and default say it; `--help` describes them too
+)  # options and arguments whose names and defaults are self-explanatory; `--help` describes them too
 SAID_FIELDS = frozenset(
     _WORDS.findall("""
     step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes
@@ -44,7 +44,7 @@ SAID_FIELDS = frozenset(
     template_date stop_tokens memory_rungs gpu_rungs verified token_f1 chrf exact_match exact_match_low warnings
     adapter where ended_seconds went_on rank row_ids cut_rows
     """)
-)  # fields of records whose name says it
+)  # fields of records with self-explanatory names
 RECORDS = {
     "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
     "preflight_report.json": (checks.PreflightReport, checks.Check),
@@ -63,10 +63,10 @@ RECORDS = {
 }
 SIGNALS = (
     (124, "The training process hung and was ended."),
-    (130, "Ctrl-C. A training has saved its state."),
+    (130, "Ctrl-C. Training has saved its state."),
     (137, "The training process was killed (SIGKILL), for example by the system when memory ran out."),
-    (141, "The output was closed, as in `… \\| head`."),
-    (143, "SIGTERM. A training has saved its state."),
+    (141, "The output was closed, e.g. by `… \\| head`."),
+    (143, "SIGTERM. Training has saved its state."),
     ("128 + n", "The training process was ended by signal n."),
     (255, "`dvc repro` and `dvc exp run`: a stage failed; the last lines have its own code."),
 )
@@ -95,7 +95,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def cell(text: str) -> str:
-    """Text on one line, in which a bar ends no cell and brackets are no HTML."""
+    """Text on one line, with bars and angle brackets escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -106,8 +106,8 @@ def commands() -> str:
     shared = [line for line, count in counted.items() if count >= SHARED and not line.startswith("- `--help")]
     parts = [
         "# Commands",
-        "`safetrain COMMAND --help` describes every option; this page only those whose name does not say what they do. "
-        "Nothing is overwritten: a folder or file to write must not exist. [Exit codes](exit_codes.md).",
+        "`safetrain COMMAND --help` describes every option; this page explains only those whose names are not self-explanatory. "
+        "An output folder or file must not already exist. [Exit codes](exit_codes.md).",
         "Shared options:",
         "\n".join(shared),
     ]
@@ -115,7 +115,7 @@ def commands() -> str:
 
 
 def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every command that does something, by its whole name."""
+    """Yield every command that does something, by its full name."""
     inside = getattr(command, "commands", None)
     if inside is None:
         yield name, command
@@ -125,7 +125,7 @@ def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _command(name: str, command: Any, shared: Sequence[str]) -> str:
-    """A command: how to call it, what it does, its options."""
+    """Describe a command: how to call it, what it does, its options."""
     parameters = [each for each in command.params if each.name != "help"]
     usage = [name, *(_name(each) for each in parameters if _is_argument(each))]
     told = [each for each in parameters if _said(each) not in SAID and _parameter(each) not in shared]
@@ -180,8 +180,8 @@ def keys() -> str:
     comments = _comments()
     parts = [
         "# Keys of params.yaml",
-        "In brackets: the shipped value. `null` takes the recommendation, which `recommended_config.json` gives with "
-        "its reason, or means no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
+        "In brackets: the shipped value. `null` means the recommended value, which `recommended_config.json` gives with "
+        "its reason, or no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
         "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
         "after `-S` of `dvc exp run`. A changed value reruns the stages named below and those that depend on them.",
     ]
@@ -222,27 +222,27 @@ def findings() -> str:
     lines = [f"- `{each.id}` {each.name}{f': {cell(each.remedy)}' if each.remedy else ''}" for each in others]
     return "\n\n".join([
         "# Findings and checks",
-        "**Findings in the data**, of `validate_data` and `safetrain validate`: [each with its remedy](../data.md).",
-        "**Checks** of machine, model and project, by `safetrain preflight`. A check prints its reading, the "
-        "requirement and the remedy. `preflight.downgrade=[ID]` makes the failure of one check a warning.",
+        "**Findings in the data**, from `validate_data` and `safetrain validate`: [each with its remedy](../data.md).",
+        "**Checks** of the machine, model and project, by `safetrain preflight`. A check prints its reading, the "
+        "requirement and the remedy. `preflight.downgrade=[ID]` turns that check's failure into a warning.",
         "\n".join([*lines, f"- {', '.join(packages)} packages: run 'make clean && make'"]),
     ])  # fmt: skip
 
 
 def exit_codes() -> str:
-    """What a stage or a command ends with."""
-    found = [(0, "All is well.")]
+    """Exit codes of stages and commands."""
+    found = [(0, "Success.")]
     kinds = [
         each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, errors.SafetrainError)
     ]
     seen = dict[int, str]()
     for kind in kinds:  # the first one of a code is the general one
         seen.setdefault(kind.exit_code, cell((kind.__doc__ or "").split("\n")[0]))
-    seen[1] = "Anything unforeseen, or a check of preflight that failed."
+    seen[1] = "An unexpected error, or a failed preflight check."
     rows = [*found, *sorted(seen.items()), *SIGNALS]
     own = [
         ("`safetrain validate`", "the data has no errors", "it has errors", "could not be determined"),
-        ("`safetrain preflight`", "no check failed", "a check failed", "a check could not be made, or a key is wrong"),
+        ("`safetrain preflight`", "no check failed", "a check failed", "a check could not be run, or a key is wrong"),
         ("`safetrain result --gate`", "better than its base", "not better", "it forgets, or could not be determined"),
         ("`safetrain estimate`", "it fits", "it does not fit", "a key or an option is wrong"),
     ]
@@ -260,7 +260,7 @@ def records() -> str:
         "# Fields of the records",
         "For programs that read the files in `checkpoints_qlora/` ([what each file is for](files.md)). A value that "
         "was not measured is null, or empty in the CSV file. Losses are in nats per label, intervals 95 %. Settings "
-        "have the names of [params.yaml](keys.md). Fields whose name says it share a line.",
+        "are named as in [params.yaml](keys.md). Self-explanatory fields are listed together on one line.",
     ]
     for name, classes in RECORDS.items():
         parts.append(f"## {name}")
