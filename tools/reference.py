@@ -106,8 +106,8 @@ def commands() -> str:
     shared = [line for line, count in counted.items() if count >= SHARED and not line.startswith("- `--help")]
     parts = [
         "# Commands",
-        "`safetrain COMMAND --help` describes every option; this page explains only those whose names are not self-explanatory. "
-        "An output folder or file must not already exist. [Exit codes](exit_codes.md).",
+        "`safetrain COMMAND --help` describes every option; this page explains only those whose names are not "
+        "self-explanatory. An output folder or file must not already exist. [Exit codes](exit_codes.md).",
         "Shared options:",
         "\n".join(shared),
     ]
@@ -180,8 +180,8 @@ def keys() -> str:
     comments = _comments()
     parts = [
         "# Keys of params.yaml",
-        "In brackets: the shipped value. `null` means the recommended value, which `recommended_config.json` gives with "
-        "its reason, or no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
+        "In brackets: the shipped value. `null` means the recommended value, which `recommended_config.json` gives "
+        "with its reason, or no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
         "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
         "after `-S` of `dvc exp run`. A changed value reruns the stages named below and those that depend on them.",
     ]
