@@ -17,7 +17,7 @@ from safetrain.core.storage import paths
 def info(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
-    """Print a model's sizes, and the least memory to train it."""
+    """Print a model's sizes and the minimum memory for training it."""
     from safetrain.core.model.files import read_model_plan
     from safetrain.plan.estimate_command import print_info
 
@@ -31,18 +31,18 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     fix: Annotated[Path | None, typer.Option(help="write a repaired copy: .jsonl, .json, .csv, .tsv, .parquet")] = None,
     drop: Annotated[
-        list[str] | None, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")
+        list[str] | None, typer.Option(help="--fix leaves out rows with these findings, e.g. REFUSALS,PLACEHOLDERS")
     ] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     columns: Annotated[
-        list[str] | None, typer.Option(help="name of your own column, as prompt=frage; repeatable")
+        list[str] | None, typer.Option(help="name of your own column, e.g. prompt=frage; repeatable")
     ] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
     Exit 0: no errors; 1: errors; 2: a file or the model is missing.
 
-    Plain text (.txt, .md) and tokens (.ds) are documents. With train.method=pretrain, every file is.
+    Plain text (.txt, .md) and tokens (.ds) are documents. With train.method=pretrain, every file is read as documents.
 
     params.yaml, if present, sets labels, severities and your own column names (data.columns).
     --columns prompt=frage --columns completion=antwort sets the keys for one run.
@@ -75,7 +75,7 @@ def validate(
 
 def preflight(
     level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
-    downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
+    downgrade: Annotated[list[str] | None, typer.Option(help="check that only warns, e.g. DISK-FREE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print only preflight_report.json")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
@@ -103,7 +103,7 @@ def _written(path: Path) -> int:
 
 def estimate(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
-    machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
+    machine: Annotated[str | None, typer.Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
     macos_26: Annotated[
         bool, typer.Option("--macos-26", help="plan for macOS 26, which lets a process use more")
     ] = False,
@@ -116,9 +116,9 @@ def estimate(
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
     accumulate: Annotated[bool, typer.Option(help="accumulate gradients over several micro-batches")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
-    compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: as trained")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N linked ranks")] = None,
-    link_gbps: Annotated[float, typer.Option(min=0.001, help="their link, in Gbit/s")] = 1.0,
+    link_gbps: Annotated[float, typer.Option(min=0.001, help="link speed between machines, in Gbit/s")] = 1.0,
     pretrain: Annotated[
         str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, another size, or a model folder")
     ] = None,
@@ -126,7 +126,7 @@ def estimate(
         float | None, typer.Option(min=0.001, help="tokens for --pretrain; default: 20")
     ] = None,
     all_machines: Annotated[
-        bool, typer.Option("--all-machines", help="--pretrain on each machine of conf/machine")
+        bool, typer.Option("--all-machines", help="--pretrain on each machine in conf/machine")
     ] = False,
 ) -> None:
     """Estimate memory and time, for this machine or another.
@@ -169,7 +169,7 @@ def _refuse_contradictions(
     if pretrain is None:
         alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
         if alone:
-            raise ConfigError(f"{alone} applies only to pretraining.", do="add --pretrain, as --pretrain 85m")
+            raise ConfigError(f"{alone} applies only to pretraining.", do="add --pretrain, e.g. --pretrain 85m")
     elif model is not None:
         raise ConfigError("The model is given twice.", got=str(model), do="give it only with --pretrain")
     elif machine is not None and all_machines:
@@ -225,20 +225,20 @@ def create(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="copy the tokenizer of this model instead")] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="number of tokens; default: from model and text")
+        int | None, typer.Option(min=1, help="number of tokens; default: from the model's size and the text")
     ] = None,
     hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
     num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
     num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
-    context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="name of your text column, as text=content")] = None,
+    context: Annotated[int | None, typer.Option(min=8, help="in tokens; default: 1024; 2048 from 50m up")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="name of your text column, e.g. text=content")] = None,
     split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
     seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """Make a new, untrained model for pretraining.
 
-    PRESET is the number of parameters, embeddings included. The command prints the other sizes with their reasons.
+    PRESET is the number of parameters, embeddings included. The command prints all dimensions with reasons.
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts
@@ -254,7 +254,7 @@ def create(
         raise ConfigError("A copied tokenizer has its own vocabulary.", do="leave out --vocabulary")
     parameters = parameters_named(preset)
     if parameters is None and preset != "own":
-        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, another size as 30m, or own", got=preset)
+        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, another size (30m), or own", got=preset)
     request = ShapeRequest(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
     source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)

@@ -1,4 +1,4 @@
-"""Stage 5: compare base and tuned model on the test file, which neither training nor adapter selection has used."""
+"""Stage 5: compare the base and tuned models on the test file, unused by training and adapter selection."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Stage 6: write the report (report.html), and its charts as PNG and SVG into checkpoints_qlora/plots."""
+"""Stage 6: write report.html, and its charts as PNG and SVG to checkpoints_qlora/plots."""
 
 from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.reports import read_data_report

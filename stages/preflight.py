@@ -21,7 +21,7 @@ PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
 
 @stage
 def main(config: Pipeline) -> None:
-    """Find problems now, not three hours into a training."""
+    """Find problems now, not three hours into training."""
     require_no_training(paths.OUTPUT)
     start_seconds, previous = time.monotonic(), previous_machine()
     downgraded_ids = config.preflight.downgrade or []

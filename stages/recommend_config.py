@@ -46,7 +46,7 @@ def main(config: Pipeline) -> None:
 def _pretraining(
     recommendation: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows
 ) -> Iterator[str]:
-    """Describe time and disk of a pretraining; without a dry run, the time comes from its operations."""
+    """Describe time and disk space of a pretraining run; without a dry run, compute the time from operations."""
     tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
     stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
     recompute, tflops = recommendation.gradient_checkpointing, assumed_tflops(machine)

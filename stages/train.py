@@ -1,6 +1,6 @@
 """Stage 4: fine-tune the base model on data/validated with the recommended configuration and your settings.
 
-The training runs in a separate process that may die; this process watches it and never loads mlx.
+Training runs in a separate process that may die; this process watches it and never loads mlx.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def main(config: Pipeline) -> None:
         hosts = hosts_of(train.hostfile, train.ranks)
         job = job_of(config.model.path, train, config.lora, recommendation)
         backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
-        here = 1 if backend == "cuda" else hosts.ranks_here  # ranks on CUDA have a device each
+        here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
         job = dataclasses.replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
         options = RunOptions(

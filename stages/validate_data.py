@@ -51,7 +51,7 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
         return
     files = read_model_files(folder)
     print_text(
-        f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
+        f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer with {files.vocab_size:,} "
         f"tokens; to create one from this text (model.create={preset}), remove that folder"
     )
 
@@ -60,10 +60,10 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
     """Create a model, with a tokenizer trained on the training rows."""
     if corpus_of(Path(config.data.path)):
         raise ConfigError(
-            "The model does not exist, and a corpus of tokens has no text to train a tokenizer on.",
+            "The model does not exist, and a tokenized corpus has no text to train a tokenizer on.",
             where=str(folder),
             expected="a model with the corpus's tokenizer",
-            do=f"safetrain create {preset} {folder} --tokenizer MODEL (a model with it), then run this again",
+            do=f"safetrain create {preset} {folder} --tokenizer MODEL (one with that tokenizer), then run this again",
         )
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
     source = TokenizerOfText(texts, config.data.path)

@@ -55,7 +55,7 @@ def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) ->
     with pytest.raises(ModelError, match="already has 4 bits"):
         invoke("convert", quantized, str(tmp_path / "t"))
     plain = str(tiny_model("plain"))
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         invoke("convert", plain, quantized)
     with pytest.raises(ConfigError, match="Unsupported quantization"):
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
@@ -81,7 +81,7 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(
     assert read_model_files(tmp_path / "out").quantization_bits == 8
     assert "keeps" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "chat.json").read_bytes() == (paths.ADAPTERS / "chat.json").read_bytes()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         invoke("fuse", "out")
 
 
@@ -153,7 +153,7 @@ def test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down(hub: S
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
     assert (hub.served, (folder / ".hub_id").read_text().split()) == (COMMIT, ["owner/name", COMMIT])
     assert fetch_model("owner/name", tmp_path / "models") == folder
-    with pytest.raises(ModelError, match="another model of this name") as caught:
+    with pytest.raises(ModelError, match="different model with this name") as caught:
         fetch_model("somebody/name", tmp_path / "models")
     assert "owner/name" in str(caught.value)
 
@@ -175,18 +175,18 @@ def test_a_disk_that_is_too_small_is_told_before_downloading(hub: SimpleNamespac
 def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match="The hub cannot be reached") as caught:
+    with pytest.raises(ModelError, match="The Hub cannot be reached") as caught:
         fetch_model("owner/name", tmp_path / "models")
     assert "where:    http://127.0.0.1:9\n  do:       check the internet connection" in str(caught.value)
     (tmp_path / "models" / ".name.partial").mkdir(parents=True)  # of a download that was interrupted
-    with pytest.raises(ModelError, match=r"did not finish[^$]*name.partial\n.*it continues"):
+    with pytest.raises(ModelError, match=r"did not finish[^$]*name.partial\n.*the download continues"):
         fetch_model("owner/name", tmp_path / "models")
 
 
 @pytest.mark.parametrize("hub_id", ["Qwen2.5", "owner/", "/name", "no//such id", "owner/such id", "https://hub/a/b"])
 def test_what_is_no_hub_id_is_told_before_anything(tmp_path: Path, hub_id: str) -> None:
     (tmp_path / "Qwen2.5").mkdir()
-    with pytest.raises(ModelError, match=r"is not a hub id.\n  expected: owner/name"):
+    with pytest.raises(ModelError, match=r"is not a Hub ID.\n  expected: owner/name"):
         fetch_model(hub_id, tmp_path)
 
 

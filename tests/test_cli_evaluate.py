@@ -86,8 +86,8 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
         (("--model", tmp_path / "none", "--data", data), ModelError, "none"),
         (("--model", base, "--data", tmp_path / "none.jsonl"), DataError, "does not exist"),
         (("--model", base, "--data", tmp_path), DataError, "not a regular file"),
-        (("--model", base, "--data", data, "--out", data), ConfigError, "exists already"),
-        (("--model", base, "--data", data, "--out", data / "inside.json"), ConfigError, "is not writable"),
+        (("--model", base, "--data", data, "--out", data), ConfigError, "already exists"),
+        (("--model", base, "--data", data, "--out", data / "inside.json"), ConfigError, "not writable"),
     ):  # fmt: skip
         with pytest.raises(error, match=text):
             run(*arguments)

@@ -32,7 +32,7 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     assert "the base is owner/base-4bit" in said
     assert "the same answer on 9 of 9 rows" in said
     assert read_record(Path("out") / EXPORT_REPORT, PeftReport).base_bits == 4
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         invoke("export", "peft", "out", "--base-name", "owner/base")
     assert 'from_pretrained("owner/base"), "named")' in invoke("export", "peft", "named", "--base-name", "owner/base")
     with pytest.raises(ConfigError, match="base model is not known"):

@@ -9,7 +9,7 @@ import re
 from safetrain.core.data.template import Controls
 from safetrain.data.rows import Row
 
-SEPARATOR = "\n\n"  # joins the messages of a row
+SEPARATOR = "\n\n"  # joins the messages in a row
 
 MARKER = re.compile(  # not in quotation marks
     r"""(?:(["'`*])|(?<!["'`*]))(<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>"""
@@ -55,7 +55,7 @@ CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/(
 
 KEY_PARTS = ("AKIA", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "sk-", "hf_", "xox", "AIza", "_live_", "npm_",
              "SG.", "PRIVATE KEY-----")  # fmt: skip
-KEY = re.compile(  # of AWS, GitHub, GitLab, models' providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
+KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
     r"\bAKIA[0-9A-Z]{16}\b|\bgh[ops]_[A-Za-z0-9]{36}\b|\bgithub_pat_[A-Za-z0-9_]{50,}|\bglpat-[A-Za-z0-9_-]{20}\b"
     r"|\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z]{34}\b|\bxox[abeoprs]-[A-Za-z0-9-]{10,}"
     r"|\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])|\b[sr]k_live_[A-Za-z0-9]{20,}|\bnpm_[A-Za-z0-9]{36}\b"
@@ -65,7 +65,7 @@ EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  
 
 
 def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
-    """Run all checks on a row; returns ids of findings with their details.
+    """Run all checks on a row; returns the findings' ids and details.
 
     FOREIGN-MARKERS leaves out stop tokens, which are STOP-IN-TEXT, and the tokenizer's own tokens in bare text.
     """
@@ -115,7 +115,7 @@ def placeholder(text: str) -> str:
 
 
 def calculator_mark(text: str) -> str:
-    """Find the first calculator mark, as in GSM8K's answers."""
+    """Find the first calculator mark, such as those in GSM8K's answers."""
     mark = CALCULATOR.search(text) if "<<" in text else None
     return mark[0] if mark is not None else ""
 
@@ -159,7 +159,7 @@ def without_invisible(text: str) -> str:
 
 
 def secrets(text: str) -> list[str]:
-    """Find API keys, except those from documentation; returns the beginning and length of each."""
+    """Find API keys, except those from documentation; returns the first characters and the length of each."""
     if not any(part in text for part in KEY_PARTS):
         return []
     return [f"a key ({key[:5]}…, {len(key)} characters)" for key in KEY.findall(text) if _is_random(key)]
@@ -172,7 +172,7 @@ def is_refusal(answer: str) -> bool:
 
 
 def _is_random(key: str) -> bool:
-    """Whether it looks like a real key, not an example or a name with dashes."""
+    """Whether ``key`` looks real, not like an example or a name with dashes."""
     key = key.rpartition("-----")[2]
     is_varied = len(set(key)) >= 10 and (key.startswith("hf_") or any(map(str.isdigit, key[4:])))
     return is_varied and not any(word in key.lower() for word in EXAMPLES)

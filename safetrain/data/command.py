@@ -20,7 +20,7 @@ EVERY_PLACE = 2**62
 
 
 def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
-    """The text of a row in pieces: an answer with its stop token (or ""), other text with None."""
+    """Split a row's text: each answer comes with its stop token (or ""), other text with None."""
     if row.rendered is None or row.tokens is None:
         return []
     text, pieces, start = row.rendered.text, list[tuple[str, str | None]](), 0
@@ -109,6 +109,6 @@ def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -
 def _masked(row: ReadRow) -> str:
     """A row's whole text with its labels between marks; control characters are escaped."""
     if row.tokens is None:
-        return printable(f"{row.spot.text()}  cannot be trained: {', '.join(row.findings)}\n")
+        return printable(f"{row.spot.text()}  cannot be trained on: {', '.join(row.findings)}\n")
     pieces = [piece if stop is None else f"{OPEN}{piece}{CLOSE}" for piece, stop in pieces_of(row)]
     return printable(f"{row.spot.text()}\n{''.join(pieces)}\n")

@@ -1,6 +1,6 @@
 """Checks that need all rows: leaks between splits, near-duplicates, and questions with different answers.
 
-A row takes about 70 bytes of memory, and 4 more for each run of five words of its question. Two questions are
+A row takes about 70 bytes of memory, and 4 more for each run of five words in its question. Two questions are
 near-duplicates if the Jaccard similarity of their runs reaches a threshold. Two sets with a similarity of 0.8 share a
 member among the first fifth of each, in any fixed order of members. So the search sorts the rarest runs first; texts
 that share one of these are candidates. It compares each pair of candidates in full, unless both are in one cluster
@@ -27,10 +27,10 @@ TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
 NUMBERS = np.dtype([  # one record for each row
     ("files", "u4"),
     ("lines", "u4"),
-    ("table_rows", "u4"),  # 0 if the format has lines only
+    ("table_rows", "u4"),  # 0 if the format has only lines
     ("identities", "u8"),  # digest of the whole row
     ("questions", "u8"),  # digest of normalised words
-    ("asked", "u8"),  # digest without case, white space and a final mark: different code is a different question
+    ("asked", "u8"),  # digest without case, white space and a final mark: code that differs is a different question
     ("contexts", "u8"),  # digest of system prompt, tools and earlier answers
     ("answers", "u8"),  # 0 if there is no answer
     ("answer_words", "u4"),
@@ -49,7 +49,7 @@ LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
 
 @dataclass(frozen=True)
 class DuplicateGroups:
-    """The first row with the same question (``groups``) and with nearly the same (``clusters``), for each row; (rows,).
+    """For each row, the first with the same question (``groups``) and with nearly the same one (``clusters``); (rows,).
 
     ``left_out`` says why some pairs were not compared; empty if all were.
     """
@@ -60,7 +60,7 @@ class DuplicateGroups:
 
 
 class RowFacts:
-    """Collects the digests and the place of each row that can be trained."""
+    """Collects the digests and the place of each row that can be trained on."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """``names``: the names of the files."""
@@ -70,7 +70,7 @@ class RowFacts:
         return len(self._numbers) // NUMBERS.itemsize
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
-        """Add the rows of a file that can be trained."""
+        """Add the rows of a file that can be trained on."""
         trainable = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
         texts = [asked_text(row) or _answer_text(row) for _, row in trainable]
         words = words_of(texts)
@@ -89,7 +89,7 @@ class RowFacts:
     def tell(
         self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
     ) -> None:
-        """Add a finding about ``rows``, each with its partner: the row that it matches, if that is another one."""
+        """Add a finding about ``rows``, each with its partner: the row that it matches, if that is a different one."""
         most = findings.most_places
         pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
         spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
@@ -101,7 +101,7 @@ class RowFacts:
         return Spot(self._names[file], Place(line, table_row), beside)
 
     def asked_in_context(self) -> np.ndarray:
-        """A digest of each row's question and its context; (rows,)."""
+        """Hash each row's question together with its context; (rows,)."""
         return mixed(self.column("asked") + mixed(self.column("contexts")))
 
     def likeness(self, similarity: float) -> DuplicateGroups:
@@ -129,14 +129,14 @@ def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, part
 
 
 def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
-    """Find rows whose question, or nearly the same question, is also in an earlier split."""
+    """Find rows whose question, or nearly the same one, also occurs in an earlier split."""
     in_context, questions = facts.asked_in_context(), facts.column("asked")
     for later, earlier in LATER_SPLITS:
         rows, earlier_rows = (np.flatnonzero(parts == part) for part in (later, earlier))
-        detail = f"the question of a row of {SPLITS[earlier]}"
+        detail = f"question as a row in {SPLITS[earlier]}"
         checks = [
-            ("SPLITS-OVERLAP", f"{SPLITS[later]} with {detail}", questions),
-            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly {detail}", likeness.clusters),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with the same {detail}", questions),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly the same {detail}", likeness.clusters),
         ]
         if (later, earlier) == (TEST, TRAIN):
             checks.insert(0, ("QUESTION-IN-TEST", "", in_context))
@@ -195,7 +195,7 @@ def strict_digest(text: str) -> int:
 
 
 def asked_text(row: Row) -> str:
-    """All that the user asks in a row, or the whole of a bare text; empty if the user asks nothing."""
+    """Everything the user asks in a row, or the whole of a bare text; empty if the user asks nothing."""
     question = "\n".join([message.content for message in row.messages if message.role == "user"])
     return row.text or ("" if question.isspace() else question)
 
@@ -222,11 +222,11 @@ def _context(row: Row) -> int:
     return plain_digest("\0".join([*parts, row.tools])) if parts or row.tools else 0
 
 
-# Near copies
+# Near-duplicates
 
 
 class Shingles:
-    """The distinct runs of five words of each text."""
+    """The distinct runs of five words in each text."""
 
     def __init__(self) -> None:
         self._values, self._ends = array("I"), array("Q", [0])
@@ -247,7 +247,7 @@ class Shingles:
     def clusters(self, similarity: float) -> tuple[np.ndarray, str]:
         """The first text of each text's cluster, (texts,), and why some pairs were not compared, or ""."""
         if len(self) > MOST_TEXTS:
-            return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only equal questions were compared"
+            return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only identical questions were found"
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
         return _CandidateSearch(np.frombuffer(self._values, dtype=np.uint32), ends, similarity).run()
 
@@ -274,7 +274,7 @@ class _CandidateSearch:
         self._labels = np.arange(len(ends) - 1)
 
     def run(self) -> tuple[np.ndarray, str]:
-        """Compare candidates: first neighbours in the list of texts that share a run, then texts two apart, and on."""
+        """Compare candidates: first neighbours in the list of texts that share a run, then texts two apart, etc."""
         codes = np.sort(np.concatenate([np.zeros(0, dtype=np.uint64), *self._prefixes()]))
         runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
         _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the texts of each run
@@ -287,7 +287,7 @@ class _CandidateSearch:
                 budget -= self._compare(texts[some], texts[some + distance])
             if budget <= 0:
                 return self._labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
-            if distance.bit_count() == 1:  # a large family is soon one cluster: no need to compare it further
+            if distance.bit_count() == 1:  # a large group soon becomes one cluster: no need to compare it further
                 own = self._labels[texts]
                 several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
                 at = at[np.repeat(several, sizes)[at]]
@@ -314,7 +314,7 @@ class _CandidateSearch:
         return self._values[places], np.repeat(np.arange(len(texts)), sizes)
 
     def _compare(self, first: np.ndarray, second: np.ndarray) -> int:
-        """Compare the pairs that are in different clusters and join near copies; returns how many it compared."""
+        """Compare the pairs that are in different clusters and join near-duplicates; returns how many it compared."""
         sizes = self._sizes[first], self._sizes[second]
         open_pairs = self._labels[first] != self._labels[second]
         open_pairs &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
@@ -344,7 +344,7 @@ class _CandidateSearch:
 
 
 def _batches(sizes: np.ndarray) -> Iterator[slice]:
-    """Yield slices whose sizes add up to about BLOCK."""
+    """Yield slices whose sizes add up to roughly BLOCK."""
     ends, start = np.cumsum(sizes), 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0

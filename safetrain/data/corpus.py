@@ -1,6 +1,6 @@
-"""Checks and splits a tokenized corpus, as datatrove writes it; the tokens stay in their files.
+"""Checks and splits a tokenized corpus in datatrove's format; the tokens stay in their files.
 
-`NAME.ds` has token ids, 2 or 4 bytes each, little-endian; `NAME.ds.index` the end of each document, in tokens, as
+`NAME.ds` has token ids, 2 or 4 bytes each, little-endian; `NAME.ds.index` has the end of each document, in tokens, as
 uint64 (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile). Every token of a document is a label.
 """
 
@@ -29,11 +29,11 @@ FORMAT = "tokens of documents (datatrove)"
 INDEX = ".index"
 TOKEN_BYTES = (2, 4)
 PIECE = 2**21  # tokens to read at a time, or one longer document
-MOST_TOKENS = 2_000_000  # of valid and of test each: more would not make the loss more precise
-RUNS = 64  # about how many runs of neighbouring documents valid and test have
-SAMPLED, SAMPLE_TOKENS, LEAST_TOKENS = 64, 256, 8  # documents, tokens of each, and the least tokens
+MOST_TOKENS = 2_000_000  # in valid and in test each: more would not make the loss more precise
+RUNS = 64  # roughly how many runs of neighbouring documents valid and test have
+SAMPLED, SAMPLE_TOKENS, LEAST_TOKENS = 64, 256, 8  # documents, tokens of each, and the minimum length of a document
 TAIL = 4  # tokens at the end of a sample, which later text may change
-LEAST_SAME = 0.5  # share of the samples; with a different tokenizer almost none are the same
+LEAST_SAME = 0.5  # share of the samples; with a different tokenizer, almost no sample is the same
 SPACE, CONTINUES = "▁", "##"  # SentencePiece's space; WordPiece's prefix inside a word
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 Run = tuple[int, range]  # index of a file, and a range of its documents
@@ -53,12 +53,12 @@ def read_tokenized(path: Path) -> TokenizedFile:
     width = size // tokens if tokens else TOKEN_BYTES[0]
     if width not in TOKEN_BYTES or size != width * tokens:
         expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
-        what = "A token file and its index do not match: one is cut off, or belongs to another file."
+        what = "A token file and its index do not match: one is cut off, or belongs to a different file."
         raise _not_whole(what, path, expected, f"{size} bytes")
     mask = path.with_name(f"{path.name}.loss")
     if mask.exists():
-        what, do = "Loss masks of a corpus are not supported: every token is trained.", "remove the mask, or "
-        raise DataError(what, where=str(mask), do=f"{do}give chats as rows, in which only answers are trained")
+        what, do = "Loss masks of a corpus are not supported: every token is trained on.", "remove the mask, or "
+        raise DataError(what, where=str(mask), do=f"{do}give chats as rows, where only answers are trained on")
     file = TokenFile(str(path), tokens, width, sampled_digest(path))
     return TokenizedFile(file, np.concatenate([[0], ends]))
 
@@ -148,7 +148,7 @@ class CorpusReader:
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def compare_tokenizers(self, findings: Findings) -> None:
-        """Report a corpus made with another tokenizer: its text, tokenized again, gives different ids."""
+        """Report a corpus made with a different tokenizer: its text, tokenized again, gives different ids."""
         samples = list(self._samples())
         same = sum(_is_same(sample, self._tokenizer) for sample in samples)
         if same < LEAST_SAME * len(samples):
@@ -166,13 +166,13 @@ class CorpusReader:
             findings.add("DOCUMENTS-OPEN", share, self._open)
         sizes = {name: counted(splits[name].rows, "document") for name in shares if name not in self._names}
         if not sizes:
-            return splits, "train, valid and test as given"
+            return splits, "using the given train, valid and test files"
         listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
         return splits, f"{listed} split off train: runs of neighbours from many places, always the same"
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
         figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
-        tokens, label_bytes = 0, 0  # all tokens, also the first of a document
+        tokens, label_bytes = 0, 0  # all tokens, including the first of a document
         with DocumentWriter(store_path(folder, name)) as store:
             for file, documents in runs:
                 source = self._files[file]
@@ -194,7 +194,7 @@ class CorpusReader:
         return report
 
     def _pieces(self, source: TokenizedFile, documents: range) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield ids, document numbers (from 1) and lengths of some documents at a time, without empty ones."""
+        """Yield ids, document numbers (from 1) and lengths of a few documents at a time, without empty ones."""
         first = documents.start
         while first < documents.stop:
             begin = int(source.bounds[first])
@@ -219,7 +219,7 @@ class CorpusReader:
                 where=f"{file.path}, token {begin + int(unknown[0]) + 1}",
                 expected=f"ids below {self._vocabulary}",
                 got=str(int(ids[unknown[0]])),
-                do="use the model whose tokenizer made the corpus, or tokenize it with this model's",
+                do="use the model whose tokenizer made the corpus, or tokenize it with this model's tokenizer",
             )
         return ids
 
@@ -235,13 +235,13 @@ class CorpusReader:
 
 
 def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:
-    """Whether their text, tokenized again, gives the same ids, except one token at the beginning."""
+    """Whether a sample's text, tokenized again, gives the same ids, except for one token at the start."""
     again, start = tokenizer.encode_chat(tokenizer.spell(ids)), ids[:-TAIL]
     return any(again[at : at + len(start)] == start for at in (0, 1)) or again[: len(start) - 1] == start[1:]
 
 
 def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
-    """The UTF-8 bytes of each token, (ids,) int64; 0 for special tokens.
+    """Count the UTF-8 bytes of each token, (ids,) int64; 0 for special tokens.
 
     Added tokens that are not special are text, such as the runs of spaces in GPT-NeoX's tokenizer. A byte-level
     vocabulary spells each byte as one character; other vocabularies contain the text.

@@ -36,7 +36,7 @@ WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
 BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # converted to Python values at a time
 JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
-ONE_LINE_EACH = "write JSON lines, one object on each line, or one list of all rows"
+ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
 AS_TEXT = "export its rows as JSON lines or CSV in UTF-8"
 FOREIGN = (  # the first bytes of formats that are not read, their name, and the remedy
     (rb"BZh\d|\xfd7zXZ\x00|\x04\x22\x4d\x18", "compressed with bzip2, xz or LZ4", "decompress it, or use gzip or zstd"),
@@ -51,10 +51,10 @@ FOREIGN = (  # the first bytes of formats that are not read, their name, and the
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
-NO_HEADER = re.compile(r"\||^sep=")  # bars between cells; or a line that Excel writes
+NO_HEADER = re.compile(r"\||^sep=")  # bars between cells, or a line that Excel writes
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
 PLAIN = (".txt", ".text", ".md")
-TEXT_END = "<|endoftext|>"  # a line with only this divides plain text into documents
+TEXT_END = "<|endoftext|>"  # a line with only this separates the documents in plain text
 
 
 class FileForm(NamedTuple):
@@ -79,7 +79,7 @@ def rows_of(path: Path) -> Iterator[Placed]:
 
 
 def texts_of(path: Path) -> Iterator[Placed]:
-    """Yield the documents of a plain text file as rows; lines of <|endoftext|> divide it into several."""
+    """Yield the documents of a plain text file as rows; lines of <|endoftext|> separate them."""
     _, packing = _start(path)
     parts, size, first = list[str](), 0, 1
     lines = _lines(_text_chunks(path, FileForm("text", packing=packing)), path)
@@ -93,7 +93,7 @@ def texts_of(path: Path) -> Iterator[Placed]:
             parts.append(line)
             size += len(line)
             if size > MOST_ROW_BYTES:
-                do = f"divide it with lines of {TEXT_END}, or into files"
+                do = f"separate the documents with {TEXT_END} lines, or split it into several files"
                 raise DataError("A document is longer than 16 MiB.", where=f"{path}:{first}", do=do)
         else:
             first = number + 1
@@ -113,7 +113,7 @@ def recognised(path: Path) -> FileForm:
 
 
 def _start(path: Path) -> tuple[bytes, str]:
-    """The first bytes of a file, decompressed, and its compression; raises DataError if it is not text or a table."""
+    """Read a file's first bytes, decompressed, and its compression; raises DataError if it is not text or a table."""
     head = _head(path)
     packing = next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
     if not packing and head.startswith(tuple(COLUMNAR)):
@@ -132,7 +132,7 @@ def _start(path: Path) -> tuple[bytes, str]:
 
 
 def _container(start: str, path: Path) -> tuple[str, str]:
-    """The container of the rows, from the ``start`` of a file, and the separator of a table; raises DataError."""
+    """Detect the container of the rows, and a table's separator, from the ``start`` of a file; raises DataError."""
     first, _, rest = start.partition("\n")
     where, got = f"{path}:1", shown(first.rstrip("\r"))
     if start.startswith("["):
@@ -154,7 +154,7 @@ def _container(start: str, path: Path) -> tuple[str, str]:
 
 
 def _separator(first: str, path: Path) -> str:
-    """The separator of a table, from its header; empty if the file is not a table."""
+    """Find the separator of a table in its header; empty if the file is not a table."""
     is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes) and not NO_HEADER.search(first)
     scores = {}
     for separator in SEPARATORS:
@@ -268,7 +268,7 @@ def _table_rows(lines: Iterable[tuple[int, str]], separator: str, path: Path) ->
 
 
 def _header(cells: list[str], where: str) -> list[str]:
-    """The names of the columns; raises DataError if two are equal."""
+    """The names of the columns; raises DataError if two are the same."""
     names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
     ((name, count),) = collections.Counter(names).most_common(1)
     if count > 1:
@@ -301,7 +301,7 @@ def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
     try:
         for batch in _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path, kind):
             batch.validate(full=True)  # a damaged file may have wrong lengths
-            times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python has no such type
+            times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python lacks nanoseconds
             rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
             for start in range(0, batch.num_rows, rows):
                 for row in batch.slice(start, rows).drop_columns(times).to_pylist():

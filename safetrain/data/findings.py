@@ -53,7 +53,7 @@ KINDS = {
     "TEMPLATE-SANDBOX": Kind(
         ERROR, "the model's chat template cannot run in transformers' sandbox; the data is not at fault: {detail}",
         "use another copy of the model, or a corrected chat_template.jinja", fixed=True, by_detail=True),
-    "NO-LABELS": Kind(ERROR, "no token to train in {rows}: {detail}", DROP, fixed=True, by_detail=True),
+    "NO-LABELS": Kind(ERROR, "no token to train on in {rows}: {detail}", DROP, fixed=True, by_detail=True),
     "TOKEN-BEYOND-EMBEDDING": Kind(
         ERROR, "the model has no embedding for the token {detail} in {rows}: only its tokenizer was enlarged",
         "use the tokenizer that belongs to the model", fixed=True),
@@ -65,36 +65,36 @@ KINDS = {
         "use a model whose template writes it, or remove these rows", by_detail=True),
     "TEXT-LOST": Kind(
         WARNING, "the model's chat template leaves out {detail} in {rows}",
-        "use a model whose template writes it, or remove it; ignore for thinking of earlier answers", by_detail=True),
+        "use a model whose template writes it, or remove it; ignore for earlier answers' thinking", by_detail=True),
     "THINKING-EMPTY": Kind(
         WARNING, "the chat template writes empty thinking into answers of {rows}: the model would learn not to think",
         "give the rows their thinking; ignore if the model should not think"),
     "STOP-MISSING": Kind(
         WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to stop",
-        "ignore: a stop token is trained after the last answer", by_detail=True),
-    "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become it", DROP),
+        "ignore: a stop token is trained on after the last answer", by_detail=True),
+    "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become one", DROP),
     "OPENING-DIFFERS": Kind(
-        WARNING, "the generation prompt opens an answer with {detail} in {rows}",
+        WARNING, "the generation prompt begins an answer with {detail} in {rows}",
         "ignore: ask, chat and serve leave it out, as training does"),
     # comparisons of rows
     "QUESTION-IN-TEST": Kind(
-        ERROR, "{rows} of test with the question of a row of train: the result would measure memorization",
+        ERROR, "{rows} in test with the same question as a row in train: the result would measure memorization",
         "remove them from train or from test, or give one file and let safetrain split it"),
     "SPLITS-OVERLAP": Kind(
-        WARNING, "{rows} of {detail}",
+        WARNING, "{rows} in {detail}",
         "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
-    "NEAR-COPIES": Kind(NOTE, "{rows} of train with nearly the question of another row{detail}", IGNORE),
+    "NEAR-COPIES": Kind(NOTE, "{rows} in train with nearly the same question as another row{detail}", IGNORE),
     "REPEATED-ROWS": Kind(
-        WARNING, "{rows} of train equal to an earlier one", f"{FIX} keeps one of each"),
+        WARNING, "{rows} in train identical to an earlier one", f"{FIX} keeps one of each"),
     "ANSWERS-DIFFER": Kind(
         WARNING, "an earlier question has a different answer in {rows}",
-        "keep one answer of each, or ignore if several are right"),
+        "keep one answer for each question, or ignore if several are right"),
     "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of them"),
     # text of rows
     "REFUSALS": Kind(WARNING, "an answer in {rows} is a refusal, or speaks 'as an AI model'", DROP),
     "FOREIGN-MARKERS": Kind(
-        WARNING, "the literal chat marker {detail} in {rows} would be trained as plain text",
-        "make chats of these rows (messages with roles), or remove the markers", by_detail=True),
+        WARNING, "the literal chat marker {detail} in {rows} would be trained on as plain text",
+        "turn these rows into chats (messages with roles), or remove the markers", by_detail=True),
     "PLACEHOLDERS": Kind(WARNING, "an unfilled placeholder such as {detail} in {rows}", DROP),
     "CALCULATOR-MARKS": Kind(
         WARNING, "calculator marks such as {detail} in {rows}: the model would learn to write them",
@@ -109,8 +109,8 @@ KINDS = {
         WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
-        ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
-        "use the model with its tokenizer, or tokenize the corpus with this model's"),
+        ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",
+        "use the model with this tokenizer, or tokenize the corpus with this model's"),
     "DOCUMENTS-OPEN": Kind(
         WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to stop",
         "tokenize the corpus with the model's end token (datatrove: eos_token)"),
@@ -124,7 +124,7 @@ class Spot:
     file: str
     place: Place = WHOLE_FILE
     beside: "Spot | None" = None
-    column: int = 0  # in the line, if known
+    column: int = 0  # position in the line, if known
 
     def text(self) -> str:
         """``a.jsonl:62 matches a.jsonl:61``; ``a.jsonl:62:14``."""
@@ -150,7 +150,7 @@ class Severities:
         require_kinds("data.downgrade", self.downgrade)
         fixed = [name for name in self.downgrade if KINDS[name].fixed]
         if fixed:
-            raise ConfigError(f"data.downgrade: with {', '.join(fixed)} nothing can be trained.", do="correct the data")
+            raise ConfigError(f"data.downgrade: training is impossible with {', '.join(fixed)}.", do="correct the data")
 
     def of(self, identifier: str) -> str:
         """The severity of a finding after the user's choices."""
@@ -162,7 +162,7 @@ def require_kinds(where: str, names: Iterable[str]) -> None:
     """Raise ConfigError for a name that is not a kind of finding."""
     unknown = ", ".join(name for name in names if name not in KINDS)
     if unknown:
-        raise ConfigError(f"{where} names no finding: {unknown}.", expected=f"one of {', '.join(sorted(KINDS))}")
+        raise ConfigError(f"{where}: unknown finding {unknown}.", expected=f"one of {', '.join(sorted(KINDS))}")
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Findings:
         tally.remedy = remedy or tally.remedy
 
     def listed(self) -> tuple[Finding, ...]:
-        """All findings: errors, warnings, then notes, each by name, so that equal data gives an equal report."""
+        """List the findings: errors, warnings, then notes, each by name, so that equal data gives an equal report."""
         return tuple(finding for finding, _ in self.with_places())
 
     def with_places(self) -> list[tuple[Finding, list[Spot]]]:
@@ -216,7 +216,7 @@ class Findings:
         self.add("ROW-UNREADABLE", str(error), where=[replace(spot, column=error.column)], remedy=error.do)
 
     def add_unreadable_file(self, error: DataError) -> None:
-        """Count a file that cannot be read, or not to its end."""
+        """Count a file that cannot be read completely."""
         self.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
 
     def refuse_errors(self) -> None:
@@ -239,7 +239,7 @@ def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
 
 
 def summary(findings: Sequence[Finding], all_in: str) -> str:
-    """Errors and warnings for a terminal, worst first, and the number of notes; ``all_in`` says where all are."""
+    """Errors and warnings for a terminal, worst first, and the number of notes; ``all_in`` says where to find all."""
     grave = [finding for finding in findings if finding.severity != NOTE]
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
     texts = [described(finding) for finding in grave[:SCREEN_FINDINGS]]

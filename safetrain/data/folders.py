@@ -17,14 +17,14 @@ SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 TOKENS = ".ds"
 PACKED = (".gz", ".zst")
-OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # its metadata
-NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
+OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # datasets' metadata
+NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # in shard names
 SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files of a data set in the order of their splits. Several of one split are read as one."""
+    """The files of a data set in the order of their splits. Several files of one split are read as one."""
 
     names: tuple[str, ...]  # the split of each
     paths: tuple[Path, ...]
@@ -35,16 +35,16 @@ class _File(NamedTuple):
     """A file in a folder. All files of a split have one ``kind``: one file, shards of one name, or one folder."""
 
     path: Path
-    split: str  # empty if no name gives one
+    split: str  # empty if the path names none
     folder: Path  # of the data set that the file would belong to
-    kind: tuple[str, bool]  # name without numbers, and whether it had any; or the folder of a split
+    kind: tuple[str, bool]  # the name without numbers, and whether it had any; or the folder of a split
 
 
 def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     """Find the files of a data set, which is a file or a folder; raises DataError.
 
-    With ``documents``, a folder of plain text without files of rows is a data set too. Its names give splits only if
-    all of them do: so a book whose name ends in test is not the test split.
+    With ``documents``, a folder of plain text without files of rows is a data set too. File names give splits only if
+    all of them do, so that a book whose name ends in test is not the test split.
     """
     if source.is_file():
         return DataFiles(("train",), (source,))
@@ -65,7 +65,7 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
-    """Find all files of ``paths``, files or folders, each with its split by its folder or its name.
+    """Find all files in ``paths`` (files or folders), each with the split that its folder or name gives.
 
     With ``documents``, plain text in a folder is read even next to files of rows. Raises DataError.
     """
@@ -86,7 +86,7 @@ def _data_files(pairs: Sequence[tuple[str, Path]], unread: Sequence[str]) -> Dat
 
 
 def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
-    """Find the token files of ``source`` by split; files without the name of a split belong to train.
+    """Find the token files of ``source`` by split; files not named after a split belong to train.
 
     Raises DataError if some files are named train and others have no split, or if a folder cannot be read.
     """
@@ -145,7 +145,7 @@ def _files_below(source: Path) -> Iterator[Path]:
             if path.is_symlink() and not path.is_file():
                 got = f"a link to {shown(str(path.readlink()))}"
                 what = "A link in the data folder points to a folder, in which DVC sees no changes."
-                do = f"name the folder itself, or move its files here: {override('data.path', path.resolve())}"
+                do = f"set {override('data.path', path.resolve())}, or move the folder's files here"
                 if not path.exists():
                     what, do = "A link in the data folder is broken.", "mount the disk it points to, or remove it"
                 raise DataError(what, where=str(path), got=got, do=do)
@@ -174,7 +174,7 @@ def _file(path: Path, source: Path) -> _File:
     split, part = _split_in(relative)
     if part != relative:
         return _File(path, split, source / part.parent, (f"{part.name}/", False))
-    if not split and (path.parent / "state.json").is_file():  # one split, as datasets.save_to_disk wrote it
+    if not split and (path.parent / "state.json").is_file():  # one split, written by datasets.save_to_disk
         split = "train"
     name = path.name.casefold()
     series = NUMBERS.sub("", name)
@@ -182,7 +182,7 @@ def _file(path: Path, source: Path) -> _File:
 
 
 def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
-    """The folder that holds the data set: ``source``, or a folder in it, such as ``data`` in a clone from the hub."""
+    """The folder that holds the data set: ``source``, or a folder in it, such as ``data`` in a clone from the Hub."""
     folders = sorted({file.folder for file in files if file.split == "train"})
     if source in folders or len(folders) == 1:
         return source if source in folders else folders[0]

@@ -28,12 +28,12 @@ HEADER = "the first line is not a header: write one above it, such as question,a
 MOST_NAMES, MOST_GROUP = 12, 80  # keys in an error; characters of a category
 GROUPS = ("category", "task")  # keys of a row's category
 CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
-NOT_ANSWERS = {  # keys of rows that cannot be trained: the reason, and the remedy
+NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
     "input_ids": "token ids are not supported; give the texts",
-    "weight": "a row has no weight; remove this key (weight: 0 in an assistant message leaves out its answer)",
+    "weight": "rows cannot be weighted; remove this key (weight: 0 in an assistant message leaves out its answer)",
 }
 
 
@@ -55,7 +55,7 @@ def checked_columns(columns: object) -> Columns | None:
     given = columns if isinstance(columns, Mapping) else {}
     checked = {str(part): str(key) for part, key in given.items() if key is not None}
     if not any(parts <= set(checked) <= parts | beside for parts, beside in FORMS):
-        do = "write it as {prompt: frage, completion: antwort}, or null"
+        do = "write it like {prompt: frage, completion: antwort}, or null"
         raise ConfigError("data.columns does not describe a row.", expected=MAKES_ROW, got=shown(str(columns)), do=do)
     return checked
 
@@ -100,7 +100,7 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
 
 
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
-    """The values under the keys of ``columns``, numbers as text; raises RowError if a key is missing."""
+    """The values under the keys of ``columns``, with numbers as text; raises RowError if a key is missing."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
         message = f"no key {key_names(missing)}, which data.columns names; the row has: {key_names(value)}"

@@ -28,9 +28,9 @@ PYTHON = "this is how Python prints it: write the file with json.dumps"
 
 
 class RowError(ValueError):
-    """An error in one row; the reader adds file and line.
+    """An error in one row; the reader adds the file and line.
 
-    ``column`` is the error's position in its line; ``do`` is the remedy, if it is not to correct the row.
+    ``column`` is the error's position in its line; ``do`` is the remedy, unless that is to correct the row.
     """
 
     def __init__(self, message: str, *, column: int = 0, do: str = "") -> None:
@@ -95,15 +95,15 @@ class StrictDecoder:
         value = dict(pairs)
         if len(value) != len(pairs):
             ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-            self._faults.append(RowError(f"the key '{shown(twice)}' is twice in one object: remove one"))
+            self._faults.append(RowError(f"the key '{shown(twice)}' occurs twice in one object: remove one"))
         return value
 
     def _constant(self, name: str) -> None:
-        self._faults.append(RowError(f"{name} is not valid JSON: write null, or leave the key out"))
+        self._faults.append(RowError(f"{name} is not valid JSON: write null, or omit the key"))
 
 
 def said_of(error: ValueError | RecursionError) -> str:
-    """The message for a text that json cannot read; int() refuses more than 4,300 digits."""
+    """Describe why json cannot read a text; int() refuses more than 4,300 digits."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg.removesuffix(' at')}"
     return DEEP if isinstance(error, RecursionError) else DIGITS
@@ -117,7 +117,7 @@ def dump(value: object, place: str) -> str:
     """Encode a value as JSON text that ``load`` can read; ``place`` names it in errors."""
     try:
         text = _ENCODER.encode(value)
-    except ValueError:  # 1e999, which is read as infinity
+    except ValueError:  # 1e999, which Python reads as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
     require_unicode(text, place)
     return text

@@ -5,7 +5,7 @@ placeholders is the template's own literal text. A turn begins where the generat
 ends at the first closing token after its last placeholder.
 
 A template can depend on whether a message is empty, on its white space, and on the control strings that the template
-spells or looks for, such as ``</think>``. All that is left in place; every other run of words becomes a placeholder.
+spells or looks for, such as ``</think>``. All of that stays in place; every other run of words becomes a placeholder.
 If the template depends on other words, the two texts do not align, and the row is refused.
 """
 
@@ -207,7 +207,7 @@ class TurnFinder:
         self._openings: dict[str, tuple[int, str, str]] = {}  # for each literal text before a turn
 
     def turns(self) -> tuple[Turn, ...]:
-        """All assistant turns with a placeholder in the skeleton, in the order of the text."""
+        """Find all assistant turns with a placeholder in the skeleton, in the order of the text."""
         owners = [self._placeholders[number].message for number in self._skeleton.places]
         turns, earlier = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
@@ -233,7 +233,7 @@ class TurnFinder:
         return Turn(message, first, last, start, thinking_end, end, closing, prompt_opening, own_opening)
 
     def _opening(self, message: int, first: int) -> tuple[int, str, str]:
-        """The end of a turn's header in the literal text before it; how prompt and turn continue, if they differ."""
+        """Find where a turn's header ends in the text before it, and how prompt and turn continue if they differ."""
         before = self._skeleton.literals[first]
         is_last = not any(later["role"] == "assistant" for later in self._messages[message + 1 :])
         if is_last or before not in self._openings:  # the prompt for the last answer may depend on all earlier turns

@@ -1,4 +1,4 @@
-"""Renders a row as text with the spans that are trained, and remarks on all that the template leaves out or changes.
+"""Renders a row as text with the spans that are trained on, and remarks on what the template leaves out or changes.
 
 All chats of one shape have the same layout: the template's literal text, with placeholders for their words. A chat of
 a known shape is rendered once, and its words must be where the layout has placeholders. If any character of the text
@@ -48,7 +48,7 @@ class ChatForm:
     null_content: bool = False  # content is None in a call without text, as in OpenAI's format
 
     def of(self, chat: Chat) -> Chat:
-        """The chat in this form."""
+        """Return the chat rendered in the given form."""
         return chat if self == USUAL else [self._message(dict(message)) for message in chat]
 
     def _message(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class PlacedChat:
 
     @property
     def rank(self) -> tuple[int, bool, bool, bool, int]:
-        """Sort key for the forms of a chat: fewest losses, then the usual form, then the shortest text.
+        """Sort key for the forms of a chat: fewest lost parts, then the usual form, then the shortest text.
 
         The length matters because some templates write null content as ``None``, and others empty content as an answer.
         """
@@ -151,7 +151,7 @@ class Layouts:
                 break
         if places:
             return min(places, key=lambda placed: placed.rank)
-        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: answers cannot be located")
+        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes messages' words, so answers cannot be located")
 
     def _lay_out(
         self, form: ChatForm, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None
@@ -234,7 +234,7 @@ class Renderer:
         self._layouts = Layouts(template, controls)
 
     def render(self, row: Row) -> RenderedRow:
-        """Render a row and find its labels; raises RenderError if it cannot be trained."""
+        """Render a row and find its labels; raises RenderError if the row cannot be trained on."""
         if row.format == "text":
             return RenderedRow(row.text, (Span(0, len(row.text), ""),), is_chat=False)
         if not self._template:
@@ -275,12 +275,12 @@ def _span(placed: PlacedChat, turn: Turn) -> Span:
 
 
 def _opening_remarks(turns: Sequence[Turn]) -> Iterator[Remark]:
-    """Yield remarks on trained empty thinking, and on prompts that open an answer differently than training."""
+    """Yield remarks on trained-on empty thinking, and on prompts that begin answers differently from training."""
     if any(turn.thinking_end > turn.start for turn in turns):
         yield "THINKING-EMPTY", ""
     differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
     if differs is not None:
-        yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, and trains it with {differs.own_opening!r}"
+        yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, but training begins it with {differs.own_opening!r}"
 
 
 def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]:
@@ -294,7 +294,7 @@ def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]
 
 
 def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
-    """Yield remarks on parts of the row that its text lacks."""
+    """Yield remarks on parts of the row that are missing from the rendered text."""
     layout = placed.layout
     for number in sorted(layout.lost):
         yield _lost(row, placed.placeholders[number].message, placed.placeholders[number].kind)

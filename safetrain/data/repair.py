@@ -22,11 +22,11 @@ from safetrain.data.json_rows import Place, RowError
 
 WORDS = {  # kinds of changes in the log, in the order of the summary
     "form": "rows converted to the usual form, without unused keys",
-    "mojibake": "texts with wrong decoding repaired",
+    "mojibake": "wrongly decoded texts repaired",
     "invisible": "texts without invisible and control characters, and terminal escapes",
     "duplicate": "exact repeats of an earlier row left out",
-    "finding": "rows of the findings in --drop left out",
-    "dropped": "DROPPED: rows that cannot be read, or have nothing to train",
+    "finding": "rows with the findings in --drop left out",
+    "dropped": "DROPPED: rows that cannot be read, or have nothing to train on",
 }
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -41,14 +41,14 @@ def repair(
 ) -> "Repair":
     """Write the log of ``into`` and then ``into``, without the ``dropped`` rows, each dropped for a finding.
 
-    Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError if ``into`` or its log exists already
+    Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError if ``into`` or its log already exists
     or its suffix is unknown; DataError.
     """
     copy = Repair(source, into, columns, dropped or {}, drop_bad=drop_bad)
-    do = f"choose another name; a log without {into.name} is left from an interrupted repair: remove it"
+    do = f"choose another name; a log without {into.name} was left by an interrupted repair: remove it"
     for path in (into, copy.log):
         if path.exists() or path.is_symlink():
-            raise ConfigError("The output file exists already.", where=str(path), do=do)
+            raise ConfigError("The output file already exists.", where=str(path), do=do)
     try:
         write_atomic(into, copy.write, over=False)
     except OSError as error:
@@ -80,7 +80,7 @@ class Repair:
         lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
         lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes[kind]]
         if self._columns is not None:
-            lines.append("  it has the usual keys: set data.columns=null for it")
+            lines.append("  the copy has the usual keys: set data.columns=null for it")
         return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
 
     def write(self, target: Path) -> None:
@@ -97,7 +97,7 @@ class Repair:
         if not self._drop_bad:
             self._findings.refuse_errors()
         if not self.written:
-            raise DataError("No row is left to write.", where=str(self.source), do="see why: safetrain validate FILE")
+            raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
         if self.into.suffix != FORMATS[0]:
             with target.open(encoding="utf-8", newline="\n") as written:
                 rows = [json.loads(line) for line in written]

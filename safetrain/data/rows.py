@@ -17,10 +17,10 @@ ROLE_NAMES = {  # other names of the roles, in lower case
     **dict.fromkeys(("tool_results", "tool_response", "tool_output", "function"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")
-WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")  # OpenAI's, LLaMA-Factory's, Axolotl's
+WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")  # in OpenAI's, LLaMA-Factory's and Axolotl's formats
 MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
 THINKING = ("thinking", "reasoning")  # types of parts
-ONLY_TEXT = "only text can be trained: leave the row out"
+ONLY_TEXT = "only text can be trained on: leave the row out"
 CALL = '{"type": "function", "function": {"name": …, "arguments": {…}}}'
 TOOL = '{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}'
 
@@ -29,7 +29,7 @@ TOOL = '{"type": "function", "function": {"name": …, "description": …, "para
 class Message:
     """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), or empty.
 
-    ``trained`` is False for an assistant turn of weight 0.
+    ``trained`` is False for an assistant turn with weight 0.
     """
 
     role: str
@@ -92,7 +92,7 @@ class Row:
 
 
 def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
-    """Make a row of messages, of prompt and completion, or of text; ``keys``: names of these parts for errors."""
+    """Make a row from messages, from prompt and completion, or from text; ``keys``: names of these parts for errors."""
     if "text" in parts:
         return Row("text", text=_text(parts["text"], keys["text"]))
     if "messages" in parts:
@@ -103,7 +103,7 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     for index, message in enumerate(messages):
         require_unicode(message.content, f"messages[{index}].content")
     if not any(message.trained for message in messages if message.role == "assistant"):
-        raise RowError("no assistant turn to train; turns of weight 0 or in the prompt are not trained")
+        raise RowError("no assistant turn to train on; turns with weight 0 or in the prompt are not trained on")
     is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
     tools = tools_text(parts.get("tools"))
@@ -116,7 +116,7 @@ def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, .
     prompt, completion, more = parts["prompt"], parts["completion"], parts.get("input")
     if more:
         if not isinstance(prompt, str) or not isinstance(more, str):
-            raise RowError(f"{keys['input']} is {kind(more)}; it and the prompt must be strings")
+            raise RowError(f"{keys['input']} is {kind(more)}; this key and the prompt must be strings")
         prompt = "\n\n".join(text for text in (prompt, more) if text.strip()) or prompt
     before = _earlier(parts.get("history")) + _turns(prompt, "user", keys["prompt"])
     if isinstance(prompt, list) or isinstance(completion, list):
@@ -130,7 +130,7 @@ def _turns(value: object, role: str, key: str) -> tuple[Message, ...]:
 
 
 def _earlier(history: object) -> tuple[Message, ...]:
-    """The turns of a history: LLaMA-Factory's pairs, which are trained, or messages, which are not."""
+    """Earlier turns: LLaMA-Factory's pairs, which are trained on, or messages, which are not."""
     if not history:
         return ()
     if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
@@ -193,7 +193,7 @@ def _message(value: object, place: str) -> Message:
     weights = [turn.pop(key, None) for key in WEIGHT_KEYS]
     weight = next((weight for weight in weights if weight is not None), 1)
     if weight not in (0, 1):
-        raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained) or 1 (trained)")
+        raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained on) or 1 (trained on)")
     details = _details(turn, role, place) if turn else {}
     calls = "tool_calls" in details
     text = "" if content is None and calls else _text_of(content, f"{place}.content")

@@ -50,14 +50,14 @@ def split_off(
     parts = np.array([SPLITS.index(name) for name in names], dtype=np.uint8)[files]
     missing = {name: share for name, share in shares.items() if name not in names}
     if not missing:
-        return parts, "train, valid and test as given"
+        return parts, "using the given train, valid and test files"
     in_train = parts == TRAIN
     smallest = np.full(len(parts), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
     np.minimum.at(smallest, clusters[in_train], digests[in_train])
     there = np.zeros(len(parts), dtype=np.bool_)
     there[clusters[in_train]] = True
     if there.sum() < MIN_GROUPS:
-        divide = "; lines of <|endoftext|> divide a text" if suffix_of(path) in PLAIN else ""
+        divide = "; lines of <|endoftext|> separate the documents in a text" if suffix_of(path) in PLAIN else ""
         raise DataError(
             "Too few different rows to split.",
             where=str(path),
@@ -80,7 +80,7 @@ def split_off(
 
 
 def _deal(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
-    """The split of each group, (groups,), by its place (uint64), and the splits whose size differs from their share.
+    """Split the groups, (groups,), by place (uint64); also return the splits whose size differs from their share.
 
     Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows.
     """
@@ -124,7 +124,7 @@ class SplitFigures:
         self._labels += -np.diff(beyond).astype(np.int64)
 
     def report(self, label_bytes: int = 0) -> SplitReport:
-        """The statistics of the rows added so far, at least one; ``label_bytes``: UTF-8 bytes of their answers."""
+        """Statistics of the rows added so far, at least one; ``label_bytes``: UTF-8 bytes of their answers."""
         lengths, numbers = np.array(sorted(self._lengths.items())).T
         rows, tokens = int(numbers.sum()), int(lengths @ numbers)
         quantiles = np.quantile(lengths, QUANTILES, weights=numbers, method="inverted_cdf")
@@ -148,7 +148,7 @@ class SplitFigures:
 
 
 class StoredRow(NamedTuple):
-    """A tokenized row, with everything that is written about it."""
+    """A tokenized row, with everything that is stored about it."""
 
     line: str  # canonical JSON
     file: int
@@ -159,7 +159,7 @@ class StoredRow(NamedTuple):
 
 
 def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
-    """The rows of a file that can be trained; the others are findings already."""
+    """List the rows of a file that can be trained on; the others are already findings."""
     return [
         StoredRow(f"{_encode(row.as_json())}\n", file, max(each.spot.place), each.label_bytes, each.prompt, tokens)
         for each in reads if (row := each.row) is not None and (tokens := each.tokens) is not None
@@ -167,7 +167,7 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
 
 
 def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
-    """Append some hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
+    """Append a few hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
     spool.write((_encode([(*row[:-1], len(row.tokens)) for row in rows]) + "\n").encode("utf-8"))
     spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
     spool.writelines(row.tokens.trained.tobytes() for row in rows)
@@ -196,7 +196,7 @@ class SplitWriter(contextlib.ExitStack):
         self._tokenizer, self._has_questions = tokenizer, name == "test"
 
     def add(self, rows: Sequence[StoredRow]) -> None:
-        """Append some hundred rows."""
+        """Append a few hundred rows."""
         if not rows:
             return
         if self._has_questions:

@@ -26,17 +26,17 @@ from safetrain.data.rows import Row
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
-Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
+Runs = tuple[tuple[int, int], ...]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The settings under data in params.yaml that decide how rows are read, labelled and split."""
+    """The settings under data in params.yaml that determine how rows are read, labelled and split."""
 
     severities: Severities = Severities()  # noqa: RUF009 frozen
     columns: Columns | None = None
-    similarity: float = 0.8  # from this on, two questions are near-duplicates; 1: never
+    similarity: float = 0.8  # from this value on, two questions are near-duplicates; 1: never
     shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # split off train
     documents: bool = False  # for pretraining: rows are documents, which the context does not truncate
 
@@ -66,7 +66,7 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class ReadRow:
-    """A row as it was read, rendered and tokenized; ``tokens`` is None if it cannot be trained."""
+    """A row as it was read, rendered and tokenized; ``tokens`` is None if it cannot be trained on."""
 
     spot: Spot
     row: Row | None
@@ -82,11 +82,11 @@ class RowReader:
 
     def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
         """Raises ModelError."""
-        self.rows = 0  # also those that cannot be trained
-        self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained
+        self.rows = 0  # including those that cannot be trained on
+        self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained on
         self.formats: set[str] = set()
         self._files, self._empty = files, list[Path]()  # files without rows
-        self._openings = collections.Counter[tuple[str, str]]()  # of a prompt, and of the trained text in its place
+        self._openings = collections.Counter[tuple[str, str]]()  # in the prompt, and in training
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
         self.context = None if settings.documents else context  # in tokens; windows truncate nothing
@@ -97,7 +97,7 @@ class RowReader:
         self._systems: set[str] = set()  # the first two different system prompts, "" for none
 
     def blocks(self) -> Iterator[tuple[int, list[ReadRow]]]:
-        """Yield all rows in order, some hundred at a time, with the index of their file. Errors become findings."""
+        """Yield all rows in order, a few hundred at a time, with the index of their file. Errors become findings."""
         waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for number, path in enumerate(self._files.paths):
@@ -148,7 +148,7 @@ class RowReader:
                     block, room = [], BLOCK_CHARACTERS
         except NoRowsError:
             pass
-        except DataError as error:  # damaged: from the start, or from some row on
+        except DataError as error:  # damaged from the start, or from some row on
             self._findings.add_unreadable_file(error)
             is_empty = False
         yield block
@@ -199,7 +199,7 @@ class RowReader:
         return token_row(ids, [True] * len(ids)), ((0, len(ids) - 1),)
 
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
-        """Attach tokens to the rows of a block that can be trained, and count them."""
+        """Attach tokens to the rows of a block that can be trained on, and count them."""
         results = iter(tokenized.result())
         for row in block:
             if row.row is not None and row.rendered is not None:
@@ -222,7 +222,7 @@ class RowReader:
             read.prompt = Prompt(runs[-1][0], text, _question_text(row), row.group)
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
-        """Finding id and detail if a row cannot be trained, or only in part."""
+        """The finding's id and detail if a row cannot be trained on, or only in part."""
         if not any(last > 0 for _, last in runs):  # a row's first token is never a label
             return "NO-LABELS", "nothing in it is an answer"
         size, last = self._vocabulary, int(tokens.ids.max())
@@ -231,7 +231,7 @@ class RowReader:
         if self.context is not None and runs[0][0] >= self.context:
             return "NO-LABELS", f"the answer begins beyond the model's context ({self.context} tokens)"
         is_cut = self.context is not None and len(tokens) > self.context
-        return ("BEYOND-CONTEXT", f"all beyond {self.context} tokens is lost") if is_cut else None
+        return ("BEYOND-CONTEXT", f"everything beyond {self.context} tokens is lost") if is_cut else None
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
@@ -256,12 +256,12 @@ def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def _answers(rendered: RenderedRow) -> list[str]:
-    """The answers that are trained, without their stop tokens."""
+    """The answers that are trained on, without their stop tokens."""
     return [rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans]
 
 
 def _question_text(row: Row) -> str:
-    """The message before the last trained answer."""
+    """The message before the last answer that is trained on."""
     trained = (index for index, message in enumerate(row.messages) if message.role == "assistant" and message.trained)
     last = max(trained, default=0)
     return row.messages[last - 1].content if last else ""

@@ -47,7 +47,7 @@ class Validation:
     """The findings in some data, and data_report.json if its splits were written."""
 
     found: Sequence[tuple[Finding, Sequence[Spot]]]  # each with its places
-    count: int = 0  # of rows, also those that cannot be trained
+    count: int = 0  # rows, including those that cannot be trained on
     tokens: int = 0
     trained_tokens: int = 0
     label_bytes: int = 0  # UTF-8 bytes of all answers
@@ -126,7 +126,7 @@ def today() -> date:
 
 @dataclass(frozen=True)
 class _Gate:
-    """Validation of rows and of tokenized corpora; the splits are written if ``into`` is given."""
+    """Validates rows and tokenized corpora; the splits are written if ``into`` is given."""
 
     model: Path
     settings: DataSettings
@@ -189,8 +189,8 @@ class _Gate:
         likeness, note, how = facts.likeness(self.settings.similarity), "", ""
         if self.into is not None:
             clusters = likeness.clusters
-            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # at least equal questions stay together
-                note = "; all rows are near copies of each other, so several splits have some"
+            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # identical questions still stay together
+                note = "; all rows are near-duplicates of each other, so they end up in several splits"
                 clusters = likeness.groups
             numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(self.settings.shares)
             parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
@@ -270,14 +270,14 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
     for source in paths:
         if corpus_of(source):
             raise DataError(
-                "This is a tokenized corpus: it has no text to make a tokenizer from.",
+                "This is a tokenized corpus: it has no text to train a tokenizer on.",
                 where=str(source),
                 do="safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus",
             )
         files = data_files_of(source, documents=True)
         if files.unread:
             more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
-            say(f"{files.unread[0]}{more} in {source} is not read: its name has no split")
+            say(f"{files.unread[0]}{more} in {source} is not read: its name gives no split")
         for split, path in zip(files.names, files.paths, strict=True):
             if split == "train":
                 yield from _texts_in(path, columns)
@@ -297,7 +297,7 @@ def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield a text some lines at a time, so that a sample can be spread over it."""
+    """Yield a text a few lines at a time, so that a sample can be spread over it."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)

@@ -1,4 +1,4 @@
-"""The training to plan, and the candidates for running its micro-batches, with predicted memory and speed."""
+"""The training run to plan, and the candidates for running its micro-batches, with predicted memory and speed."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-b
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
-MOST_WINDOW = 2048  # tokens; usual in published pretrainings of small models
+MOST_WINDOW = 2048  # tokens; usual in published pretraining runs of small models
 LEAST_PRETRAIN_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
 
 
@@ -67,31 +67,31 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Statistics of the training rows that decide memory and speed."""
+    """Statistics of the training rows that determine memory and speed."""
 
     longest_row: int  # tokens
     mean_tokens: float  # tokens that the model reads per row
     largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
     count: int  # rows per epoch
     usual_per_update: int = ROWS_PER_UPDATE  # a power of two
-    valid_tokens: int = 0  # tokens that a validation reads, at most
+    valid_tokens: int = 0  # maximum tokens that a validation reads
 
 
 @dataclass(frozen=True)
 class PlannedTraining:
-    """The part of a training that decides memory and speed."""
+    """What determines the memory and speed of a training run."""
 
     machine: Machine  # with the budget limited by train.memory_limit_gb
     model: ModelFiles
     lora: LoraSettings
-    why_lora: Mapping[str, str]  # a reason for each of its values
+    why_lora: Mapping[str, str]  # a reason for each value of ``lora``
     train: Train
     rows: RowStatistics
     lengths: tuple[int, ...]  # tried in this order until one fits
 
     @property
     def budget(self) -> MemoryBudget:
-        """The memory that the training may use."""
+        """Memory that training may use, in bytes."""
         return self.machine.memory_budget
 
     def rows_per_update(self, batch_size: int) -> int:
@@ -109,7 +109,7 @@ class Fit(Estimate):
 
 
 def ask(inputs: PlanInputs, train: Train, pins: Lora, rows: RowStatistics | None = None) -> PlannedTraining:
-    """The training to plan; pinned settings in ``train`` and ``pins`` that decide memory or length are constraints.
+    """Describe the training run to plan, within the pinned settings that affect memory or length.
 
     ``rows`` is computed unless given. Raises ConfigError if a pinned setting contradicts the model.
     """
@@ -158,15 +158,15 @@ def window_length(model: ModelFiles, train: Train | None = None) -> int:
 
 
 def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
-    """Windows per step of a pretraining on ``tokens`` tokens; a power of two."""
+    """Windows per step of pretraining on ``tokens`` tokens; a power of two."""
     return 2 ** max(0, round(math.log2(tokens_per_update(model.parameters, tokens) / length)))
 
 
 def tokens_per_update(parameters: int, tokens: int) -> int:
     """Tokens per step of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
 
-    N is ``parameters``, D ``tokens`` over the whole training. A short training takes smaller steps, to have at least
-    LEAST_PRETRAIN_UPDATES; below LEAST_UPDATE_TOKENS, the optimizer would take longer than the gradient.
+    N is ``parameters``, D ``tokens`` over the whole run. A short run uses smaller steps, so that it makes
+    at least LEAST_PRETRAIN_UPDATES; below LEAST_UPDATE_TOKENS, the optimizer would take longer than the gradient.
     """
     fitted = 0.292 * (6.0 * parameters * tokens) ** 0.3271
     return int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
@@ -186,7 +186,7 @@ def usual_epochs(rows: int) -> int:
 def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[LoraSettings, dict[str, str]]:
     """LoRA settings with reasons: rank by the size of the data, all blocks, all linear layers, scale 2."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
-        raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
+        raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers} blocks")
     unknown = unknown_targets(model, tuple(pins.targets or ()))
     if unknown:
         raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
@@ -214,7 +214,7 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
 
 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
-    """The pinned type, or the one for machine and base; None: the stored type of the base.
+    """The pinned type, or the one chosen for the machine and the base; None: the base's stored type.
 
     Pretraining computes in bfloat16 on a GPU, unless that is slower; the weights stay float32.
     """
@@ -235,7 +235,7 @@ def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = Fals
 
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
-    """All different candidates, fastest first."""
+    """List all distinct candidates, fastest first."""
     fits = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole step are identical
     for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
@@ -245,7 +245,7 @@ def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
 
 
 def best_fit(question: PlannedTraining) -> Fit:
-    """The fastest candidate that fits by the closed form, at the first such length; else raises MachineError."""
+    """The fastest candidate that fits by the closed form, at the first length where one does; raises MachineError."""
     all_fits = list[Fit]()
     for length in question.lengths:
         fits = candidates_at(question, length)
@@ -260,7 +260,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     """The error if no dry run stayed within the budget."""
     budget, first = f"the budget of {size_text(budget_bytes)}", f"close other programs and run '{run_again()}' again"
     if memory_limit_gb is not None:
-        budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
+        budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise that limit"
     return MachineError(
         "No configuration fits: every dry run ran out of memory.",
         expected=f"a process within {budget}",

@@ -102,7 +102,7 @@ def graded(
 
 
 def skipped(identifier: str, name: str, why: str, *, critical: bool = False) -> Check:
-    """A check that was not made. ``critical``: this level requires its answer."""
+    """A check that was not run. ``critical``: this level requires its result."""
     return Check(identifier, name, SKIP, critical, f"not checked: {why}")
 
 
@@ -139,7 +139,7 @@ def _lowered(check: Check) -> Check:
 def summarise(
     checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None
 ) -> PreflightReport:
-    """The report: counted verdicts and current readings."""
+    """Build the report: counts of verdicts, and current readings."""
     memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else Path()
     count = {status: sum(check.status == status for check in checks) for status in MARKS}
     critical = sum(check.status == FAIL and check.critical for check in checks)
@@ -224,7 +224,7 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
     checks = [
         Check("HW-CHIP", "chip", PASS, False, cores),
         graded("HW-RAM", "memory", machine.memory_budget_bytes, (LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES), room, needed,
-               "free memory, minus a reserve", "close other programs, or raise the limits that ENV-* name"),
+               "free memory, minus a reserve", "close other programs, or raise the limits in the ENV-* checks"),
         verdict("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, "Metal on a Mac", "mlx",
                 "install mlx's Metal wheels: 'make clean && make'"),
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
         text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
         text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
         checks.append(verdict("CPU-BLAS", "BLAS", fast, False, text, f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s",
-                              "a product of two matrices of 1024", "run 'make clean && make'"))  # fmt: skip
+                              "product of two 1024 x 1024 matrices", "run 'make clean && make'"))  # fmt: skip
     return checks
 
 
@@ -275,11 +275,11 @@ def _swap_check() -> Check:
     short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
     text = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
     return verdict("ENV-SWAP", "swap", not short, False, text, f"less than {size(SWAP_BYTES)} or a quarter in use",
-                   "psutil", "close other programs: a training that swaps is ten times slower")  # fmt: skip
+                   "psutil", "close other programs: training that swaps is ten times slower")  # fmt: skip
 
 
 def mac_checks() -> list[Check]:
-    """Make the checks that only macOS has."""
+    """Run the macOS-only checks."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     checks = [
         pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT)),
@@ -295,10 +295,10 @@ def pressure_check(level: int, free_percent: int) -> Check:
     Level 2 means little: 8 GB machines stay there with 46 % free.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
-    reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "not known"
+    reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "unknown"
     return verdict("ENV-SWAP", "memory pressure", not short, False, reading,
                    f"not critical, at least {LITTLE_FREE_PERCENT} % free", f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
-                   "close other programs: a training that swaps is ten times slower")  # fmt: skip
+                   "close other programs: training that swaps is ten times slower")  # fmt: skip
 
 
 def power_check(plugged: bool, percent: float) -> Check:

@@ -25,7 +25,7 @@ from safetrain.core.storage.files import cache_directory, keep_text, read_record
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between two readings of a child's memory
 GRACE_SECONDS = 3.0  # to exit after SIGTERM: SIGKILL at once may leave GPU memory wired (omlx#2184)
-PASSED_CAP = "its memory passed"
+PASSED_CAP = "its memory exceeded"
 KILLED = "killed by signal"
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 # On CPU a failed allocation crashes mlx or prevents a thread from starting; SIGKILL comes from the OOM killer.
@@ -69,7 +69,7 @@ def run_json(
 def run_lines(
     module: str, arguments: list[str], timeout_seconds: float, most_bytes: int | None = None
 ) -> tuple[list[str], str]:
-    """Run ``python -m module arguments``: the lines it printed, and how it failed (empty on success).
+    """Run ``python -m module arguments``; return the lines it printed and how it failed (empty on success).
 
     The child is stopped if it uses more memory than ``most_bytes``.
     """
@@ -90,14 +90,14 @@ def run_lines(
 
 
 def ran_out_of_memory(ended: str) -> bool:
-    """Whether this end of a child means that it ran out of memory, as far as that is known."""
+    """Whether a child that ended this way ran out of memory, as far as is known."""
     if ended.startswith(KILLED):
         return any(ended.startswith(f"{KILLED} {number:d}") for number in MEMORY_SIGNALS)
     return any(word in ended.lower() for word in OUT_OF_MEMORY)
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes: int | None) -> str:
-    """Wait for the child: how it failed or why it must be stopped; empty on success."""
+    """Wait for the child; return how it failed or why it must be stopped, empty on success."""
     deadline = time.monotonic() + timeout_seconds
     while (remaining := deadline - time.monotonic()) > 0:
         try:
@@ -108,7 +108,7 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes
                 return f"{PASSED_CAP} {size_text(most_bytes)}"
         else:
             return "" if code == 0 else f"{KILLED} {-code}" if code < 0 else f"exit code {code}"
-    return f"no end after {timeout_seconds:.0f} s"
+    return f"not finished after {timeout_seconds:.0f} s"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -170,7 +170,7 @@ def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
 
 
 def keep_answer(path: Path, answer: object) -> None:
-    """Write a dataclass to the cache; without a writable cache, it is measured again next time."""
+    """Write a dataclass to the cache; if that is not possible, the next run measures again."""
     with contextlib.suppress(OSError):
         write_record(path, answer)
 

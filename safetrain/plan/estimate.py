@@ -1,4 +1,4 @@
-"""The closed form for one training: its memory, whether that fits, and what would fit instead."""
+"""The closed form for one training run: its memory, whether it fits, and what would fit instead."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ SMALLEST_BASE_MILLIONS = 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """The part of a training that decides memory: micro-batches of ``rows`` rows of up to ``tokens`` tokens."""
+    """What determines the memory of a training run: micro-batches of ``rows`` rows of up to ``tokens`` tokens."""
 
     model: ModelFiles
     machine: Machine
@@ -42,7 +42,7 @@ class Estimate:
     dequantize: bool = False
     optimizer: str = "adam"
     compute_dtype: str | None = None  # None: the stored type of the base
-    accumulates: bool = True  # an update has several micro-batches
+    accumulates: bool = True  # a step has several micro-batches
     rows: int = 1
     tokens: int = 512
     largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
@@ -54,7 +54,7 @@ class Estimate:
 
     @functools.cached_property
     def backend(self) -> Backend:
-        """Backend settings of this training."""
+        """Backend settings of this training run."""
         return backend_of(
             self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
             optimizer=self.optimizer, compute_dtype=self.compute_dtype,
@@ -87,20 +87,20 @@ class Estimate:
 
     @property
     def cheapest(self) -> "Estimate":
-        """The same training with the least memory."""
+        """The same training run, changed to need the least memory."""
         return self.but(checkpointing=True, dequantize=False)
 
     def but(self, **changes: Any) -> "Estimate":
-        """The same training with these fields changed."""
+        """The same training run with these fields changed."""
         return dataclasses.replace(self, **changes)
 
     def with_blocks(self, count: int) -> "Estimate":
-        """The same training of the top ``count`` blocks."""
+        """The same training run on the top ``count`` blocks."""
         return self.but(lora=dataclasses.replace(self.lora, num_layers=count))
 
     @property
     def as_planned(self) -> "Estimate":
-        """The training as recommend_config would choose it: the base stays quantized if only that fits."""
+        """The training run as recommend_config would plan it: the base stays quantized if only that fits."""
         quantized = self.but(dequantize=False)
         return quantized if not self.fits and quantized.fits else self
 
@@ -114,9 +114,9 @@ def estimate_of(
     model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, *, num_layers: int | None = None,
     **options: Any,
 ) -> Estimate:  # fmt: skip
-    """The requested training; on a CPU its base is dequantized. ``options`` are other fields of Estimate.
+    """The requested training run; on a CPU, its base is dequantized. ``options`` are other fields of Estimate.
 
-    Raises ConfigError for settings that cannot be trained.
+    Raises ConfigError for settings that training does not accept.
     """
     lora = LoraSettings(rank, 2.0, 0.0, num_layers or model.num_layers, (ALL_LINEAR,))
     dequantize = machine.backend == "cpu" and model.quantization_bits is not None
@@ -125,7 +125,7 @@ def estimate_of(
         _require_choice(key, getattr(estimate, key))
     require_computable(estimate.compute_dtype, machine.backend)
     if lora.num_layers > model.num_layers:
-        raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
+        raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers} blocks")
     require_trainable(method, quantized=model.quantization_bits is not None)
     return estimate
 
@@ -139,7 +139,7 @@ def _require_choice(key: str, value: str | None) -> None:
 
 
 def remedies(estimate: Estimate) -> list[tuple[str, Estimate]]:
-    """Changes to make a training fit: each key includes the changes before it; the list ends at the first that fits.
+    """Changes that make a run fit: each key includes the changes before it; the list ends at the first that fits.
 
     The cheapest come first: a smaller micro-batch, a quantized base, recomputation and a slower type cost time; a lower
     rank, fewer blocks and shorter rows limit what the model can learn.
@@ -153,7 +153,7 @@ def remedies(estimate: Estimate) -> list[tuple[str, Estimate]]:
 
 
 def _steps(run: Estimate) -> Iterator[tuple[str, Estimate]]:
-    """Each key with its value, and the training changed so."""
+    """Yield each key with its value, and the training run with that change."""
     while run.rows > 1:
         run = run.but(rows=run.rows // 2)
         yield f"train.batch_size={run.rows}", run
@@ -178,7 +178,7 @@ def _steps(run: Estimate) -> Iterator[tuple[str, Estimate]]:
 
 
 def what_would_fit(run: Estimate) -> list[str]:
-    """Single changes that each make the smallest form of a training fit, with the memory needed then."""
+    """Single changes that each make the smallest form of a training run fit, with the memory it then needs."""
     if fewer := _first(run.but(rows=rows) for rows in range(run.rows - 1, 0, -1)):
         return [_with_memory(f"train.batch_size={fewer.rows}", fewer)]
     one, texts = run.but(rows=1), list[str]()
@@ -203,7 +203,7 @@ def _first(candidates: Iterable[Estimate]) -> Estimate | None:
 
 
 def _quantized(run: Estimate, bits: int) -> Estimate:
-    """The training with its float base quantized."""
+    """The training run with its float base quantized."""
     scales = BITS_OF_SCALES * (2 if run.compute_dtype == "float32" else 1)
     size = int(run.model.parameters * (bits + scales) / 8)
     model = dataclasses.replace(run.model, static_bytes=size, quantization_bits=bits)
@@ -213,10 +213,10 @@ def _quantized(run: Estimate, bits: int) -> Estimate:
 
 
 def _smaller_base(run: Estimate) -> str:
-    """The size of a base that fits, by proportion: weights, adapter and activations shrink with it."""
+    """Describe a base small enough to fit, by proportion: weights, adapter and activations shrink with it."""
     budget = run.machine.memory_budget
     share = budget.mlx_bytes / max(1, run.needed_bytes - budget.process_bytes)
     millions = share * run.model.parameters / 1e6
     if millions < SMALLEST_BASE_MILLIONS:
         return f"a machine with more memory (Python and mlx take {size_text(budget.process_bytes)})"
-    return f"a base of about {millions:,.0f} million parameters or fewer"
+    return f"a base model with about {millions:,.0f} million parameters or fewer"

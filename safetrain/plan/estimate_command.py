@@ -1,4 +1,4 @@
-"""`safetrain info` and `safetrain estimate`: memory and time of a training, here or on a described machine."""
+"""`safetrain info` and `safetrain estimate`: memory and time of a training run, here or on a described machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ UNKNOWN = "-"
 
 
 def print_info(console: Console, model: ModelFiles) -> None:
-    """Print parameters, shapes and sizes, and the least memory to train one row, by the closed form."""
+    """Print parameters, shapes and sizes, and the minimum memory for training on one row, by the closed form."""
     on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
     _print_model(console, on_gpu)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
-    context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"
+    context = f"context {model.max_positions:,} tokens" if model.max_positions else "context unknown"
     console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
     if not is_known(model.model_type):
         console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
@@ -59,7 +59,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
 
 
 def print_estimate(console: Console, estimate: Estimate, name: str) -> bool:
-    """Print one training term by term, then the batch that fits at each length. Returns whether it fits."""
+    """Print a run's memory term by term, then the batch that fits at each length. Returns whether the run fits."""
     model, machine, planned = estimate.model, estimate.machine, estimate
     _print_model(console, estimate)
     if not is_known(model.model_type):
@@ -85,13 +85,13 @@ def print_estimate(console: Console, estimate: Estimate, name: str) -> bool:
 def print_remedies(console: Console, estimate: Estimate) -> None:
     """Print changes step by step, up to the first that fits; if none does, print what else would fit."""
     steps = remedies(estimate)
-    table = _titled_table(console, "what to change, each step with those above it")
+    table = _titled_table(console, "what to change; each step includes those above it")
     for key, run in steps:
         table.add_row(key, size(run.needed_bytes), "fits" if run.fits else "does not fit")
     console.print(table)
     if steps and steps[-1][1].fits:
         keys = dict(key.partition("=")[::2] for key, _ in steps)  # the last value of each key
-        console.print(f"do: {' '.join(f'{key}={value}' for key, value in keys.items())}")
+        console.print(f"do: set {' '.join(f'{key}={value}' for key, value in keys.items())}")
         return
     other = " or ".join(what_would_fit(estimate.cheapest.but(rows=1, accumulates=True)))
     console.print(f"do: use {other}; {RECOMPUTED} in each case")
@@ -117,7 +117,7 @@ def _titled_table(console: Console, title: str, columns: tuple[str, ...] = ()) -
 
 
 def _print_terms(console: Console, run: Estimate, title: str) -> None:
-    """Print one training, term by term."""
+    """Print the memory of one training run, term by term."""
     table = _titled_table(console, title)
     table.add_column("")
     table.add_column("", justify="right")
@@ -125,7 +125,7 @@ def _print_terms(console: Console, run: Estimate, title: str) -> None:
         table.add_row(term.name, size(term.size_bytes))
     table.add_row("predicted peak of mlx", size(run.peak_bytes), style="bold")
     margin = size(with_margin(run.terms) - run.peak_bytes)
-    table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of what is estimated", margin)
+    table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of the estimate", margin)
     table.add_row("process around it", size(run.machine.process_memory_bytes))
     table.add_row("needed", size(run.needed_bytes), style="bold")
     table.add_row("budget", size(run.machine.memory_budget_bytes))
@@ -159,23 +159,23 @@ def _rows_text(rows: int) -> str:
 
 
 def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
-    """Print the speed-up by the ranks of ``place``, for steps of 16 rows, or of more if requested."""
+    """Print the speed-up from the ranks of ``place``, for steps of 16 rows, or more if requested."""
     model, ranks, link, rows = run.model, place.ranks, place.link, max(run.rows, ROWS_PER_UPDATE)
     trained = trained_parameters(model, run.lora, run.method)
     flops = rows * run.tokens * flops_per_token(model, run.tokens, trained, recompute=run.checkpointing)
     speed = place.speed(model, run.method)
     update = shared_update(speed, flops, trained, place.machine.backend, rows)
-    here = f"{link.gbps:g} Gbit/s, {1e6 * link.latency_seconds:g} us a message"
+    here = f"{link.gbps:g} Gbit/s, {1e6 * link.latency_seconds:g} us per message"
     table = _titled_table(
-        console, f"an update shared by ranks, linked by {here} (modelled)",
-        ("ranks", "each sends, an update", "exchange, s", "update, s", "speed-up"),
+        console, f"one update shared by ranks, linked at {here} (modelled)",
+        ("ranks", "each sends per update", "exchange, s", "update, s", "speed-up"),
     )  # fmt: skip
     gradient = FLOAT32 * trained
     each = "Each rank has a machine like this to itself, and all weights: it needs the memory above; its gradient has "
     each += f"{size(gradient)}."
     if update is None:
         traffic = size(wire_bytes(gradient, ranks))
-        console.print(f"{each} With {ranks} ranks each sends and receives {traffic} an update.")
+        console.print(f"{each} With {ranks} ranks each sends and receives {traffic} per update.")
         console.print(f"time: {speed.source}")
         return
     alone = update_seconds(update, 1, link)
@@ -184,12 +184,12 @@ def print_ranks(console: Console, place: TrainingPlace, run: Estimate) -> None:
         sent = size(wire_bytes(gradient, count))
         table.add_row(str(count), sent, f"{exchange:.3g}", f"{seconds:.3g}", f"{alone / seconds:.2f}")
     console.print(table)
-    console.print(f"{each} Alone: {speed.source}.")
+    console.print(f"{each} Speed of one rank: {speed.source}.")
 
 
 @dataclass(frozen=True)
 class PretrainingEstimate:
-    """Time, memory and cost of pretraining a model at a place; None if unknown."""
+    """Time, memory and cost of pretraining a model at a place; fields are None if unknown."""
 
     place: TrainingPlace
     tokens: int
@@ -214,7 +214,7 @@ class PretrainingEstimate:
 def print_pretraining(
     console: Console, name: str, places: Sequence[TrainingPlace], tokens_per_parameter: float, keep_checkpoints: int
 ) -> bool:
-    """Print the estimate for each place: details for one, a line each for several. Returns whether one fits."""
+    """Print the estimate: details for one place, a line each for several. Returns whether any fits."""
     model, now = model_to_pretrain(name), datetime.now().astimezone()
     estimates = [estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints) for each in places]
     if len(estimates) > 1:
@@ -236,7 +236,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
         raise ConfigError(
             "Unknown model to pretrain.",
             where="--pretrain",
-            expected=f"{', '.join(PRESETS)}, another size as 30m, or a model's folder",
+            expected=f"{', '.join(PRESETS)}, another size such as 30m, or a model's folder",
             got=name,
         )
     shape = shape_for(ShapeRequest(parameters=parameters))
@@ -276,19 +276,19 @@ def _print_pretraining(
     title = f"{model.folder.name} from scratch, on {on} ({place.machine.backend})"
     console.print(title, style="italic")
     source = " (Hoffmann et al. 2022)" if tokens_per_parameter == TOKENS_PER_PARAMETER else ""
-    checkpoints = f"{size(estimate.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
+    checkpoints = f"{size(estimate.checkpoint_bytes)} of checkpoints (weights, two moments, the best weights)"
     power = f"at {place.of_all('watts'):g} W"
-    price = f"at {place.of_all('usd_per_hour'):g} USD an hour"
-    speed, duration = estimate.speed_source, "not known"
+    price = f"at {place.of_all('usd_per_hour'):g} USD per hour"
+    speed, duration = estimate.speed_source, "unknown"
     if estimate.seconds is not None:
         end = finish_text(now, estimate.seconds)
-        duration = f"{duration_text(estimate.seconds)}, finished on {end} if it begins now and never pauses"
+        duration = f"{duration_text(estimate.seconds)}, finished on {end} if it starts now and never pauses"
         again = "" if estimate.rows else ", blocks recomputed"
         speed = f"{estimate.tokens_per_second:,.0f} tokens a second{again} ({speed})"
     lines = {
         "parameters": f"{count_text(model.parameters)}; {model.num_layers} blocks of {model.hidden_size}",
-        "tokens wanted": f"{count_text(estimate.tokens)}, {tokens_per_parameter:g} a parameter{source}",
-        "operations": f"{estimate.flops:.2g}, 6 for each weight and token, and attention",
+        "tokens wanted": f"{count_text(estimate.tokens)}, {tokens_per_parameter:g} per parameter{source}",
+        "operations": f"{estimate.flops:.2g}, 6 per weight and token, plus attention",
         "speed": speed,
         "duration": duration,
         "memory": _memory_text(estimate),
@@ -310,16 +310,16 @@ def _memory_text(estimate: PretrainingEstimate) -> str:
 
 
 def _known(value: float | None, form: str, by: str, key: str) -> str:
-    return f"not known ({key} and tflops in conf/machine)" if value is None else f"{form.format(value)}, assumed ({by})"
+    return f"unknown ({key}, tflops: see conf/machine)" if value is None else f"{form.format(value)}, assumed ({by})"
 
 
 def _print_places(console: Console, model: ModelFiles, estimates: Sequence[PretrainingEstimate], now: datetime) -> None:
     """Print a line for each place."""
     first, place = estimates[0], estimates[0].place
-    together = f", on {place.ranks} of it at {place.link.gbps:g} Gbit/s" if place.ranks > 1 else ""
+    together = f", on {place.ranks} of each, linked at {place.link.gbps:g} Gbit/s" if place.ranks > 1 else ""
     console.print(
         f"{model.folder.name} from scratch: {count_text(model.parameters)} parameters, {count_text(first.tokens)} "
-        f"tokens, windows of {first.length}; begun now{together}",
+        f"tokens, windows of {first.length}; starting now{together}",
         style="italic",
     )  # fmt: skip
     table = Table(box=None, pad_edge=False)
@@ -329,8 +329,8 @@ def _print_places(console: Console, model: ModelFiles, estimates: Sequence[Pretr
         table.add_row(each.place.name, *_line(each, now))
     console.print(table)
     console.print(
-        "Speeds are assumed (conf/machine: tflops, watts, usd_per_hour), and so is what follows from them; (r): blocks "
-        f"recomputed; {UNKNOWN}: not known, or it does not fit. {counted(len(estimates), 'machine')}.",
+        "Speeds are assumed (conf/machine: tflops, watts, usd_per_hour), so these are estimates; (r): blocks "
+        f"recomputed; {UNKNOWN}: unknown, or it does not fit. {counted(len(estimates), 'machine')}.",
         style="dim",
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ Facts = dict[str, str]
 
 
 def is_shared(train: Train) -> bool:
-    """Whether a training has several ranks or a hostfile."""
+    """Whether training uses several ranks or a hostfile."""
     return train.ranks > 1 or train.hostfile is not None
 
 
@@ -70,7 +70,7 @@ def host_checks(train: Train, model: Path) -> tuple[list[Check], Hosts | None]:
 
 
 def ask_host(name: str, model: Path) -> Facts | str:
-    """Ask a machine for its facts by ssh (no password, same folder and Python as here); a text if it fails."""
+    """Ask a machine for its facts by ssh (no password, same folder and Python as here); return a text if that fails."""
     passed = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
     there = shlex.join(["env", *passed, sys.executable, "-m", MODULE, str(model)])
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
@@ -119,7 +119,7 @@ def differences(name: str, there: Facts, here: Facts) -> list[str]:
     """Describe the facts in which a machine differs from this one."""
     others = {key: there.get(key, NONE_THERE) for key in here if there.get(key, NONE_THERE) != here[key]}
     return [
-        f"{name} has {'no' if theirs == NONE_THERE else 'another'} {key}"
+        f"{name} has {'no' if theirs == NONE_THERE else 'a different'} {key}"
         if key in (DATA, MODEL)
         else f"{name} has {key} {theirs}, this machine {here[key]}"
         for key, theirs in others.items()
@@ -129,7 +129,7 @@ def differences(name: str, there: Facts, here: Facts) -> list[str]:
 def room_checks(hosts: Hosts, inputs: PlanInputs, train: Train, lora: Lora) -> list[Check]:
     """Check that each rank on this machine has a core, and that its training fits its share of the memory.
 
-    CUDA ranks have a device each. Raises ConfigError if pinned settings contradict the model.
+    Each CUDA rank has its own device. Raises ConfigError if pinned settings contradict the model.
     """
     ranks, cores = hosts.ranks_here, usable_cores()
     if ranks < 2 or inputs.machine.backend == "cuda":

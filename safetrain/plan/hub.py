@@ -1,4 +1,4 @@
-"""Download a model from the Hugging Face hub: check disk space first, and leave a complete folder or none."""
+"""Download a model from the Hugging Face Hub: check disk space first, and leave a complete folder or none."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
     All files come from one commit, which is recorded, because the main branch may change during the download.
 
-    Raises ModelError if the hub lacks the model or cannot be reached, DiskFullError if the disk is too small.
+    Raises ModelError if the Hub does not have the model or cannot be reached, DiskFullError if the disk is too small.
     """
     import httpx2
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if not all(hub_id.partition("/")) or hub_id.count("/") > 1:
-        raise ModelError(f"{hub_id!r} is not a hub id.", expected="owner/name")
+        raise ModelError(f"{hub_id!r} is not a Hub ID.", expected="owner/name")
     target = into / hub_id.rpartition("/")[2]
     partial = into / f".{target.name}.partial"
     if target.exists():
@@ -38,23 +38,23 @@ def fetch_model(hub_id: str, into: Path) -> Path:
         require_room(into, missing_bytes + SPARE_BYTES, "The disk has no room for this model.", FREE)
         snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=list(PATTERNS))
     except HFValidationError as error:
-        raise ModelError(f"{hub_id!r} is not a hub id.", expected="owner/name", got=str(error)) from None
+        raise ModelError(f"{hub_id!r} is not a Hub ID.", expected="owner/name", got=str(error)) from None
     except HfHubHTTPError as error:
         raise ModelError(
-            f"The hub does not give {hub_id}: {str(error).splitlines()[0]}",
+            f"The Hub does not provide {hub_id}: {str(error).splitlines()[0]}",
             do="check the name; for a gated model: hf auth login",
         ) from error
     except (OSError, httpx2.HTTPError) as error:
         if not partial.is_dir() and isinstance(error, ConnectionError | TimeoutError | httpx2.TransportError):
             raise ModelError(
-                f"The hub cannot be reached: {error}",
+                f"The Hub cannot be reached: {error}",
                 where=constants.ENDPOINT,
                 do=f"check the internet connection; offline, copy the model's folder from another machine into {into}",
             ) from None
         raise ModelError(
             f"The download of {hub_id} did not finish: {error}",
             where=str(partial) if partial.is_dir() else constants.ENDPOINT,
-            do="run the same command again: it continues",
+            do="run the same command again; the download continues",
         ) from error
     read_model_files(partial)
     write_text(partial / SOURCE, f"{hub_id}\n{info.sha}\n")
@@ -63,11 +63,11 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
 
 def _require_same_source(folder: Path, hub_id: str) -> None:
-    """Raise ModelError if a folder of this name holds another model."""
+    """Raise ModelError if a folder with this name holds another model."""
     source = source_of(folder)
     if source[:1] != [hub_id]:
         raise ModelError(
-            "The folder holds another model of this name.",
+            "The folder holds a different model with this name.",
             where=str(folder),
             expected=hub_id,
             got=f"{' '.join(source) or 'unknown'} by {SOURCE}",

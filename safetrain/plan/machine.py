@@ -1,4 +1,4 @@
-"""Machines to plan for: this one, probed by a child process, and those that conf/machine describes."""
+"""Machines to plan for: this one, probed by a child process, and those described in conf/machine."""
 
 import difflib
 import os
@@ -109,7 +109,7 @@ def measured_machine(module: str) -> Machine:
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
-    """``now``, but with values of ``before`` where they differ only by noise, so that plans do not change.
+    """``now``, but with values from ``before`` where they differ only by noise, so that plans do not change.
 
     A measured compute type is kept for the same device and mlx version.
     """
@@ -220,7 +220,7 @@ class TrainingPlace:
         if self.profile is None:
             return speed_here(model, self.machine, method)
         tflops, where = self.profile.tflops, PROFILES / f"{self.name}.yaml"
-        known = f"not known: no tflops in {where}" if tflops is None else f"assumed: {tflops:g} TFLOP/s, {where}"
+        known = f"unknown: no tflops in {where}" if tflops is None else f"assumed: {tflops:g} TFLOP/s, {where}"
         return Speed(tflops, known)
 
     def of_all(self, each: str) -> float:
@@ -232,7 +232,7 @@ def place_of(
     name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
     link: Link = USUAL_LINK, probe_module: str = "",
 ) -> TrainingPlace:  # fmt: skip
-    """A machine of conf/machine, or this one if ``name`` is None; raises ConfigError for an unknown name.
+    """A machine from conf/machine, or this one if ``name`` is None; raises ConfigError for an unknown name.
 
     This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds); raises
     MachineError if mlx does not work.
@@ -284,7 +284,7 @@ def read_profile(name: str, folder: Path | None = None) -> Profile:
 
 
 def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
-    """The record that preflight would write on this machine when idle; the budget follows preflight's rules."""
+    """The record that preflight would write on that machine when idle; the budget follows preflight's rules."""
     newer = profile.usable_memory_gb_macos_26 if macos_26 else None
     usable, total = int((newer or profile.usable_memory_gb) * GIB), int(profile.total_memory_gb * GIB)
     if profile.backend == "metal":
@@ -312,7 +312,7 @@ def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
     if tflops := assumed_tflops(machine):
         source = f"assumed: {tflops:.2g} TFLOP/s, half of the matrix-product speed that preflight measured"
         return Speed(tflops, f"{source}; {MEASURE}")
-    return Speed(None, f"not known; {MEASURE}")
+    return Speed(None, f"unknown; {MEASURE}")
 
 
 def assumed_tflops(machine: Machine) -> float | None:

@@ -1,4 +1,4 @@
-"""The checks before a training: functions that turn facts into verdicts and change nothing."""
+"""The checks before training: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
 import shutil
@@ -59,7 +59,7 @@ def examine(
     dry_run_module: str,
     say: Callable[[str], None],
 ) -> tuple[list[Check], Machine | None]:
-    """Make all checks of preflight.level and read the machine; None if mlx does not work.
+    """Run all checks of preflight.level and read the machine, which is None if mlx does not work.
 
     ``folder`` is the model's, ``before`` the machine of the last preflight; the modules belong to the engine.
     """
@@ -85,7 +85,7 @@ def examine(
     checks += [load_check(probe, level), train_check(model, probe)]
     checks.append(static_check(model, machine))
     if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
-        why = "the data is missing" if data is None else "the weights do not fit, or cannot be trained"
+        why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
         return [*checks, skipped("MEM-FIT", "training fits", why, critical=checks[-2].status != FAIL)], machine
     runner = DryRunner(dry_run_module if level == "certify" else "", machine_text(machine), say)
     return [*checks, *_fit_checks(train, lora, PlanInputs(data, machine, model, rows), runner, hosts)], machine
@@ -136,9 +136,9 @@ def load_check(probe: Probe, level: str) -> Check:
 
 
 def train_check(model: ModelFiles, probe: Probe) -> Check:
-    """Check that the model can be trained: some have kernels without gradient, or attention to later tokens."""
+    """Check that the model can be trained: some have kernels without gradients, or attention to later tokens."""
     if probe.trains is None:
-        return skipped("MODEL-TRAIN", "model trains", "no forward pass was made")
+        return skipped("MODEL-TRAIN", "model trains", "no forward pass was run")
     works = "backward pass works for every kind of block"
     text = works if probe.trains else f"{model.model_type}: {probe.train_error}"
     return verdict("MODEL-TRAIN", "model trains", probe.trains, True, text, "a gradient for each, causal attention",
@@ -177,7 +177,7 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
 
 def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
     if data is None or model is None:
-        return skipped("DISK-FREE", "disk", "the needed space depends on data and model", critical=True)
+        return skipped("DISK-FREE", "disk", "the needed space depends on the data and the model", critical=True)
     try:
         return disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))
     except ConfigError as error:
@@ -189,7 +189,7 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
     free = shutil.disk_usage(folder).free
     needed = f"{size(needed_bytes)} for checkpoints and adapter, better {size(needed_bytes + SPARE_DISK_BYTES)}"
     return graded("DISK-FREE", "disk", free, (needed_bytes, needed_bytes + SPARE_DISK_BYTES), f"{size(free)} free",
-                  needed, "trained weights, and checkpoints of them (train.keep_checkpoints)",
+                  needed, "trained weights and their checkpoints (train.keep_checkpoints)",
                   f"free some space: du -sh {folder}/*")  # fmt: skip
 
 
@@ -218,10 +218,10 @@ def _other_run_check(output: Path, planned: RunIdentity | None) -> Check | None:
 def _death_check(output: Path) -> Check:
     source = "postmortem.json"
     if (output / FLIGHT / MARKER).is_file():
-        return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and was not diagnosed",
+        return Check("RUN-PREV", "previous run", WARN, False, "a training run ended suddenly and was not diagnosed",
                      "", source, "safetrain diagnose")  # fmt: skip
     death, pointer = read_postmortem(output), output / POINTER
-    # training_state.json is not an output of DVC, so its time is the last training's
+    # training_state.json is not an output of DVC, so its time is that of the last training run
     finished_since = death is not None and is_finished(output) and pointer.stat().st_mtime > death.ended_seconds
     if death is None or finished_since:
         return Check("RUN-PREV", "previous run", PASS, False, "no crash since the last finished run", source=source)
@@ -231,7 +231,7 @@ def _death_check(output: Path) -> Check:
 
 
 def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
-    """Read the model's files; if they are incomplete, make a failed check."""
+    """Read the model's files; if they are incomplete, return a failed check."""
     try:
         model = read_model_files(folder)
     except ModelError as error:
@@ -240,7 +240,7 @@ def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
 
 
 def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, list[Check]]:
-    """Read the data report and the rows; if validate_data has not run or found no rows, make a failed check."""
+    """Read the data report and the rows; if validate_data has not run or found no rows, return a failed check."""
     try:
         if not paths.DATA_REPORT.is_file():
             require_source(config.data.path)
@@ -265,7 +265,7 @@ def _identity(model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentit
 def _fit_checks(
     train: Train, lora: Lora, inputs: PlanInputs, runner: DryRunner, hosts: Hosts | None
 ) -> Iterator[Check]:
-    """Check that the plan of recommend_config fits, by a cached or new dry run; the same for ranks."""
+    """Check by a cached or new dry run that recommend_config's plan fits, also with several ranks."""
     is_known_shape = is_known(inputs.model.model_type)
     if is_known_shape or runner.module:
         try:

@@ -76,7 +76,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
 def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, train: Train) -> Iterator[str]:
     """Lines that `recommend_config` prints: values with reasons, memory and time, and truncated rows.
 
-    A pinned key is printed with its pinned value, although recommended_config.json does not depend on all of them.
+    A pinned key is printed with its pinned value, although recommended_config.json does not depend on every such value.
     """
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
@@ -116,7 +116,7 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
 
 
 def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
-    """Disk space for a training with these pins and the recommended adapter; raises ConfigError like ``ask``."""
+    """Disk space for training with these settings and the recommended adapter; raises ConfigError like ``ask``."""
     lora, _ = recommended_lora(data, model, pins)
     return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
 
@@ -182,7 +182,7 @@ def _why_compute_dtype(train: Train, machine: Machine, model: ModelFiles) -> str
     if train.compute_dtype is not None:
         return SET
     if train.method == PRETRAIN and machine.backend != "cpu":
-        return "type of the computation; the weights stay float32"
+        return "compute type; the weights stay in float32"
     if machine.backend == "cpu":
         return "a CPU always computes in float32"
     if compute_dtype_of(train, machine, model) is not None:
@@ -250,7 +250,7 @@ def _intervals(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[
     reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
     if least > interval:
         reasons["eval_steps"] = (
-            f"a validation reads {question.rows.valid_tokens:,} tokens; training reads as many between two"
+            f"a validation reads {question.rows.valid_tokens:,} tokens; training reads as many between two validations"
         )
     reasons["log_steps"] = f"every {log} steps" if log > 1 else "every step, as there are few"
     steps = {"save_steps": interval, "eval_steps": max(interval, least), "log_steps": log}

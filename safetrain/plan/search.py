@@ -105,7 +105,7 @@ def machine_text(machine: Machine) -> str:
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) -> Recommendation:
     """The fastest configuration that passes a dry run, at the first length at which one passes.
 
-    It is not ``verified`` if a dry run failed for another reason than memory, or if the runner makes none. Raises
+    It is not ``verified`` if a dry run failed for a reason other than memory, or if the runner makes none. Raises
     MachineError if nothing fits, ConfigError like ``ask``.
     """
     remove_remains(paths.OUTPUT)
@@ -283,7 +283,7 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
     if answer.measured is not None:
         peak = size_text(answer.measured.peak_bytes)
         runner.say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {peak}")
-    # If the kernel killed the process, or it has no own limit, other programs may have caused it.
+    # If the kernel killed the process, or it has no limit of its own, other programs may have caused it.
     limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
     if answer.measured is not None or own_fault:

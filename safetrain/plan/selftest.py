@@ -109,7 +109,7 @@ def _device(probe: Probe) -> str:
         "available": memory.available,
         "working set": probe.working_set_bytes,
         "free on the GPU": probe.device_free_bytes,
-        "a training may use": machine.memory_budget_bytes,
+        "training may use": machine.memory_budget_bytes,
         "process without a model": machine.process_memory_bytes,
     }
     limits = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)

@@ -1,4 +1,4 @@
-"""Estimate a training's time: operations per step, speed-up by ranks, tokens of a pretraining.
+"""Estimate training time: operations per step, speed-up from ranks, tokens for pretraining.
 
 Every rank holds all weights and computes its share of a step's rows; a ring sums the gradient (Patarasuk and Yuan
 2009): in 2 (N - 1) steps each rank sends, and receives, 2 (N - 1) / N of it.
@@ -61,7 +61,7 @@ class SharedUpdate:
 
     compute_seconds: float  # gradient of all rows; ranks share this
     fixed_seconds: float  # clipping and optimizer, which every rank does in full
-    gradient_bytes: int  # float32, of what is trained
+    gradient_bytes: int  # float32, of the trained weights
     rows: int  # that ranks share
 
 
@@ -165,7 +165,7 @@ def pretraining_lines(
     yield (
         f"{count_text(parameters)} parameters want {count_text(target)} tokens "
         f"({TOKENS_PER_PARAMETER} each); there are {count_text(tokens_there)}: {passes:.2g} "
-        f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
+        f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of those"
     )
     if passes > MOST_PASSES:
         yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
@@ -174,17 +174,17 @@ def pretraining_lines(
     disk = f"{size_text(plan.disk_bytes + store_bytes)} on disk"
     seconds, by = plan.total_seconds, "measured here"
     if seconds is None:
-        seconds, by = estimated_seconds, "by its operations, as no dry run was made"
+        seconds, by = estimated_seconds, "computed from operations, as no dry run was made"
     if seconds is None:
-        yield f"how long it takes is not known: no dry run was made; {disk}"
+        yield f"time unknown: no dry run was made; {disk}"
         return
     per_second = _step_tokens(plan) / plan.step_seconds if plan.step_seconds else trained / max(seconds, 1e-9)
-    finish = f"finished on {finish_text(now, seconds)} if it begins now"
+    finish = f"finished on {finish_text(now, seconds)} if it starts now"
     yield f"{per_second:,.0f} tokens a second, {by}: {duration_text(seconds)}, {finish}; {disk}"
 
 
 def finish_text(now: datetime, seconds: float) -> str:
-    """The date of the end, with the time if within two days; a number of years if the date is too far away."""
+    """The end date, with the time if within two days; a number of years if the date is too far away."""
     ahead = timedelta(seconds=seconds) if seconds < FURTHEST.total_seconds() else FURTHEST
     if now.year + ahead.days / 365 > 9000 or ahead == FURTHEST:
         return f"no date: {seconds / DAY_SECONDS / 365:,.0f} years"

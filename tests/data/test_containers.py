@@ -114,7 +114,7 @@ def test_a_list_in_the_first_row_is_not_taken_for_the_rows(tmp_path: Path, rows:
     ("text", "says"),
     [
         (json.dumps({"version": "1", "data": ROWS * 600}), "its rows under the key 'data'"),
-        ("\n".join(json.dumps(row, indent=2) for row in ROWS), "one object on each line"),
+        ("\n".join(json.dumps(row, indent=2) for row in ROWS), "one object per line"),
         (
             lines([{"messages": chat("q", "a")["messages"]}]).removeprefix('{"messages": '),
             "lists of messages without",
@@ -152,7 +152,7 @@ def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (THREE_BAD, ", row 2 (line 1): the key 'text' is twice"),
+        (THREE_BAD, ", row 2 (line 1): the key 'text' occurs twice"),
         (THREE_BAD, ", row 3 (line 1): NaN is not valid JSON"),
         (THREE_BAD, ", row 4 (line 1): a row must be a JSON object"),
         ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, but the header has 2 columns"),

@@ -62,7 +62,7 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
         write_ds(tmp_path / "corpus" / name, part)
     report = validate(tmp_path / "corpus", tmp_path / "out")
     assert [rows_of(tmp_path / "out", split) for split in SPLITS] == [*parts]
-    assert report.split == "train, valid and test as given"
+    assert report.split == "using the given train, valid and test files"
 
 
 def test_a_linked_folder_and_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_documents_without_an_end_are_told_and_too_few_cannot_be_split(tmp_path:
 def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None:
     turned = [[(7 * number) % 2000 + 20 for number in document[:-1]] + document[-1:] for document in DOCUMENTS]
     write_ds(tmp_path / "corpus/a.ds", turned, tokenizer="gpt2")
-    with pytest.raises(DataError, match="another tokenizer"):
+    with pytest.raises(DataError, match="different tokenizer"):
         validate(tmp_path / "corpus", tmp_path / "out")
     report = validate(tmp_path / "corpus", tmp_path / "out", ("TOKENIZER-DIFFERS",))
     assert [finding.id for finding in report.findings] == ["TOKENIZER-DIFFERS"]

@@ -104,7 +104,7 @@ def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write
     write_jsonl("d/test.jsonl", [*clean(20, 9), *rows[1::2]])
     found = gated(path.parent, tmp_path)
     assert found["SPLITS-OVERLAP"].count == 3
-    assert "with nearly the question" in found["SPLITS-OVERLAP"].message
+    assert "with nearly the same question" in found["SPLITS-OVERLAP"].message
 
 
 def behind(system: str, *turns: object) -> dict[str, object]:
@@ -116,7 +116,7 @@ def test_another_system_text_is_said_of_an_overlap(write_jsonl: Write, tmp_path:
     path = write_jsonl("d/train.jsonl", [*clean(20), behind("Be kind.", *turns)])  # type: ignore[misc]
     write_jsonl("d/valid.jsonl", clean(5, 7))
     write_jsonl("d/test.jsonl", [*clean(5, 8), behind("Be short.", *turns)])  # type: ignore[misc]
-    assert "test with the question of a row of train" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
+    assert "test with the same question as a row in train" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
 
 
 def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write, monkeypat
     assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 matches {path}:61",)
     monkeypatch.setattr(compare, "MOST_TEXTS", 5)
     found = found_in(path)["NEAR-COPIES"]
-    assert (found.severity, "; more than 5 rows: only equal questions" in found.message) == ("note", True)
+    assert (found.severity, "; more than 5 rows: only identical questions" in found.message) == ("note", True)
 
 
 def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Write, tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Wri
     path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *train, chat(f"{LONG} or what?", "Yes.")])
     write_jsonl("d/valid.jsonl", valid)
     write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin."), chat(f"{LONG} or not?", "No.")])
-    with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
+    with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row in test .*\[QUESTION-IN"):
         gated(path.parent, tmp_path)
     report = gate(path.parent, tmp_path, severities=Severities(downgrade=("QUESTION-IN-TEST",)))
     assert by_id(report.findings)["QUESTION-IN-TEST"].severity == "warning"
     overlaps = {each.message: each for each in report.findings if each.id == "SPLITS-OVERLAP"}
-    assert overlaps.pop("12 rows of valid with the question of a row of train").count == len(valid) == 12
+    assert overlaps.pop("12 rows in valid with the same question as a row in train").count == len(valid) == 12
     (near,) = overlaps.values()
-    assert near.message == "1 row of test with nearly the question of a row of train"
+    assert near.message == "1 row in test with nearly the same question as a row in train"
     assert near.where == (f"{path.parent / 'test.jsonl'}:7 matches {path}:50",)
 
 
@@ -184,7 +184,7 @@ def test_rows_beyond_the_context_are_named(write_jsonl: Write, tmp_path: Path) -
     path = write_jsonl("a.jsonl", [*(chat(f"question {n}", "Fe") for n in range(9)), chat("q", "Fe " * 60)])
     found = by_id(gate(path, tmp_path, context=32).findings)["BEYOND-CONTEXT"]
     assert (found.count, found.where) == (1, (f"{path}:10",))
-    assert found.message == "the model's context would cut 1 row: all beyond 32 tokens is lost"
+    assert found.message == "the model's context would cut 1 row: everything beyond 32 tokens is lost"
 
 
 def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
@@ -195,7 +195,7 @@ def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
     findings.add("MOJIBAKE", "x", 3, [spot])
     findings.add("NO-LABELS", "none", 1, [spot])
     lines = summary(findings.listed(), "--json lists all").splitlines()
-    assert lines[0] == "error: no token to train in 1 row: none [NO-LABELS]"
+    assert lines[0] == "error: no token to train on in 1 row: none [NO-LABELS]"
     assert lines[1] == "  where:    a.jsonl:9"
     assert lines[3].startswith("warning: text that was decoded wrongly in 3 rows")
     assert lines[6:] == ["2 notes: COLUMNS-TAKEN, NEAR-COPIES (--json lists all)"]

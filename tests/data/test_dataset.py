@@ -133,7 +133,7 @@ def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tmp_path: Pat
         "a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), chat("iron " * 40, "Fe"), chat("q", "Fe " * 60)]
     )
     assert gate(path, tmp_path, (0.2, 0.2))
-    with pytest.raises(DataError, match=r"a\.jsonl:6: no token to train in 1 row: the answer begins beyond"):
+    with pytest.raises(DataError, match=r"a\.jsonl:6: no token to train on in 1 row: the answer begins beyond"):
         gate(path, tmp_path, (0.2, 0.2), context=32)
 
 
@@ -155,9 +155,9 @@ def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) ->
     down = gate(path, tmp_path, severities=Severities(downgrade=("ENDS-WITH-USER",)))
     assert {finding.id: finding.severity for finding in down.findings}["ENDS-WITH-USER"] == "note"
     assert not down.warnings
-    with pytest.raises(ConfigError, match=r"data\.downgrade names no finding: NO-SUCH"):
+    with pytest.raises(ConfigError, match=r"data\.downgrade: unknown finding NO-SUCH"):
         Severities(downgrade=("NO-SUCH",))
-    with pytest.raises(ConfigError, match="nothing can be trained"):
+    with pytest.raises(ConfigError, match="training is impossible"):
         Severities(downgrade=("TEMPLATE-REFUSES",))
 
 

@@ -49,7 +49,7 @@ def test_packed_files_named_alone_are_compared_as_their_splits(tmp_path: Path) -
     valid = table(tmp_path / "val.csv.gz", [OTHERS[0], "Nobody asks this?"])
     found = by_id(validate([train, valid], EMBEDDED).findings)["SPLITS-OVERLAP"]
     assert found.where == (f"{valid}, row 1 (line 2) matches {train}, row 1 (line 2)",)
-    assert "1 row of valid with the question of a row of train" in found.message
+    assert "1 row in valid with the same question as a row in train" in found.message
 
 
 def test_the_folder_of_a_split_goes_before_the_names_of_its_files(tmp_path: Path) -> None:
@@ -59,12 +59,12 @@ def test_the_folder_of_a_split_goes_before_the_names_of_its_files(tmp_path: Path
 
 
 def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
-    """The first shard is nothing but near copies; the second is not, so that no copy needs to cross."""
+    """The first shard is nothing but near-duplicates; the second is not, so that no copy needs to cross."""
     data = tmp_path / "data"
     table(data / "train-00000-of-00002.csv", [f"{NEAR} {word}?" for word in ("it", "all", "old")])
     table(data / "train-00001-of-00002.csv", OTHERS)
     report = gated(data, tmp_path)
-    assert "near copies of each other" not in report.split
+    assert "near-duplicates of each other" not in report.split
     assert not {"SPLITS-OVERLAP"} & set(by_id(report.findings))
     assert (report.train.rows + report.valid.rows + report.test.rows, report.test.rows > 0) == (9, True)
 
@@ -77,9 +77,9 @@ def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> Non
     table(data / "test" / "0.csv", ["Nobody asks this?"])
     asked = table(data / "test" / "1.csv", [OTHERS[5]])
     place = f"{asked}, row 1 (line 2) matches {data}/train/00001.csv, row 3 (line 4)"
-    with pytest.raises(DataError, match=rf"{re.escape(place)}: 1 row of test with .*\[QUESTION-IN-TEST\]"):
+    with pytest.raises(DataError, match=rf"{re.escape(place)}: 1 row in test with .*\[QUESTION-IN-TEST\]"):
         gated(data, tmp_path)
     report = gated(data, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
-    assert report.split == "train, valid and test as given"
+    assert report.split == "using the given train, valid and test files"
     assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
     assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)

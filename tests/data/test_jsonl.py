@@ -38,7 +38,7 @@ def test_every_format_of_mlx_lm_is_read_and_survives_writing(write_jsonl: Write)
         ('{"text": "t"} {"text": "u"}', "a.jsonl:3:15: not valid JSON: Extra data"),
         (r'{"text": "C:\data"}', r"a.jsonl:3:13: not valid JSON: Invalid \escape"),
         ("[" * 100_000, "a.jsonl:3: brackets are nested"),
-        ('{"text": "t", "text": "u"}', "a.jsonl:3: the key 'text' is twice in one object"),
+        ('{"text": "t", "text": "u"}', "a.jsonl:3: the key 'text' occurs twice in one object"),
         ('{"question": "q"}', "a.jsonl:3: question has no answer next to it"),
         ('["q"]', "a.jsonl:3: a row must be a JSON object, not a list"),
         ('{"messages": []}', "a.jsonl:3: messages must be a list with at least one message"),

@@ -110,7 +110,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.log.jsonl").write_text("mine")
     (tmp_path / "d.jsonl").symlink_to(tmp_path / "nowhere")
     for into in (source, tmp_path / "c.jsonl", tmp_path / "d.jsonl"):
-        with pytest.raises(ConfigError, match="exists already"):
+        with pytest.raises(ConfigError, match="already exists"):
             repair(source, into)
     assert (source.read_text(), (tmp_path / "c.jsonl.log.jsonl").read_text()) == ('{"text": "a"}\n', "mine")
     assert len(list(tmp_path.iterdir())) == 3

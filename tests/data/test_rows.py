@@ -161,9 +161,9 @@ def test_an_empty_message_and_a_question_at_the_end_are_remarked() -> None:
             of(turn("user", ["q", 3])),
             'messages[0].content[1] must be a string or {"type": "text", "text": "…"}, not a',
         ),
-        (of(turn("user", "q", images=["a.png"])), "messages[0].images: only text can be trained: leave the row out"),
+        (of(turn("user", "q", images=["a.png"])), "messages[0].images: only text can be trained on: leave the row out"),
         (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
-        (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained) or 1 (trained)"),
+        (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained on) or 1"),
         (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
         (calling({"function": {"arguments": "{}"}}), "tool_calls[0] is an object with the keys arguments; expected {"),
         (

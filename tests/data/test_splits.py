@@ -97,7 +97,7 @@ def test_files_of_their_own_stay_as_they_are_and_copies_of_their_rows_in_train()
     assert "valid (" not in how
     names, three = ["train", "valid", "test"], np.arange(3)
     parts, how = split_off(names, np.array([2, 1, 0]), three, three.astype(np.uint64), SHARES, Path("a"))
-    assert (parts.tolist(), how) == ([TEST, VALID, TRAIN], "train, valid and test as given")
+    assert (parts.tolist(), how) == ([TEST, VALID, TRAIN], "using the given train, valid and test files")
 
 
 def test_too_few_clusters_are_an_error() -> None:

@@ -171,7 +171,7 @@ def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> Non
     assert [(line["where"], line["reason"]) for line in log if line["what"] == "finding"] == [
         (f"{path}:2", "REFUSALS"), (f"{path}:3", "PLACEHOLDERS"),
     ]  # fmt: skip
-    assert "--drop names no finding" in run(path, "--fix", str(tmp_path / "c.jsonl"), "--drop", "NO-SUCH").stderr
+    assert "--drop: unknown finding" in run(path, "--fix", str(tmp_path / "c.jsonl"), "--drop", "NO-SUCH").stderr
     assert "--drop does nothing" in run(path, "--drop", "REFUSALS").stderr
 
 

@@ -257,5 +257,5 @@ def test_half_written_adapters_and_a_full_disk_are_named_and_leave_nothing(
     with pytest.raises(ModelError, match="The adapter is missing"):
         fused(job_of(base, adapter, tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         fused(job_of(base, adapter, base))

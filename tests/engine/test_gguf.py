@@ -291,7 +291,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: p
 def test_what_is_there_stays(name: str, tmp_path: Path) -> None:
     base = build(tmp_path / "base", "llama, tied")
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write(base, tmp_path / "m.gguf")
     assert (tmp_path / name).read_text() == "mine"
 

@@ -316,7 +316,7 @@ def test_the_families_that_are_named_to_people_are_those_that_are_taken() -> Non
 
 def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> None:
     source = written_by_peft(tmp_path / "peft")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         imported(source, base, source)
     weights = source / WEIGHTS
     whole = weights.read_bytes()
@@ -373,7 +373,7 @@ def test_what_peft_cannot_hold_is_not_exported(base: Path, tmp_path: Path) -> No
             exported(where, folder, tmp_path / "out")
     with pytest.raises(ModelError, match="mixture's experts"):
         require_pairs(load_arrays(tmp_path / "experts" / ADAPTER_FILE), tmp_path)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         exported(base, adapter, base)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "experts"])
 

@@ -64,7 +64,7 @@ def test_a_signal_leaves_the_child_time_to_save(tmp_path: Path, number: signal.S
 def test_a_child_that_fails_says_how(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match=r"exit code 1: .*No module named"):
         run_json("no.such.module", [], 30)
-    with pytest.raises(ChildFailed, match="no end after"):
+    with pytest.raises(ChildFailed, match="not finished after"):
         run_json("http.server", ["0", "--bind", "127.0.0.1"], 0.5)
     with pytest.raises(ChildFailed, match="cannot be read"):
         run_json("this", [], 30)

@@ -304,7 +304,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer is missing"):
         create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), tmp_path, 1)
     (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         tiny(tmp_path / "there")
     huge = ShapeRequest(5 * 10**12, vocabulary=300)
     with pytest.raises(DiskFullError, match="no room"):

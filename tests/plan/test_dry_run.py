@@ -96,7 +96,7 @@ def test_it_is_watched_where_nothing_bounds_metal_s_memory(
     said: list[str] = []
     found = ask(model, job, said, "swelling")
     assert (found.measured, found.ran_out_of_memory) == (None, True)
-    assert found.ended == "its memory passed 64.0 MiB"
+    assert found.ended == "its memory exceeded 64.0 MiB"
     assert ask(model, job, said, "swelling") == found
     assert len(said) == 1  # the second time it is remembered
 

@@ -125,7 +125,7 @@ def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
     print_remedies(console, large)
     steps = remedies(large)
     keys = ["train.batch_size=1", "train.dequantize_base=false", "train.gradient_checkpointing=true"]
-    assert f"do: {' '.join(keys)}" in console.export_text()
+    assert f"do: set {' '.join(keys)}" in console.export_text()
     assert set(keys) <= {key for key, _ in steps}
     assert [found.fits for _, found in steps] == [False] * (len(steps) - 1) + [True]
     sizes = [found.needed_bytes for _, found in steps]
@@ -161,7 +161,7 @@ def test_what_is_not_known_of_a_machine_stays_unknown() -> None:
     assert (found.tokens_per_second, found.seconds, found.kwh, found.usd) == (None, None, None, None)
     text, fits = pretraining_text("10m", place("linux-16gb"))
     assert fits
-    assert "not known: no tflops" in text
+    assert "unknown: no tflops" in text
 
 
 def test_a_model_that_does_not_fit_is_said_not_to() -> None:
@@ -177,7 +177,7 @@ def test_all_machines_have_dates_and_several_of_each_have_earlier_ones() -> None
     assert str(datetime.now().astimezone().year) in text
     assert "25.9 days" in text
     eight, _ = pretraining_text("400m", *(place(name, 8) for name in profile_names()))
-    assert "8 of it" in eight
+    assert "8 of each" in eight
     assert "25.9 days" not in eight
 
 
@@ -216,7 +216,7 @@ def test_a_cpu_without_a_dry_run_is_assumed_to_train_at_half_of_its_matrix_produ
     assert here.machine == faster
     assert found.tflops == pytest.approx(0.1)
     assert "assumed" in found.source
-    unknown = Speed(None, "not known; to measure it: safetrain stage recommend_config")
+    unknown = Speed(None, "unknown; to measure it: safetrain stage recommend_config")
     assert speed_here(qwen_7b, machine, "pretrain") == unknown
 
 
@@ -259,7 +259,7 @@ def test_where_nothing_fits_what_would_is_named_with_its_memory(tmp_path: Path) 
     assert [text[:16] for text in what_would_fit(asked.but(rows=4, tokens=length))] == ["train.batch_size"]
     assert any("--bits 4" in text for text in what_would_fit(shortage(tmp_path, None, 9.0)))
     (smaller,) = what_would_fit(shortage(tmp_path, 2, 1.0, 256))
-    assert smaller.startswith("a base of about ")
+    assert smaller.startswith("a base model with about ")
 
 
 def test_a_gradient_is_counted_in_the_messages_that_it_is_sent_in() -> None:

@@ -113,7 +113,7 @@ def test_what_differs_is_named_with_its_machine(tmp_path: Path, monkeypatch: pyt
         f"mac2 has Python 3.12.1, this machine {here['Python']}", "mac2 has no data/validated",
         "mac2 has no base model",
     ]  # fmt: skip
-    assert differences("mac2", {**here, "data/validated": "c3"}, here) == ["mac2 has another data/validated"]
+    assert differences("mac2", {**here, "data/validated": "c3"}, here) == ["mac2 has a different data/validated"]
 
 
 def test_the_memory_is_needed_as_often_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_too_little_text_is_said() -> None:
 def test_what_was_not_measured_takes_the_time_of_its_operations_where_the_speed_is_known() -> None:
     assert "as no dry run was made: " in said(850_000_000, 2, None, DAY)
     assert said(850_000_000, 2, DAY, 3 * DAY) == said(850_000_000, 2, DAY)
-    assert "not known" in said(10**9, 2, None)
+    assert "unknown" in said(10**9, 2, None)
 
 
 def pretraining(there: int, **pins: object) -> Recommendation:

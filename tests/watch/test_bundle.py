@@ -90,7 +90,7 @@ def test_it_says_what_is_in_it_and_replaces_nothing(output: Path) -> None:
     assert json.loads(files["evaluation.json"])["improvement"]["nats_per_label"] == 1.5
     assert ",gradient," in files["flight.csv"]
     assert [event["event"] for event in json.loads(files["journal.json"])] == ["Said", "Died"]
-    for name, words in {"bug.zip": "exists already", "bug.txt": "name it bug.zip"}.items():
+    for name, words in {"bug.zip": "already exists", "bug.txt": "name it bug.zip"}.items():
         assert words in str(CliRunner().invoke(app, ["diagnose", "--bundle", name]).exception)
 
 

@@ -79,8 +79,8 @@ def test_the_command_writes_where_it_is_told_and_over_no_other_file(
     assert (tmp_path / "out/mine.html").read_bytes() == (tmp_path / paths.REPORT).read_bytes()
     Path("gone.html").symlink_to("nowhere")
     refused = {("--out", "out"): "is an HTML page", ("--compare", "HEAD"): "not a DVC project",
-               ("--out", "params.yaml"): "is an HTML page", ("--out", "out/mine.html"): "exists already",
-               ("--out", "gone.html"): "exists already", ("--compare", "a") * 3: "Only two runs"}  # fmt: skip
+               ("--out", "params.yaml"): "is an HTML page", ("--out", "out/mine.html"): "already exists",
+               ("--out", "gone.html"): "already exists", ("--compare", "a") * 3: "Only two runs"}  # fmt: skip
     for words, said in refused.items():
         with pytest.raises(ConfigError, match=said):
             CliRunner().invoke(app, ["report", *words], catch_exceptions=False)

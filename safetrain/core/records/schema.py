@@ -17,7 +17,7 @@ PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 RANGE, CHOICES = "range", "choices"
 LIST = "a list of texts"
-COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}, or null"
+COLUMNS = "the key of each part of a row, e.g. {prompt: frage, completion: antwort}, or null"
 
 
 @dataclass(frozen=True)

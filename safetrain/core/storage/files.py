@@ -125,7 +125,7 @@ def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
 def require_new(target: Path, do: str = "choose another folder") -> Path:
     """Return the parent folder of ``target``; raises ConfigError if ``target`` exists or cannot be written."""
     if target.exists() or target.is_symlink():
-        raise ConfigError("The target exists already.", where=str(target), do=do)
+        raise ConfigError("The target already exists.", where=str(target), do=do)
     parent = target.parent.resolve()
     nearest = next(folder for folder in (parent, *parent.parents) if folder.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
