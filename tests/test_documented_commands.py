@@ -50,7 +50,7 @@ RUN_BY = {
     "safetrain evaluate": f"{DVC}test_the_adapter_is_measured_by_hand_as_by_the_pipeline",
     "safetrain export gguf": f"{CLI}test_a_gguf_file_is_measured_on_the_same_rows",
     "safetrain export peft": PEFT,
-    "safetrain exp": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
+    "safetrain exp": f"{DVC}test_a_fresh_clone_learns_to_answer",
     "safetrain fetch": f"{CLI}test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down",
     "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
     "safetrain init": f"{PROJECT}made",

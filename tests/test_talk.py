@@ -141,7 +141,7 @@ def test_commands_are_no_questions_and_an_empty_answer_is_called_so(
 def test_an_answer_that_is_cut_is_remarked_on(adapter: Path) -> None:
     cut = run("chat", "--adapter", str(adapter), "--max-new-tokens", "2", lines=QUESTION)
     assert cut.out.splitlines() == expected(adapter, QUESTION, most=2)
-    assert cut.err == "[cut: more with --max-new-tokens]\n"
+    assert cut.err == "[cut off: raise --max-new-tokens]\n"
 
 
 def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model: Folder, tmp_path: Path) -> None:

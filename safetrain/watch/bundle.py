@@ -26,7 +26,7 @@ PACKAGES = (
     "numpy", "dvc", "hydra-core", "omegaconf", "huggingface-hub", "jinja2", "matplotlib", "psutil", "rich", "typer",
     "scipy-openblas32", "pyarrow", "gguf", "peft", "torch", "wandb", "mlflow-skinny", "tensorboard",
 )  # fmt: skip
-CAUSES = (  # of a post-mortem, as guard names them
+CAUSES = (  # names of causes in a post-mortem
     "allocation_failed", "bad_update", "crash", "disk_full", "engine_error", "gpu_timeout", "gpu_victim",
     "gpu_watchdog", "hang", "killed", "memory_limit", "oom_kill", "orphaned", "out_of_memory", "panic",
     "python_error", "ranks_apart", "reboot", "refused", "resource_limit", "ssh", "stopped", "supervisor_killed",
@@ -49,7 +49,7 @@ ALLOWED = {name: re.compile(pattern) for name, pattern in WORDS.items()}
 
 
 def write_bundle(out: Path, run: Run) -> list[str]:
-    """Write the zip; return a line about each file. Raises ConfigError where ``out`` exists or has another suffix."""
+    """Write the zip; return a line about each file. Raises ConfigError if ``out`` exists or has another suffix."""
     if out.suffix != ".zip":
         raise ConfigError("The bundle is a zip file.", where=str(out), do=f"name it {out.with_suffix('.zip').name}")
     require_new(out, do="choose another name, or remove it")
@@ -69,7 +69,7 @@ def _items(run: Run) -> Iterator[tuple[str, str, str]]:
     yield "machine.json", "this machine now: memory, disk, versions of packages", _json(_machine())
     status = {name: _numbers(getattr(run, name)) for name in ("state", "checkpoint", "marker", "processes")}
     status |= {"unreadable": [Path(name).name for name, _ in run.unreadable]}
-    yield "status.json", "whether a training runs, and how far it is", _json(status)
+    yield "status.json", "whether training is running, and how far it is", _json(status)
     events = [
         {**_numbers(entry), **_numbers(entry.event), "event": type(entry.event).__name__}
         for entry in run.journal[-LAST_EVENTS:]
@@ -80,7 +80,7 @@ def _items(run: Run) -> Iterator[tuple[str, str, str]]:
         ("recommended_config.json", "recommended values and predicted memory", run.plan),
         ("job.json", "settings of the newest training process", run.job),
         ("training_summary.json", "settings and results of the finished training", run.summary),
-        ("evaluation.json", "scores of base and tuned", run.evaluation),
+        ("evaluation.json", "scores of the base and tuned models", run.evaluation),
         ("postmortem.json", "cause, phase and memory of the last death", run.postmortem),
     )
     for name, about, record in records:
@@ -91,7 +91,7 @@ def _items(run: Run) -> Iterator[tuple[str, str, str]]:
     if run.steps:
         stride, first = max(1, len(run.steps) // MOST_STEPS), len(run.steps) - LAST_STEPS
         steps = [asdict(step) for place, step in enumerate(run.steps) if place % stride == 0 or place >= first]
-        yield "training_metrics.csv", "losses, speed and memory; of a long run a part", _csv(steps)
+        yield "training_metrics.csv", "losses, speed and memory; only part of a long run", _csv(steps)
     if run.flight:
         rows = [
             {**_numbers(record.work), **_numbers(record.allocator), **_numbers(record), "phase": record.phase_label}
@@ -134,7 +134,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))  # a row leaves out what it does not know
+    columns = list(dict.fromkeys(name for row in rows for name in row))  # unknown values are left out of a row
     lines = [
         columns,
         *(["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows),

@@ -1,4 +1,4 @@
-"""The model card of a folder for the hub: README.md, with what was measured. No row, no path of this machine."""
+"""The model card of a folder for the Hub: README.md, with measured results. No rows, no paths on this machine."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CARD = "README.md"
 CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
 PATH_KEYS = ("model", "base_model", "base_model_name_or_path", "_name_or_path", "name_or_path")
 Report = FuseReport | PeftReport | GgufReport
-REPORTS: dict[str, tuple[type[Report], str]] = {  # of a kind of folder, and the remedy for one that cannot be read
+REPORTS: dict[str, tuple[type[Report], str]] = {  # by kind of folder; with the remedy for an unreadable one
     "mlx": (FuseReport, "fuse it again, into another folder: safetrain fuse OUT"),
     "peft": (PeftReport, "export it again, into another folder: safetrain export peft OUT"),
     "gguf": (GgufReport, "export it again, to another file: safetrain export gguf OUT.gguf"),
@@ -36,7 +36,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
 
     path, kind = folder / CARD, _kind_of(folder)
     if path.exists() and not replace:
-        raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or --replace")
+        raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or use --replace")
     reports = _reports(folder, kind)
     own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else None for report in reports])
     base, scores = base or base_of(own), run.evaluation
@@ -113,13 +113,13 @@ def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: lis
 
 
 def _own_paths(files: list[Path]) -> list[str]:
-    """Remarks on files beside the card that have the base model's path on this machine."""
+    """Remarks on files next to the card that contain the base model's path on this machine."""
     remarks = list[str]()
     for path in files:
         values = _json(path)
         for value in dict.fromkeys(values[key] for key in PATH_KEYS if isinstance(values.get(key), str)):
             if Path(value).is_absolute():
-                remarks.append(f"{path.name} has a path of this machine: {value}")
+                remarks.append(f"{path.name} contains a path on this machine: {value}")
     return remarks
 
 

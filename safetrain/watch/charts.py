@@ -32,7 +32,7 @@ CURVES = {  # title and unit by field of StepRecord
 SMOOTHED = ("train_loss", "labels_per_second", "grad_norm")
 TEXT, DIM, LINE = "#1b1f24", "#5a6370", "#d6dae0"
 BLUE, ORANGE, GREEN, RED = "#0b66b0", "#c2570c", "#0a7a55", "#b3261e"
-SERIES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))  # told apart without colours too
+SERIES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))  # distinguishable even without colours
 PAGE_COLOURS = {TEXT: "text", DIM: "dim", LINE: "line", BLUE: "c0", ORANGE: "c1", GREEN: "c2", RED: "c3"}
 STYLE: Any = {
     "font.size": 12, "text.color": TEXT, "axes.labelcolor": DIM, "axes.edgecolor": DIM, "xtick.color": DIM,
@@ -41,11 +41,11 @@ STYLE: Any = {
     "axes.titlelocation": "left", "axes.titleweight": "bold", "svg.fonttype": "none", "svg.hashsalt": "safetrain",
 }  # fmt: skip
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}  # the same records give the same bytes
-MOST_POINTS = 1000  # of a curve
-FEW_POINTS = 40  # of a curve, drawn as dots too
+MOST_POINTS = 1000  # in a curve
+FEW_POINTS = 40  # a curve with so few points has dots too
 MOST_LETTERS = 24  # of a category's name
-IN_SIGHT = 4  # times the highest value: a level above would press the curves flat
-SMOOTHING_SHARE = 0.02  # of all points: the time constant of the smoothed curve
+IN_SIGHT = 4  # times the highest value: a higher level would flatten the curves
+SMOOTHING_SHARE = 0.02  # share of all points that is the smoothed curve's time constant
 LEAST_SMOOTHED = 100  # points; a smoothed curve of fewer points would lag
 
 Points = tuple[tuple[float, float], ...]  # x ascending
@@ -92,7 +92,7 @@ def inline_svg(figure: "Figure") -> str:
     with _style():
         figure.savefig(buffer, format="svg", metadata=NO_METADATA, transparent=True)
     text = "<svg" + buffer.getvalue().partition("<svg")[2]
-    text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would hold for the whole page
+    text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would apply to the whole page
     text = re.sub(r' (?:xmlns|xmlns:xlink|width|height|version)="[^"]*"', "", text, count=5)
     text = re.sub(r'<g id="[^"]*"', "<g", text).replace("xlink:href=", "href=")
     for colour, name in PAGE_COLOURS.items():
@@ -125,7 +125,7 @@ def smoothed(points: Points) -> Points:
 
 
 def thinned(points: Points, most: int) -> Points:
-    """About ``most`` points at most: the first, lowest, highest and last of each stretch."""
+    """Thin to roughly ``most`` points: keep the first, lowest, highest and last of each stretch."""
     if len(points) <= most:
         return points
     size = -(-4 * len(points) // most)
@@ -267,7 +267,7 @@ def _evaluation(run: Run) -> Any:
 
 
 def _short(name: str) -> str:
-    """A name on one line, without letters that no font draws."""
+    """A short name on one line, without letters that fonts lack."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in name) or "(none)"
     return plain if len(plain) <= MOST_LETTERS else f"{plain[: MOST_LETTERS - 1]}…"
 

@@ -33,7 +33,7 @@ class Speaker(Protocol):
 
 @dataclass
 class Side:
-    """One model and its chat. ``label`` stands before its answers, empty where it is the only one."""
+    """One model and its chat. ``label`` precedes its answers; empty if it is the only side."""
 
     label: str
     speaker: Speaker
@@ -47,12 +47,12 @@ class Side:
 
 
 class Chat:
-    """Reads one line after the other; answers go to stdout, everything else to stderr."""
+    """Reads one line at a time; answers go to stdout, everything else to stderr."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, prompts: Prompts, sides: Sequence[Side], system: str, context: int | None
     ) -> None:
-        """``context``: the model's limit in tokens, None where it is unknown."""
+        """``context``: the model's limit in tokens, None if unknown."""
         self._tokenizer, self._prompts, self._sides = tokenizer, prompts, sides
         self._system, self._context = system, context
         self._in_terminal = sys.stdin.isatty()
@@ -90,7 +90,7 @@ class Chat:
             line = self._typed() if self._in_terminal else sys.stdin.readline() or None
             (line or "").encode()  # Python lets half characters in where the locale is C
         except UnicodeError as error:
-            raise DataError(f"The input is not UTF-8: {error}", do="convert it, for example with iconv") from None
+            raise DataError(f"The input is not UTF-8: {error}", do="convert it, e.g. with iconv") from None
         return line
 
     def _typed(self) -> str | None:
@@ -127,7 +127,7 @@ class Chat:
         say(f"system prompt: {text}" if text else "no system prompt")
 
     def _turn(self, question: str) -> None:
-        """Ask every side. Answers stay in the chat, also the beginning of one that was stopped."""
+        """Ask every side. Answers stay in the chat, even the beginning of a stopped one."""
         self._stopped, self._turns = False, self._turns + 1
         sides = [side for side in self._sides if self._prepare(side, question)]
         with handling({SIGINT: self._stop}) if self._in_terminal else nullcontext():
@@ -137,7 +137,7 @@ class Chat:
                 for side in sides:
                     self._one_after_the_other(side)
         full = f"the model's context of {self._context} tokens is full. /reset begins a new chat"
-        remarks = {"stopped": "stopped", "context": full, "length": "cut: more with --max-new-tokens"}
+        remarks = {"stopped": "stopped", "context": full, "length": "cut off: raise --max-new-tokens"}
         for side in sides:
             if side.speaker.ended in remarks:
                 side.say(remarks[side.speaker.ended])
@@ -205,8 +205,8 @@ def say(text: str) -> None:
 
 
 def describe(model: str, system: str, context: int | None) -> str:
-    """The lines before a chat."""
-    lines = [model, f"system prompt of all training rows: {system}" if system else ""]
+    """The lines printed before a chat."""
+    lines = [model, f"system prompt shared by all training rows: {system}" if system else ""]
     return "\n".join(filter(None, [*lines, f"Context: {counted(context, 'token')}." if context else "", HELP]))
 
 

@@ -128,7 +128,7 @@ def obstacle(first: Run, second: Run) -> str:
     """Why the results of two runs cannot be compared; empty if they can."""
     one, other = first.evaluation, second.evaluation
     if one is None or other is None:
-        return "Not both have been evaluated"
+        return "At least one has not been evaluated"
     tests = [run.data.test if run.data is not None else None for run in (first, second)]
     if tests[0] != tests[1] or one.rows != other.rows:
         return "They were measured on different test rows"
@@ -140,7 +140,7 @@ def obstacle(first: Run, second: Run) -> str:
 
 
 def verdict_on(first: Run, second: Run) -> tuple[str, str]:
-    """Which of the two is better, as far as the intervals tell, and the colour of that."""
+    """Which of the two is better, as far as the intervals tell, and a colour for it."""
     reason = obstacle(first, second)
     if reason or first.evaluation is None or second.evaluation is None:
         return f"{reason}: their results cannot be compared.", report.OPEN
@@ -150,7 +150,7 @@ def verdict_on(first: Run, second: Run) -> tuple[str, str]:
     gap = other.nats_per_label - one.nats_per_label
     text, tone = f"{second.name if gap > 0 else first.name} is better.", report.GOOD if gap > 0 else report.BAD
     if one.plus_minus is None or other.plus_minus is None or abs(gap) <= one.plus_minus + other.plus_minus:
-        text, tone = "No difference is shown: the intervals overlap.", report.OPEN
+        text, tone = "No clear difference: the intervals overlap.", report.OPEN
     text += f" Gain over the base in nats per label: {gains}."
     notes = [(run.name, report.empty_answers(run.evaluation)) for run in (first, second)]
     empty = [f" {name}: {note}." for name, note in notes if note]

@@ -25,7 +25,7 @@ from safetrain.watch.charts import points_of
 from safetrain.watch.progress import TimeLeft, time_left
 from safetrain.watch.result import MEASURE
 
-SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # a phase is slow that exceeds both: times its longest so far, seconds
+SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # a slow phase exceeds both: its longest so far times this; this
 FIRST_SECONDS = 300.0  # the same for a phase's first time
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
@@ -56,12 +56,12 @@ class State(enum.Enum):
 
     @property
     def is_running(self) -> bool:
-        """Whether a training, or the pipeline before or after it, is at work."""
+        """Whether training, or the pipeline before or after it, is running."""
         return self not in ENDED
 
 
 ENDED = (State.NOTHING, State.FINISHED, State.STOPPED, State.DIED, State.GONE, State.LEFT)
-STANDING_STILL = (State.STAGE, State.PAUSED, State.HUNG, State.ENDING)  # without a time left
+STANDING_STILL = (State.STAGE, State.PAUSED, State.HUNG, State.ENDING)  # states without an estimate of the time left
 RUNNING_STATES = {
     Phase.EVALUATE: State.EVALUATING,
     Phase.SAVE: State.SAVING,
@@ -81,9 +81,9 @@ class PhaseAge:
     micro_batch: int
     rows: int
     tokens: int
-    age_seconds: float  # since it began; of a training that has ended, until its end
-    longest_seconds: float | None  # that this phase has taken so far; None: its first time
-    is_slow: bool  # far longer than before
+    age_seconds: float  # since it began, until now or until training ended
+    longest_seconds: float | None  # longest time that this phase has taken so far; None: its first time
+    is_slow: bool  # it takes far longer than before
     is_silent: bool  # without a record for so long that the supervisor ends it
 
 
@@ -93,7 +93,7 @@ class MonitorView:
 
     run: Run
     state: State
-    stage: str  # of the pipeline, that runs instead
+    stage: str  # stage of the pipeline that runs instead
     phase: PhaseAge | None
     left: TimeLeft | None
     available_bytes: int  # on the machine
@@ -106,7 +106,7 @@ class MonitorView:
 
     @property
     def evaluation_seconds(self) -> float | None:
-        """Time of the stage after the training, at most."""
+        """Longest time of the stage after training."""
         return evaluation_seconds(self.left.updates_seconds) if self.left else None
 
     @property
@@ -122,7 +122,7 @@ class MonitorView:
 
     @property
     def next_command(self) -> str:
-        """To continue or to learn more; empty where there is nothing to do."""
+        """Command to continue or to learn more; empty if there is nothing to do."""
         if self.verdict is not None:
             return self.verdict.next_command
         finished = "safetrain result" if self.run.evaluation is not None else MEASURE
@@ -130,7 +130,7 @@ class MonitorView:
 
 
 def look_at(reader: RunReader, project: Path) -> MonitorView:
-    """The run now; where no training runs, a stage of the pipeline that does."""
+    """The run now; if no training is running, the pipeline's running stage."""
     run = reader.read()
     return view_of(run, "" if run.is_running else running_stage(project), psutil.virtual_memory().available)
 
@@ -170,7 +170,7 @@ def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 
 
 def memory_of(run: Run) -> dict[str, int]:
-    """In bytes, 0 for what is unknown. The process is that of rank 0."""
+    """Memory sizes in bytes, 0 if unknown. The process is that of rank 0."""
     last, limit = run.flight[-1] if run.flight else None, run.marker or run.postmortem
     peaks = [record.allocator.peak_bytes for record in run.flight]
     return {
@@ -272,7 +272,7 @@ def json_line(view: MonitorView) -> str:
 
 
 def state_of(run: Run, stage: str = "") -> State:
-    """A training at work comes first, then another stage at work, then how the last training ended."""
+    """The state to show: a running training first, then any other running stage, then how the last training ended."""
     if run.marker is not None and run.is_running:
         is_new = run.header is not None and run.header.started_seconds >= run.marker.started_seconds
         return _running_state(run) if is_new and run.flight else State.STARTING
@@ -316,7 +316,7 @@ def phase_age(run: Run) -> PhaseAge:
     verdict, allowed = run.postmortem, None
     if run.is_running and run.processes.worker_lives:
         silence = run.read_at_monotonic_seconds - last.monotonic_seconds
-        if not run.processes.worker_is_stopped:  # a process that is stopped or gone does not hang
+        if not run.processes.worker_is_stopped:  # a stopped process does not hang
             longest_record = _longest_seconds(run.flight, lambda record: (record.phase, record.edge))
             allowed = allowed_seconds(last, floor, longest_record)
     else:  # until the training's end
@@ -339,6 +339,6 @@ def phase_age(run: Run) -> PhaseAge:
 
 
 def _longest_seconds(records: Sequence[FlightRecord], kind: Callable[[FlightRecord], object]) -> float | None:
-    """The longest time from a record of the last one's kind to the next record."""
+    """The longest time between a record of the same kind as the last one and the record after it."""
     same = ((before, after) for before, after in pairwise(records) if kind(before) == kind(records[-1]))
     return max((after.monotonic_seconds - before.monotonic_seconds for before, after in same), default=None)

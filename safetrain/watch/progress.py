@@ -1,4 +1,4 @@
-"""What a training prints while it runs and when it has ended, and how long it still takes."""
+"""What training prints while it runs and at its end, and how much time is left."""
 
 import contextlib
 import sys
@@ -19,7 +19,7 @@ from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
-MOST_ENTRIES = 256  # to estimate the time left from; of more, every second one is dropped
+MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
 STRETCHES = 8  # of the recent half of the updates, whose paces are compared
 LEAST_STRETCHES = 4  # from which the fastest and the slowest count as exceptions
 
@@ -167,14 +167,14 @@ def show_end(summary: TrainingSummary) -> None:
 
 
 def say_on_terminal(text: str) -> None:
-    """Print what only a waiting person needs: on stderr, because the output may be for a program, and not to a log."""
+    """Print what only a waiting person needs: to a terminal on stderr, never to a log or a program."""
     if sys.stderr.isatty():
         with contextlib.suppress(OSError, UnicodeError):
             print_text(text, sys.stderr)
 
 
 class EvaluationProgress:
-    """Says every ten seconds how far the evaluation of a model is, and how long this part still takes."""
+    """Prints every ten seconds how far the evaluation of a model is, and how much time this part still needs."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -182,7 +182,7 @@ class EvaluationProgress:
         self._start_seconds, self._line_seconds, self._start_done = 0.0, 0.0, 0.0  # of this part
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
-        """Take how much of this model's ``work`` (``questions answered``) is done, questions begun in parts."""
+        """Report how much of this model's ``work`` (e.g. ``questions answered``) is done; questions begun count too."""
         now = self._clock()
         if (name, work) != self._part:
             self._part, self._start_seconds, self._line_seconds, self._start_done = (name, work), now, now, done
@@ -196,7 +196,7 @@ class EvaluationProgress:
 def still_working(
     activity: str, say: Callable[[str], None] = say_on_terminal, every_seconds: float = SAY_EVERY_SECONDS
 ) -> Iterator[None]:
-    """Say every ten seconds how long a block has run that cannot report its progress."""
+    """Print every ten seconds how long a block without progress reports has run."""
     end, start_seconds = threading.Event(), time.monotonic()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""report.html: one page about a run, which loads nothing and runs nothing. Templates write the records down."""
+"""report.html: one page about a run, which loads nothing and runs nothing. Templates lay the records out."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from safetrain.watch.monitor import State, state_of
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
 MOST_SAMPLES, MOST_LETTERS, MOST_LINES, MOST_STEPS = 12, 600, 40, 6
-# Controls, writing directions, halves of pairs, tags: what is not seen, or moves or hides what is, is spelled: \u202e
+# Controls, writing directions, halves of pairs, tags: what is invisible, or moves or hides text, is escaped: \u202e
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
     "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
@@ -33,7 +33,7 @@ STATUSES = {
     State.STOPPED: ("stopped", OPEN),
     State.LEFT: ("unfinished", OPEN),
     State.DIED: ("ended badly", BAD),
-    State.FINISHED: ("finished", GOOD),  # with a summary that cannot be read
+    State.FINISHED: ("finished", GOOD),  # with an unreadable summary
     State.GONE: ("ended without a verdict: run safetrain diagnose", BAD),
 }
 Row = tuple[str, ...]
@@ -91,7 +91,7 @@ def title_of(run: Run) -> str:
 
 
 def status_of(run: Run) -> tuple[str, str]:
-    """How far the run is, and the colour of that."""
+    """How far the run is, and a colour for it."""
     if run.summary is not None:
         rungs = len(rungs_of(run)) + len(run.summary.outcome.gpu_rungs)
         return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
@@ -102,7 +102,7 @@ def status_of(run: Run) -> tuple[str, str]:
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
-    """What was learned, in one sentence with its interval, and the colour of that."""
+    """What was learned, in one sentence with its interval, and a colour for it."""
     scores = run.evaluation
     if scores is not None:
         gain, half = scores.improvement.nats_per_label, scores.improvement.plus_minus
@@ -269,7 +269,7 @@ def value_text(value: Any) -> str:
 
 
 def continuations_of(run: Run) -> list[WrittenSample]:
-    """Samples of a pretraining at a few steps, evenly spread, with the first and the last."""
+    """Samples of pretraining at a few steps, evenly spread, with the first and the last."""
     if run.settings is None or run.settings.method != PRETRAIN:  # samples.jsonl is an earlier run's
         return []
     steps = sorted({each.step for each in run.samples})

@@ -83,7 +83,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
             "No run has finished yet.",
             where=str(paths.SUMMARY),
             got="; ".join(damage),
-            do="repeat the command that began it ('safetrain run' or 'dvc repro'): it continues",
+            do="repeat the command that started it ('safetrain run' or 'dvc repro'): it continues",
         )
     raise ConfigError(
         "The last training has not been evaluated.",
@@ -94,7 +94,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
 
 
 def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
-    """Commands for after a pretraining, each with what it is for."""
+    """Commands for after pretraining, each with its purpose."""
     longer = f"{command.removesuffix(' repro')} exp run -S" if command.endswith(" repro") else command
     return [
         ('safetrain ask "The "', "it continues a text"),
@@ -105,13 +105,13 @@ def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
 
 
 def _next(sample: Sample | None, command: str, data: DataReport | None) -> list[tuple[str, str]]:
-    """Commands for after a run, with DVC or without it, each with what it is for."""
+    """Commands for after a run, with or without DVC, each with its purpose."""
     question = sample.question if sample and _can_be_typed(sample.question) else "..."
     lines = [
         (f'safetrain ask "{question}" --base', ""),
-        ("safetrain chat --compare", "talk with base and tuned"),
+        ("safetrain chat --compare", "talk with both models"),
         ("safetrain report", "a page with everything"),
-        ("safetrain fuse fused", "merge adapter and base"),
+        ("safetrain fuse fused", "merge adapter into base"),
     ]
     if command.endswith(" repro"):
         dvc = command.removesuffix(" repro")
@@ -137,5 +137,5 @@ def _without(command: str, key: str) -> str:
 
 
 def _can_be_typed(question: str) -> bool:
-    """Whether its command fits a line, and a shell does not change it inside double quotes."""
+    """Whether the question fits on a command line, and a shell does not change it inside double quotes."""
     return len(question) <= 50 and not set(question) & set('"$`\\!\n')

@@ -28,9 +28,9 @@ from safetrain.core.storage.files import read_record, write_record
 FOLDER = paths.OUTPUT / "trackers"
 PROJECT = "safetrain"  # W&B's project, MLflow's experiment
 MLFLOW_HERE = f"sqlite:///{FOLDER / 'mlflow.db'}"
-MLFLOW_BATCH = 100  # steps of a request: MLflow takes 1000 numbers
-MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # its own: 5 minutes
-CREDENTIALS = re.compile(r"//[^/\s]*@")  # in an address
+MLFLOW_BATCH = 100  # steps per request: MLflow accepts 1000 numbers
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # default: 5 minutes
+CREDENTIALS = re.compile(r"//[^/\s]*@")  # in a URL
 MACHINE_FACTS = ("backend", "chip", "device", "system", "mlx", "mlx_lm", "total_memory_bytes")
 SCORES = ("loss", "exact_match", "token_f1", "chrf")
 GIB = 2**30
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TrackerProgress:
-    """trackers/NAME.json: what a tracker has of a run."""
+    """trackers/NAME.json: what a tracker has received of a run."""
 
     run_id: str  # the same while a training is continued
     place: str
@@ -60,7 +60,7 @@ class TrackerProgress:
 
 
 def export(target: Target, run: Run | None = None) -> str:
-    """Send what the tracker does not have, and describe it in a line. Raises ConfigError, OSError."""
+    """Send what the tracker lacks, and describe it in a line. Raises ConfigError, OSError."""
     tracker, run = target.tracker, run or read_run()
     if importlib.util.find_spec(tracker) is None:
         raise ConfigError(f"{tracker} is not installed.", do=f"pip install -e '.[{tracker}]' -c constraints.txt")
@@ -88,7 +88,7 @@ def export(target: Target, run: Run | None = None) -> str:
 
 
 def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> None:
-    """Export every so often until no training runs; raises ConfigError where the last export fails."""
+    """Export regularly until no training is running; raises ConfigError if the last export fails."""
     reader, runs = RunReader(), True
     while runs:
         runs = is_locked(paths.OUTPUT)  # first, so that the last step is sent too
@@ -140,7 +140,7 @@ def _results(run: Run) -> Iterator[tuple[str, float]]:
 
 
 def _place(target: Target) -> str:
-    """Project, address or folder; another one gets a new run, and so does W&B offline."""
+    """Project, address or folder; a different one gets a new run, and so does W&B offline."""
     if target.tracker == "wandb":
         project = target.place or os.environ.get("WANDB_PROJECT") or PROJECT
         return f"{project} ({os.environ.get('WANDB_MODE', 'online')})"
@@ -192,7 +192,7 @@ def _send_mlflow(target: Target, progress: TrackerProgress, settings: Settings, 
         same = client.search_runs([number], f"tags.safetrain = '{progress.run_id}'")
         mlflow_run = same[0] if same else client.create_run(number, tags={"safetrain": progress.run_id}, run_name=name)
         run_id = mlflow_run.info.run_id
-        if not same:  # MLflow takes a setting once, and a training that ran out of memory changes some
+        if not same:  # MLflow accepts each setting once, and running out of memory changes some
             client.log_batch(run_id, params=[Param(key, str(value)) for key, value in settings.items()])
         for start in range(0, len(points) + 1, MLFLOW_BATCH):
             batch = [*points, end][start : start + MLFLOW_BATCH]

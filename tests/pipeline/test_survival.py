@@ -98,7 +98,7 @@ def test_kill_9_of_the_supervisor_is_told_at_the_next_start(workspace: Workspace
     wait_for(lambda: not processes_of(workspace), 5)
     again = workspace.run("python", "-m", "stages.train")
     assert again.returncode == 0
-    assert "its supervising process was killed" in again.stdout
+    assert "it was killed together with its supervisor" in again.stdout
     assert workspace.json("training_summary.json")["resumed_from_step"] > 0
     assert workspace.json("postmortem.json")["cause"] == "supervisor_killed"
 

@@ -20,7 +20,7 @@ CEILINGS = {
     "keys of params.yaml": 55,
     "test lines": 23_040,
     "benchmark, tool and recipe lines": 7_330,
-    "docs words": 21_930,
+    "docs words": 21_890,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

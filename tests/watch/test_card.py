@@ -87,7 +87,7 @@ def test_the_command_writes_it(project: Path) -> None:
         assert words in text, words
     assert not [secret for secret in ("Anna", SECRET, str(project)) if secret in text]
     assert "\n\n\n" not in text
-    assert f"fuse_report.json has a path of this machine: {project / 'base'}" in done.stdout
+    assert f"fuse_report.json contains a path on this machine: {project / 'base'}" in done.stdout
     assert "README.md already" in str(CliRunner().invoke(app, ["card", str(folder)]).exception)
 
 
@@ -108,7 +108,7 @@ def test_results_of_another_adapter_are_left_out_and_this_is_told(project: Path)
     assert ("0.75" in text, "1656" in text, "about another adapter" in remarks[-1]) == (False, False, True)
     paths.EVALUATION.unlink()
     text, remarks = card(folder)
-    assert "What it forgot of the base was not measured." in text
+    assert "Forgetting was not measured." in text
     assert "no evaluation yet" in remarks[-1]
 
 

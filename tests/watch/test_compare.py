@@ -64,7 +64,7 @@ def test_no_percentage_is_absurd_and_a_refused_comparison_has_no_changes(tmp_pat
 def test_a_part_that_one_of_them_lacks_is_named(tmp_path: Path) -> None:
     first = run(tmp_path, "first")
     verdict, text = compared(tmp_path, dataclasses.replace(first, name="bare", evaluation=None, summary=None), first)
-    assert verdict == "Not both have been evaluated: their results cannot be compared."
+    assert verdict == "At least one has not been evaluated: their results cannot be compared."
     assert "Missing: bare: it has no evaluation." in text
     assert "Missing: bare: no training has finished" in text
 
