@@ -27,7 +27,7 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
     said = invoke("export", "peft", "out")
     assert "on 9 validation rows" in said
-    assert "trained on a base of 4 bits" in said
+    assert "trained on a 4-bit base" in said
     assert "Name the float one: --base-name" in said
     assert "the base is owner/base-4bit" in said
     assert "the same answer on 9 of 9 rows" in said

@@ -206,7 +206,7 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
 def test_run_ends_with_the_stage_that_failed(workspace: Workspace) -> None:
     failed = workspace.run("safetrain", "run", "experiment=smoke", "data.path=nowhere.jsonl")
     assert failed.returncode == 3
-    assert "the stage validate_data ended with exit code 3" in failed.stderr
+    assert "the validate_data stage ended with exit code 3" in failed.stderr
 
 
 def test_a_loss_that_is_not_a_number_is_told_and_not_written(workspace: Workspace) -> None:

@@ -118,7 +118,7 @@ def test_each_folder_is_known_and_its_paths_are_named(project: Path, kind: str) 
     text, remarks = card(folder)
     library, relation, names = KINDS[kind]
     assert (ModelCard(text).data.library_name, ModelCard(text).data.base_model_relation) == (library, relation)
-    assert [each.partition(" ")[0] for each in remarks if "path of this machine" in each] == names
+    assert [each.partition(" ")[0] for each in remarks if "path on this machine" in each] == names
     (project / "empty").mkdir()
     with pytest.raises(ConfigError, match="This folder has no model"):
         card(project / "empty")

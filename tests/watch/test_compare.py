@@ -42,7 +42,7 @@ def test_what_differs_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gains", "said"),
-    [((0.5, 1.5), "second is better"), ((1.5, 0.5), "first is better"), ((1.5, 1.2), "No difference is shown")],
+    [((0.5, 1.5), "second is better"), ((1.5, 0.5), "first is better"), ((1.5, 1.2), "No clear difference")],
 )
 def test_the_verdict_is_by_the_intervals(tmp_path: Path, gains: tuple[float, float], said: str) -> None:
     verdict, _ = compared(tmp_path, run(tmp_path, "first", gains[0]), run(tmp_path, "second", gains[1]))

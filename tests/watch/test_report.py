@@ -108,7 +108,7 @@ def test_a_run_that_died_shows_the_verdict_first(tmp_path: Path) -> None:
     assert text.index("Ended badly: the system killed it for lack of memory (confirmed)") < text.index("Answers")
     for part in ("2027-01-15 08:00 UTC", "gradient of step 17, micro-batch 1: 2 rows, 80 tokens (train.jsonl lines 3,",
                  "everything up to step 16", "Killed process 4711", "16 updates recorded", "No result yet",
-                 "Missing: Base and tuned model have not been compared yet. Run dvc repro"):  # fmt: skip
+                 "Missing: The base and tuned models have not been compared yet. Run dvc repro"):  # fmt: skip
         assert part in text, part
     change(output / "postmortem.json", cause="stopped", title="stopped by SIGINT")
     text = told(tmp_path)
