@@ -28,12 +28,11 @@ GONE_LOOKS = 3  # in a row without a training before it has ended: two processes
 COMPARISON = paths.OUTPUT / "compare.html"
 TRACK_HELP = """Send a run to W&B, MLflow or TensorBoard.
 
-Sends steps, settings and scores, but no rows or answers. Run it again to send what is new."""
+Sends steps, settings and scores, but no rows or answers. Each time, the tracker gets a new run."""
 
 track = typer.Typer(no_args_is_help=True, help=TRACK_HELP)
 
 Name = Annotated[str, typer.Option(help="name of the run; default: the tracker's choice")]
-Follow = Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="send updates until training ends")]
 
 
 def monitor(
@@ -131,7 +130,7 @@ def report(
     if target.resolve() != usual.resolve():  # the default page is overwritten each time
         require_new(target, "name another file, or remove this one first")
     if compare:
-        print_text(write_comparison(compare, target))
+        write_comparison(compare, target)
     else:
         write_report(read_run(), target)
     print(f"{target}: open it in a browser")
@@ -141,42 +140,36 @@ def report(
 def track_wandb(
     project: Annotated[str, typer.Option(help="default: $WANDB_PROJECT, else safetrain")] = "",
     name: Name = "",
-    follow: Follow = None,
 ) -> None:
     """Send to Weights & Biases; WANDB_MODE=offline needs no account."""
-    _track("wandb", project, name, follow)
+    _track("wandb", project, name)
 
 
 @track.command("mlflow")
 def track_mlflow(
     uri: Annotated[str, typer.Option(help="default: $MLFLOW_TRACKING_URI, else a database file here")] = "",
     name: Name = "",
-    follow: Follow = None,
 ) -> None:
     """Send to MLflow: a server, or a database file here."""
-    _track("mlflow", uri, name, follow)
+    _track("mlflow", uri, name)
 
 
 @track.command("tensorboard")
 def track_tensorboard(
     into: Annotated[str, typer.Option(help="default: checkpoints_qlora/trackers/tensorboard")] = "",
     name: Name = "",
-    follow: Follow = None,
 ) -> None:
     """Write event files for TensorBoard."""
-    _track("tensorboard", into, name, follow)
+    _track("tensorboard", into, name)
 
 
-def _track(tracker: str, place: str, name: str, every_seconds: float | None) -> None:
+def _track(tracker: str, place: str, name: str) -> None:
+    from safetrain.core.run_folder import read_run
     from safetrain.watch import trackers
 
     require_project()
     if "/" in name or name in (".", ".."):
         raise ConfigError("The name of a run is a folder's name.", got=name, do="choose one without a slash")
-    target = trackers.Target(tracker, place, name)
-    if every_seconds is not None:
-        trackers.follow(target, every_seconds, print_text)
-        return
     with console().status(f"sending to {tracker}"):
-        line = trackers.export(target)
+        line = trackers.export(tracker, read_run(), place, name)
     print_text(line)

@@ -1,4 +1,4 @@
-"""Stage 6: write report.html, and its charts as PNG and SVG to checkpoints_qlora/plots."""
+"""Stage 6: write report.html, and its charts as PNG files to checkpoints_qlora/plots."""
 
 from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.reports import read_data_report
@@ -24,9 +24,9 @@ def main(config: Pipeline) -> None:
     ):
         if not record:
             read(path)  # raises an error with what to do
-    figures = pictures(run)
-    write_pictures(figures, paths.PLOTS)
-    print(f"Pictures: {len(figures)} in {paths.PLOTS}, as PNG and SVG")
+    drawn = pictures(run)
+    write_pictures(drawn, paths.PLOTS)
+    print(f"Pictures: {len(drawn)} in {paths.PLOTS}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import psutil
 from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Progress, Said, Started
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import FlightRecord, Phase, allowed_seconds
-from safetrain.core.records.evaluation import evaluation_seconds
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.settings import TrainJob, memory_shape
@@ -25,8 +24,6 @@ from safetrain.watch.charts import points_of
 from safetrain.watch.progress import TimeLeft, time_left
 from safetrain.watch.result import MEASURE
 
-SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # a slow phase exceeds both: its longest so far times this; this
-FIRST_SECONDS = 300.0  # the same for a phase's first time
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
@@ -83,7 +80,6 @@ class PhaseAge:
     tokens: int
     age_seconds: float  # since it began, until now or until training ended
     longest_seconds: float | None  # longest time that this phase has taken so far; None: its first time
-    is_slow: bool  # it takes far longer than before
     is_silent: bool  # without a record for so long that the supervisor ends it
 
 
@@ -103,11 +99,6 @@ class MonitorView:
         """Updates made. The recorder knows before the metrics do."""
         recorded = [record.work.step - (record.phase in IN_UPDATE) for record in self.run.flight[-1:]]
         return max([0, *recorded, *(record.step for record in self.run.steps[-1:])])
-
-    @property
-    def evaluation_seconds(self) -> float | None:
-        """Longest time of the stage after training."""
-        return evaluation_seconds(self.left.updates_seconds) if self.left else None
 
     @property
     def verdict(self) -> PostMortem | None:
@@ -251,7 +242,7 @@ def json_line(view: MonitorView) -> str:
         "pid": header.pid if header and run.processes.worker_lives else 0,
         "ranks": job.ranks if job else 1,
         "phase": view.phase,
-        "progress": position | speed_of(run.steps) | {"evaluation_seconds": view.evaluation_seconds},
+        "progress": position | speed_of(run.steps),
         "losses": losses_of(run.steps),
         "memory": memory_of(run)
         | {"process_limit_name": limit.limit_name if limit else "", "available_bytes": view.available_bytes},
@@ -324,7 +315,6 @@ def phase_age(run: Run) -> PhaseAge:
         silence = (ended if ended >= last.wall_seconds else run.read_at_seconds) - last.wall_seconds
     silence = max(0.0, silence)
     age = last.monotonic_seconds - starts[-1].monotonic_seconds + silence
-    slow = FIRST_SECONDS if longest is None else max(SLOW_SECONDS, SLOW_TIMES * longest)
     return PhaseAge(
         label=last.phase_label,
         step=last.work.step,
@@ -333,7 +323,6 @@ def phase_age(run: Run) -> PhaseAge:
         tokens=last.work.tokens,
         age_seconds=age,
         longest_seconds=longest,
-        is_slow=allowed is not None and age > slow,
         is_silent=allowed is not None and floor > 0 and silence > max(floor, allowed),
     )
 

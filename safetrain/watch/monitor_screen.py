@@ -10,7 +10,7 @@ from rich.text import Text
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
 from safetrain.core.records.postmortem import describe_rows
-from safetrain.watch.charts import Points, points_of, smoothed, thinned
+from safetrain.watch.charts import Points, points_of, smoothed
 from safetrain.watch.monitor import (
     MonitorView,
     PhaseAge,
@@ -24,7 +24,6 @@ from safetrain.watch.monitor import (
 from safetrain.watch.progress import clock_text, time_left_text
 
 LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
-MOST_POINTS = 1000  # of the curve
 EARLY_SHARE, MANY_POINTS = 0.1, 20  # of many points, the first tenth does not stretch the axis
 MARK = "◆"  # a validation
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter: 4 rows of 2
@@ -61,7 +60,7 @@ def _ending_rows(view: MonitorView) -> list[tuple[str, str]]:
 
 
 def _phase_text(phase: PhaseAge) -> str:
-    sign = WRONG if phase.is_silent else LOOK if phase.is_slow else ""
+    sign = WRONG if phase.is_silent else ""
     text = phase.label + (f" of step {phase.step}" if phase.step else "")
     text += f" for {age_text(phase.age_seconds)}"
     text += f" (longest {age_text(phase.longest_seconds)})" if phase.longest_seconds is not None else ""
@@ -139,11 +138,8 @@ def position_text(view: MonitorView) -> str:
 
 
 def end_text(view: MonitorView) -> str:
-    """``about 3 min left (2 min to 4 min), until 14:32, then evaluation, at most 2 min``; empty while unknown."""
-    if view.left is None:
-        return ""
-    text, seconds = time_left_text(view.left, view.run.read_at_seconds), view.evaluation_seconds
-    return f"{text}, then evaluation, at most {duration_text(seconds)}" if seconds is not None else text
+    """``about 3 min left (2 min to 4 min), until 14:32``; empty while unknown."""
+    return time_left_text(view.left, view.run.read_at_seconds) if view.left is not None else ""
 
 
 def plain_line(view: MonitorView) -> str:
@@ -159,7 +155,7 @@ class MonitorScreen:
     def __init__(self, view: MonitorView) -> None:
         self._view = view
         train, valid = (points_of(view.run.steps, name) for name in ("train_loss", "valid_loss"))
-        self._train, self._valid = thinned(smoothed(train) or train, MOST_POINTS), valid  # once, not for each frame
+        self._train, self._valid = smoothed(train) or train, valid  # once, not for each frame
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(height=options.height or console.height)

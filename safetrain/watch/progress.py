@@ -31,7 +31,6 @@ class TimeLeft:
     seconds: float
     least: float | None  # as if the rest went like the fastest recent stretch; None: too early to tell
     most: float | None
-    updates_seconds: float  # of all updates of the run
 
 
 def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft | None:
@@ -57,7 +56,7 @@ def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft |
         for each in (pace, paces[0], paces[-1])
     )
     least, most = ends if is_sure else (None, None)
-    return TimeLeft(rest, least, most, last.elapsed_seconds + updates * pace)
+    return TimeLeft(rest, least, most)
 
 
 def time_left_text(left: TimeLeft, now_wall_seconds: float) -> str:

@@ -1,5 +1,6 @@
 """report.html: one page about a run, which loads nothing and runs nothing. Templates lay the records out."""
 
+import base64
 import dataclasses
 import functools
 import re
@@ -10,19 +11,19 @@ from typing import Any
 
 from safetrain.core.events import Begun, Died
 from safetrain.core.formatting import counted, duration_text, override, size_text
-from safetrain.core.records.evaluation import Evaluation, Sample, Score, describe_forgetting, describe_loss
+from safetrain.core.records.evaluation import Evaluation, Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.postmortem import describe_memory, describe_place
 from safetrain.core.records.schema import PRETRAIN, SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
-from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted_peak, rungs_of
+from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.monitor import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
-MOST_SAMPLES, MOST_LETTERS, MOST_LINES, MOST_STEPS = 12, 600, 40, 6
+MOST_LETTERS, MOST_LINES, MOST_STEPS = 600, 40, 6
 # Controls, writing directions, halves of pairs, tags: what is invisible, or moves or hides text, is escaped: \u202e
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
@@ -41,14 +42,12 @@ Row = tuple[str, ...]
 
 def write_report(run: Run, path: Path) -> None:
     """Write the page about a run, whole or not at all. The same records give the same bytes."""
-    drawings = {name: inline_svg(figure) for name, figure in pictures(run).items()}
-    write_text(path, render("report.html", run=run, title=title_of(run), pictures=drawings))
+    write_text(path, render("report.html", run=run, title=title_of(run), pictures=pictures(run)))
 
 
 def render(template: str, **values: Any) -> str:
     """The HTML of a page. Whatever a record holds is text in it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)  # fmt: skip
@@ -61,11 +60,11 @@ def render(template: str, **values: Any) -> str:
         "counted": counted,
         "day": lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "answer": lambda text: cut(text) if text.strip() else "(empty answer)",
-        "drawing": Markup,
+        "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        answer_lists, command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
-        describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of, length_limit,
+        command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
+        describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of,
         memory_sizes, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
@@ -108,7 +107,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
         gain, half = scores.improvement.nats_per_label, scores.improvement.plus_minus
         tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
         text = f"{describe_loss(scores)}."
-        empty = empty_answers(scores)
+        empty = _empty_answers(scores)
         return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
@@ -119,17 +118,11 @@ def verdict_of(run: Run) -> tuple[str, str]:
     return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
 
 
-def empty_answers(scores: Evaluation | None) -> str:
+def _empty_answers(scores: Evaluation) -> str:
     """``7 of its 8 recorded answers are empty``, where most of the tuned model's are; otherwise empty."""
-    samples = [each for each in samples_of(scores) if each.expected.strip()]
-    empty = sum(not each.tuned.strip() for each in samples)
-    return f"{empty} of its {len(samples)} recorded answers are empty" if 2 * empty > len(samples) else ""
-
-
-def samples_of(scores: Evaluation | None) -> list[Sample]:
-    """All rows whose answers an evaluation keeps, each once."""
-    samples = (*scores.samples, *scores.worst, *scores.most_changed) if scores is not None else ()
-    return list({(each.where, each.question): each for each in samples}.values())
+    samples = {(each.where, each.question): each for each in (*scores.samples, *scores.worst, *scores.most_changed)}
+    empty = [not each.tuned.strip() for each in samples.values() if each.expected.strip()]
+    return f"{sum(empty)} of its {len(empty)} recorded answers are empty" if 2 * sum(empty) > len(empty) else ""
 
 
 def exact_text(score: Score) -> str:
@@ -171,18 +164,6 @@ def history_of(run: Run) -> list[str]:
     deaths = [entry.event for entry in run.journal if isinstance(entry.event, Died)]
     lines += [f"ended at step {death.step:,}: {death.title}" for death in deaths]
     return [cut(line) for line in lines[:MOST_LINES]]
-
-
-def answer_lists(scores: Evaluation) -> list[tuple[str, list[Sample]]]:
-    """Samples, worst rows and those that changed most, no question in two lists."""
-    earlier = set[tuple[str, str]]()
-    lists = list[tuple[str, list[Sample]]]()
-    titles = ("", "Rows with the highest loss of the tuned model", "Rows that changed most")
-    for title, samples in zip(titles, (scores.samples, scores.worst, scores.most_changed), strict=True):
-        new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in earlier]
-        earlier |= {(each.where, each.question) for each in new}
-        lists.append((title, new))
-    return lists
 
 
 def memory_sizes(run: Run) -> list[tuple[str, int, str]]:

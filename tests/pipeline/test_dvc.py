@@ -63,10 +63,9 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert proof["opened"]["divergence"] < 5e-3 < 0.1 < proof["base"]["divergence"]
     assert proof["opened"]["same_answers"] > 0.9 * proof["rows"] > proof["base"]["same_answers"]
     assert summary["peak_memory_bytes"] <= MARGIN * summary["predicted_peak_bytes"]
-    for name in ("loss", "learning_rate", "memory_usage", "row_lengths", "speed", "evaluation"):
+    for name in ("loss", "learning_rate", "memory_usage", "speed"):
         picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
-        assert "</svg>" in picture.with_suffix(".svg").read_text()
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
     assert "better by " in page
     assert "Missing:" not in page

@@ -163,8 +163,7 @@ def test_a_phase_is_as_old_as_its_first_micro_batch(tmp_path: Path) -> None:
 
 def test_what_takes_too_long_hangs_or_is_gone_is_told_apart(running: Path) -> None:
     run = read_run(running)
-    for seconds, sign, state in ((2.0, "after", State.TRAINING), (60.0, "look: ", State.TRAINING),
-                                 (700.0, "!! ", State.HUNG)):  # fmt: skip
+    for seconds, sign, state in ((2.0, "after", State.TRAINING), (700.0, "!! ", State.HUNG)):  # fmt: skip
         view = view_of(later(run, seconds))
         assert (view.state, dict(rows_of(view))["doing"].startswith(sign)) == (state, True)
     assert "it hangs" in drawn(view)
@@ -203,7 +202,7 @@ def test_memory_of_mlx_is_judged_by_the_prediction_and_by_the_budget(running: Pa
         assert text.partition("peak")[0].strip(" :") == sign
 
 
-def test_time_left_names_the_adapter_check_and_the_evaluation_that_follow(running: Path) -> None:
+def test_time_left_includes_the_adapter_check(running: Path) -> None:
     run = read_run(running)
     now = run.read_at_monotonic_seconds
     past = [JournalEntry(0.0, now - 68, Begun(TOTAL, 0, "", 10, check_validations=3.0)),
@@ -214,7 +213,6 @@ def test_time_left_names_the_adapter_check_and_the_evaluation_that_follow(runnin
     assert view.left is not None
     assert view.left.seconds == pytest.approx(10 * 1.2 + 8.0 + 3 * 8.0)
     assert "left, until" in drawn(view)
-    assert "then evaluation, at most 35 s" in " ".join(drawn(view).split())
     assert json.loads(json_line(view))["progress"]["left"]["seconds"] == pytest.approx(44.0)
     assert view_of(later(run, 700.0)).left is None  # it hangs
 

@@ -82,9 +82,9 @@ def test_a_pause_is_no_pace_and_the_range_is_that_of_recent_stretches() -> None:
 
 @pytest.mark.parametrize(
     ("left", "text"),
-    [(TimeLeft(40, None, None, 0), r"about 40 s left, until \d\d:\d\d"),
-     (TimeLeft(600, 540, 660, 0), r"about 10 min left \(9 min to 11 min\), until \d\d:\d\d"),
-     (TimeLeft(2 * 86400.0, None, None, 0), r"about 2.0 days left, until \w{3} \d\d \w{3} \d\d:\d\d")],
+    [(TimeLeft(40, None, None), r"about 40 s left, until \d\d:\d\d"),
+     (TimeLeft(600, 540, 660), r"about 10 min left \(9 min to 11 min\), until \d\d:\d\d"),
+     (TimeLeft(2 * 86400.0, None, None), r"about 2.0 days left, until \w{3} \d\d \w{3} \d\d:\d\d")],
 )  # fmt: skip
 def test_its_text_has_its_range_and_its_end(left: TimeLeft, text: str) -> None:
     assert re.fullmatch(text, time_left_text(left, 1_700_000_000.0))
