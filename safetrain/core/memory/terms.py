@@ -3,7 +3,6 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
@@ -22,7 +21,6 @@ WHOLE_LOGIT_COPIES = 10  # including copies for capping and gathering (measured:
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it frees the previous one (measured)
 OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (measured: bench_memory_estimate)
 TILES_ALIVE = 2  # at least: one of scores, one of their gradients
-LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # a head is dequantized slice by slice
 FLOAT32 = 4
 NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "F16", "BF16")  # names in the headers of weight files
@@ -83,7 +81,6 @@ COEFFICIENTS = {
     "gradient so far": 0.5,  # while the loss is computed
     "a block's weights, dequantized": 1.5,
     "gradient": 1.2,
-    "slice of the head being dequantized": 3.0,
 }
 
 
@@ -144,8 +141,8 @@ def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
 def work_phases(
     model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend
 ) -> tuple[tuple[MemoryTerm, ...], ...]:
-    """The temporary terms of a step at the four moments that can be the peak: the head is dequantized, the loss is
-    computed, the top block's backward pass, the lowest trained block's backward pass.
+    """The temporary terms of a step at the three moments that can be the peak: the loss is computed, the top block's
+    backward pass, the lowest trained block's backward pass.
 
     At the loss and at the top block, the activations of all blocks are in memory; with recomputation only the inputs
     of all blocks and the activations of one. Each shard has its own gradient. (measured: timelines of mlx memory)
@@ -154,7 +151,7 @@ def work_phases(
     block += adapter_activation_bytes(model, lora, shape, backend)
     one = shape.total * model.hidden_size * backend.compute_bytes if backend.checkpointing else block
     scores, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
-    shards, blocks, head = shards_of(model, shape, backend), lora.num_layers, head_bytes(model, backend)
+    shards, blocks = shards_of(model, shape, backend), lora.num_layers
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
     logits, all_kept = logit_bytes(model, shape, backend), 0 if backend.checkpointing else blocks * scores
     is_whole = backend.method == PRETRAIN  # at the loss, only the head's gradient exists
@@ -176,14 +173,12 @@ def work_phases(
         "gradient": shards * gradient // blocks,
     }
     bottom = {"stored activations": one, "attention scores": scores + tiles, "gradient": shards * gradient}
-    moments = {"slice of the head being dequantized": head_slice_bytes(head)}, loss, backward | top, backward | bottom
-    return tuple(_terms_of({"head, dequantized": head} | sizes) for sizes in moments)
-
-
-def _terms_of(sizes: Mapping[str, int]) -> tuple[MemoryTerm, ...]:
-    """Multiply each term by its coefficient; terms of 0 bytes are left out."""
-    scaled = ((name, int(sizes.get(name, 0) * factor)) for name, factor in COEFFICIENTS.items())
-    return tuple(MemoryTerm(name, size) for name, size in scaled if size)
+    result = []
+    for sizes in (loss, backward | top, backward | bottom):
+        sizes["head, dequantized"] = head_bytes(model, backend)
+        scaled = ((name, int(sizes.get(name, 0) * factor)) for name, factor in COEFFICIENTS.items())
+        result.append(tuple(MemoryTerm(name, size) for name, size in scaled if size))
+    return tuple(result)
 
 
 def shards_of(model: ModelFiles, shape: Shape, backend: Backend) -> int:
@@ -217,11 +212,6 @@ def dequantizes_per_use(model: ModelFiles, backend: Backend) -> bool:
 def head_bytes(model: ModelFiles, backend: Backend) -> int:
     """Size of the dequantized float32 head, which all shards of a micro-batch share."""
     return matrix_bytes(model) if dequantizes_per_use(model, backend) else 0
-
-
-def head_slice_bytes(head_bytes: int) -> int:
-    """Size of the slice of the head that is dequantized at one time."""
-    return min(head_bytes, max(LEAST_HEAD_SLICE_BYTES, head_bytes // MOST_HEAD_SLICES))
 
 
 def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
@@ -278,8 +268,6 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
 def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool = False) -> int:
     """Count of numbers in the adapter: rank x (inputs + outputs) of every target matrix, experts included; for DoRA
     also a length for each output.
-
-    Names and shapes come from the weight files; if these name no layers, from the seven matrices of a Llama block.
     """
     total = 0
     for block, name, weight in adapted_weights(model):
@@ -289,19 +277,13 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
             continue
         *experts, outputs, inputs = weight.dequantized_shape
         total += math.prod(experts) * (lora.rank * (inputs + outputs) + with_lengths * outputs)
-    return total or _llama_lora_parameters(model, lora)
+    return total
 
 
 def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
     """The ``targets`` that match no matrix in the weight files; empty if the files name no layers."""
     names = [name for _, name, _ in adapted_weights(model)]
     return [t for t in targets if names and not any(is_target(name, t) for name in names)]
-
-
-def _llama_lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
-    hidden, width = model.hidden_size, model.intermediate_size
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return lora.rank * lora.num_layers * ((hidden + query) * 2 + (hidden + key_value) * 2 + (hidden + width) * 3)
 
 
 def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
@@ -368,10 +350,6 @@ def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     if model.whole_logits:
         return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * model.vocab_size
     labels = (shape.total if shape.labels is None else shape.labels) // shards
-    alive = CHUNKS_ALIVE * _chunk_tokens(model, backend)
+    most_shards = shards_at_once(MOST_SHARDS, on_cpu=backend.computes_in_float32)
+    alive = CHUNKS_ALIVE * chunk_tokens(model.vocab_size, most_shards)
     return LOGIT_COPIES * FLOAT32 * min(labels, alive) * model.vocab_size
-
-
-def _chunk_tokens(model: ModelFiles, backend: Backend) -> int:
-    most_shards = min(MOST_SHARDS, usable_cores()) if backend.computes_in_float32 else 1
-    return chunk_tokens(model.vocab_size, most_shards)

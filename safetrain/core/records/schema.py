@@ -16,30 +16,16 @@ SET = "set by you"  # in the reason for a value
 PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 RANGE, CHOICES = "range", "choices"
+ANY = (-math.inf, math.inf, "")  # a range: least and most, in words
 LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, e.g. {prompt: frage, completion: antwort}, or null"
 
 
-@dataclass(frozen=True)
-class Range:
-    """Allowed numbers, both ends included; ``above`` excludes its own value."""
-
-    at_least: float = -math.inf
-    at_most: float = math.inf
-    above: float = -math.inf
-
-    def admits(self, value: float) -> bool:
-        """Whether ``value`` is a finite number in the range."""
-        return math.isfinite(value) and value >= self.at_least and value <= self.at_most and value > self.above
-
-    def __str__(self) -> str:
-        low = f"above {self.above:.12g}" if self.above > -math.inf else f"at least {self.at_least:.12g}"
-        return low if self.at_most == math.inf else f"{low} and at most {self.at_most:.12g}"
-
-
 def number(*, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf) -> Any:
-    """A numeric key with its range."""
-    return field(metadata={RANGE: Range(at_least, at_most, above)})
+    """A numeric key with its range, both ends included; ``above`` excludes its own value."""
+    text = f"at least {at_least:.12g}" if above == -math.inf else f"above {above:.12g}"
+    text += "" if at_most == math.inf else f" and at most {at_most:.12g}"
+    return field(metadata={RANGE: (max(at_least, math.nextafter(above, math.inf)), at_most, text)})
 
 
 def choice(*values: str | int) -> Any:
@@ -190,10 +176,10 @@ def check_ranges(config: Pipeline) -> None:
 def _impossible(section: str, part: Any) -> Iterator[str]:
     """Say what is wrong with the values of a section, key by key."""
     for key in dataclasses.fields(part):
-        value, name, allowed = getattr(part, key.name), f"{section}.{key.name}", key.metadata.get(RANGE)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        value, name, (low, high, _) = getattr(part, key.name), f"{section}.{key.name}", key.metadata.get(RANGE, ANY)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         is_null = value is None and _is_optional(key)
-        in_range = allowed is None or (is_number and allowed.admits(value))
+        in_range = RANGE not in key.metadata or (is_number and low <= value <= high)
         is_empty = isinstance(value, str) and not value.strip()
         if not is_null and (is_empty or not in_range or value not in key.metadata.get(CHOICES, (value,))):
             what = "is empty" if is_empty else f"= {value}"
@@ -223,7 +209,7 @@ def describe_allowed(section: str, key: str) -> str:
     if CHOICES in found.metadata:
         text = " or ".join(map(str, found.metadata[CHOICES]))
     if RANGE in found.metadata:
-        text += f", {found.metadata[RANGE]}"
+        text += f", {found.metadata[RANGE][2]}"
     return text + (", or null" if _is_optional(found) else "")
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
+from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
 from safetrain.core.records.schema import WHOLE, Lora, Train
 from safetrain.core.storage.files import from_json, read_result
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
-NEARLY = 0.95  # share of train.memory_limit_gb's budget: the plan was made under it
 MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
 PLANNED = (
     "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
@@ -297,15 +296,12 @@ class TrainJob:
 def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
     """Give one of ``ranks_here`` ranks on this machine its share of the memory budget.
 
-    A budget from train.memory_limit_gb is already per rank.
+    train.memory_limit_gb is per rank already.
     """
-    budget, own = job.memory_budget, job.memory_limit_bytes
-    is_own = own is not None and budget.total_bytes >= NEARLY * within_data_limit(own, own)
-    if ranks_here == 1 or is_own:
+    if ranks_here == 1 or job.memory_limit_bytes is not None:
         return job
-    return dataclasses.replace(
-        job, memory_budget=dataclasses.replace(budget, total_bytes=budget.total_bytes // ranks_here)
-    )
+    budget = dataclasses.replace(job.memory_budget, total_bytes=job.memory_budget.total_bytes // ranks_here)
+    return dataclasses.replace(job, memory_budget=budget)
 
 
 def memory_shape(settings: TrainSettings) -> MemoryShape:

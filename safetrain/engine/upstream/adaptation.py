@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.kernels import EmbeddingDequantizedPerUse, LinearDequantizedPerUse
 from safetrain.engine.layers import dequantized
@@ -31,6 +30,7 @@ from safetrain.engine.upstream.probing import (
 
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
 LogitsTransform = Callable[[mx.array], mx.array]  # applied to logits after the head
+HEAD_SLICES = 32  # in which a head is dequantized
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 
 
@@ -178,9 +178,8 @@ def _dequantized_slices(owner: Any) -> list[mx.array]:
 
     Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
     """
-    rows, quantized_width = owner.weight.shape
-    row_bytes = FLOAT32 * quantized_width * 32 // owner.bits
-    size, slices = max(1, head_slice_bytes(rows * row_bytes) // row_bytes), []
+    rows = owner.weight.shape[0]
+    size, slices = max(1, rows // HEAD_SLICES), []
     for start in range(0, rows, size):
         slices.append(dequantized(owner, slice(start, start + size)).astype(mx.float32))
         mx.eval(slices[-1])
