@@ -19,7 +19,7 @@ def info(
 ) -> None:
     """Print a model's sizes and the minimum memory for training it."""
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate_command import print_info
+    from safetrain.plan.estimate import print_info
 
     print_info(console(), read_model_plan(model or model_of_params()))
 
@@ -114,16 +114,10 @@ def estimate(
     recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
     method: Annotated[str, typer.Option(help="lora, dora, full or pretrain")] = "lora",
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
-    accumulate: Annotated[bool, typer.Option(help="accumulate gradients over several micro-batches")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: as trained")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N linked ranks")] = None,
-    link_gbps: Annotated[float, typer.Option(min=0.001, help="link speed between machines, in Gbit/s")] = 1.0,
     pretrain: Annotated[
         str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, another size, or a model folder")
-    ] = None,
-    tokens_per_parameter: Annotated[
-        float | None, typer.Option(min=0.001, help="tokens for --pretrain; default: 20")
     ] = None,
     all_machines: Annotated[
         bool, typer.Option("--all-machines", help="--pretrain on each machine in conf/machine")
@@ -134,46 +128,28 @@ def estimate(
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
+    from safetrain.plan import estimate as estimates
     from safetrain.plan.candidates import usual_dtype
-    from safetrain.plan.estimate import estimate_of
-    from safetrain.plan.estimate_command import print_estimate, print_pretraining, print_ranks
-    from safetrain.plan.machine import place_of, profile_names
-    from safetrain.plan.speed import TOKENS_PER_PARAMETER, Link
+    from safetrain.plan.machine import HERE, place_of, profile_names
 
-    _refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
+    if pretrain is None and all_machines:
+        raise ConfigError("--all-machines applies only to pretraining.", do="add --pretrain, e.g. --pretrain 85m")
+    if pretrain is not None and model is not None:
+        raise ConfigError("The model is given twice.", got=str(model), do="give it only with --pretrain")
     names: list[str | None] = [machine]
     if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
         names, memory_gb = [*profile_names()], None
-    places = [place_of(each, macos_26, memory_gb, ranks, Link(link_gbps), "safetrain.engine.probe") for each in names]
+    places = [place_of(each, macos_26, memory_gb, "safetrain.engine.probe") for each in names]
     if pretrain is not None:
         keep = params().train.get("keep_checkpoints", 2) if Path("params.yaml").is_file() else 2
-        per = tokens_per_parameter or TOKENS_PER_PARAMETER
-        sys.exit(0 if print_pretraining(console(), pretrain, places, per, keep) else 1)
-    files, place = read_model_plan(model or model_of_params()), places[0]
-    run = estimate_of(
-        files, place.machine, method, rank, num_layers=num_layers, checkpointing=recompute, accumulates=accumulate,
-        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, files), rows=batch_size,
-        tokens=tokens,
+        fits = estimates.print_pretraining(console(), estimates.model_to_pretrain(pretrain), places, keep)
+        sys.exit(0 if fits else 1)
+    files, here = read_model_plan(model or model_of_params()), places[0][0]
+    run = estimates.estimate_of(
+        files, here, method, rank, num_layers=num_layers, checkpointing=recompute, optimizer=optimizer,
+        compute_dtype=compute_dtype or usual_dtype(here, files), rows=batch_size, tokens=tokens,
     )  # fmt: skip
-    fits = print_estimate(console(), run, place.name)
-    if ranks is not None:
-        print_ranks(console(), place, run)
-    sys.exit(0 if fits else 1)
-
-
-def _refuse_contradictions(
-    model: Path | None, machine: str | None, pretrain: str | None, tokens_per_parameter: float | None, *,
-    all_machines: bool,
-) -> None:  # fmt: skip
-    """Raise ConfigError for pretraining options without --pretrain, or a model or machine given twice."""
-    if pretrain is None:
-        alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
-        if alone:
-            raise ConfigError(f"{alone} applies only to pretraining.", do="add --pretrain, e.g. --pretrain 85m")
-    elif model is not None:
-        raise ConfigError("The model is given twice.", got=str(model), do="give it only with --pretrain")
-    elif machine is not None and all_machines:
-        raise ConfigError("--machine and --all-machines exclude each other.", got=machine, do="leave out one of them")
+    sys.exit(0 if estimates.print_estimate(console(), run, machine or HERE) else 1)
 
 
 def selftest(

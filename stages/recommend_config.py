@@ -8,19 +8,18 @@ import numpy as np
 
 from safetrain.core.data.store import store_path
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
-from safetrain.core.formatting import print_text
+from safetrain.core.formatting import duration_text, print_text, size_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.reports import Machine, read_data_report, read_machine, require_data_of
-from safetrain.core.records.schema import PRETRAIN, Pipeline
+from safetrain.core.records.schema import PRETRAIN, SET, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.machine import assumed_tflops
-from safetrain.plan.recommend import recommendation_lines
-from safetrain.plan.search import DryRunner, machine_text, plan_run
-from safetrain.plan.speed import flops_per_token, pretraining_lines, trained_tokens
+from safetrain.plan.pretraining import flops_per_token, pretraining_lines, trained_tokens
+from safetrain.plan.recommend import plan_run
 from safetrain.stage import stage
 
 DRY_RUN = "safetrain.engine.dry_run"
@@ -34,13 +33,55 @@ def main(config: Pipeline) -> None:
     data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
     require_data_of(data, config.data.path)
     rows = load_training_rows(model.folder, config.train.max_examples)
-    runner = DryRunner(DRY_RUN, machine_text(machine), print_text)
-    recommendation = plan_run(PlanInputs(data, machine, model, rows), config.train, config.lora, runner)
+    inputs = PlanInputs(data, machine, model, rows)
+    recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
     print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
     if config.train.method == PRETRAIN:
         for line in _pretraining(recommendation, model, machine, rows):
             print_text(line)
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
+
+
+def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, train: Train) -> Iterator[str]:
+    """Lines that `recommend_config` prints: values with reasons, memory and time, and truncated rows.
+
+    A pinned key is printed with its pinned value, although recommended_config.json does not depend on every such value.
+    """
+    for name, reason in recommendation.reasons.items():
+        section, _, key = name.rpartition(".")
+        value, pin = getattr(recommendation.lora if section else recommendation, key), getattr(train, key, None)
+        if pin is not None and not section and SET not in reason:
+            value, reason = pin, SET
+        text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
+        yield f"{name:<22} {text!s:<12} {reason}"
+    peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
+    whole, budget = peak + recommendation.process_memory_bytes, recommendation.memory_budget_bytes
+    yield f"predicted peak: mlx {size_text(peak)}, process {size_text(whole)} of {size_text(budget)} (closed form)"
+    if measured is None:
+        yield "not measured: no dry run was made"
+    else:
+        process = size_text(recommendation.measured_footprint_bytes or measured)
+        above = f"{100 * (peak / measured - 1):+.0f} %"
+        yield f"dry-run peak: mlx {size_text(measured)}, process {process}; the closed form is off by {above}"
+    if recommendation.total_seconds is not None:
+        in_all = duration_text(recommendation.total_seconds)
+        yield f"about {recommendation.step_seconds:.2f} s per step, {in_all} in total with validations and evaluation"
+    if recommendation.planned_method != PRETRAIN:
+        yield from cut_lines(rows, recommendation.max_seq_length)
+
+
+def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
+    """Describe the rows, tokens and labels that the length truncates; empty if it truncates no row."""
+    for name, before in (("train", rows.train.documents), ("valid", rows.valid)):
+        cut = before.cut(length)
+        if not cut.cut_rows:
+            continue
+        tokens, rest = (int(each.lengths.sum(dtype=np.int64)) for each in (before, cut))
+        labels = int(before.label_counts.sum(dtype=np.int64))
+        yield (
+            f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows: {100 * (1 - rest / tokens):.2f} % "
+            f"of the tokens and {100 * cut.lost_labels / max(1, labels):.2f} % of the labels are lost"
+        )
 
 
 def _pretraining(
@@ -50,7 +91,7 @@ def _pretraining(
     tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
     stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
     recompute, tflops = recommendation.gradient_checkpointing, assumed_tflops(machine)
-    flops = flops_per_token(model, recommendation.max_seq_length, model.parameters, recompute=recompute)
+    flops = flops_per_token(model, recommendation.max_seq_length, recompute=recompute)
     seconds = trained_tokens(recommendation, tokens) * flops / (tflops * 1e12) if tflops else None
     now = datetime.now().astimezone()
     return pretraining_lines(recommendation, model.parameters, tokens, seconds, stores, now)

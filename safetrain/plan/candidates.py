@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,20 +13,23 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.data.windows import MOST_VALID_TOKENS, TrainRows
-from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.formatting import run_again, size_text
-from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
+from safetrain.core.errors import ConfigError
+from safetrain.core.memory.budget import own_limit_bytes, within_data_limit
 from safetrain.core.memory.estimate import (
-    does_not_fit,
+    LEAST_SHARE,
     in_rectangles,
     largest_micro_batch,
+    predicted_peak,
     require_computable,
     require_trainable,
+    total_bytes,
     with_margin,
 )
 from safetrain.core.memory.terms import (
     Backend,
     Shape,
+    backend_of,
+    base_bytes,
     dequantizes_per_use,
     padded,
     shards_at_once,
@@ -37,13 +41,15 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
+    DRY_RUN_SLOW_SECONDS,
+    DRY_RUN_TIMED_SECONDS,
     LargestUpdate,
     LoraSettings,
+    MemoryTerm,
     resolve_lora,
     updates_per_epoch,
 )
-from safetrain.plan.estimate import Estimate, what_would_fit
-from safetrain.plan.speed import tokens_to_train
+from safetrain.plan.pretraining import tokens_to_train, window_length, windows_per_update
 
 # The order in which candidates are tried; dry runs decide close ones. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass; forward is one part of the work, backward two
@@ -51,8 +57,11 @@ FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-b
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
-MOST_WINDOW = 2048  # tokens; usual in published pretraining runs of small models
-LEAST_PRETRAIN_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
+START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # start of a process with mlx; loading of the base
+FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weights have no gradient
+ATTAINED = 0.5  # a training's share of the speed of a large product (measured: benchmarks/bench_throughput)
+LARGEST_MADE = 2.5  # largest updates in a dry run, including its validation; 1.5 if they are slow
+BATCHES = (64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -66,18 +75,6 @@ class PlanInputs:
 
 
 @dataclass(frozen=True)
-class RowStatistics:
-    """Statistics of the training rows that determine memory and speed."""
-
-    longest_row: int  # tokens
-    mean_tokens: float  # tokens that the model reads per row
-    largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
-    count: int  # rows per epoch
-    usual_per_update: int = ROWS_PER_UPDATE  # a power of two
-    valid_tokens: int = 0  # maximum tokens that a validation reads
-
-
-@dataclass(frozen=True)
 class PlannedTraining:
     """What determines the memory and speed of a training run."""
 
@@ -86,50 +83,123 @@ class PlannedTraining:
     lora: LoraSettings
     why_lora: Mapping[str, str]  # a reason for each value of ``lora``
     train: Train
-    rows: RowStatistics
     lengths: tuple[int, ...]  # tried in this order until one fits
-
-    @property
-    def budget(self) -> MemoryBudget:
-        """Memory that training may use, in bytes."""
-        return self.machine.memory_budget
+    longest_row: int  # tokens
+    mean_tokens: float  # tokens that the model reads per row
+    largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
+    row_count: int  # rows per epoch
+    usual_per_update: int = ROWS_PER_UPDATE  # a power of two
+    valid_tokens: int = 0  # maximum tokens that a validation reads
 
     def rows_per_update(self, batch_size: int) -> int:
         """Rows per step: the usual number, or what the pinned settings give."""
-        return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
+        return batch_size * (self.train.gradient_accumulation or max(1, self.usual_per_update // batch_size))
 
 
 @dataclass(frozen=True)
-class Fit(Estimate):
-    """A candidate: micro-batches of ``rows`` rows, with predicted memory and relative cost."""
+class Estimate:
+    """A way to run micro-batches of ``rows`` rows of up to ``tokens`` tokens, with its memory by the closed form."""
 
-    length: int = 0  # rows are truncated to this, in tokens
+    model: ModelFiles
+    machine: Machine
+    lora: LoraSettings
+    method: str = "lora"
+    checkpointing: bool = False
+    dequantize: bool = False
+    optimizer: str = "adam"
+    compute_dtype: str | None = None  # None: the stored type of the base
+    rows: int = 1
+    tokens: int = 512
+    largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
     rows_per_update: int = 0
     relative_cost: float = 0.0  # per token, compared with other candidates
 
+    @property
+    def micro_batch(self) -> Shape:
+        """The largest micro-batch."""
+        return self.largest or Shape(self.rows, padded(self.tokens), accumulates=True)
 
-def ask(inputs: PlanInputs, train: Train, pins: Lora, rows: RowStatistics | None = None) -> PlannedTraining:
+    @functools.cached_property
+    def backend(self) -> Backend:
+        """Backend settings of this training run."""
+        return backend_of(
+            self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
+            optimizer=self.optimizer, compute_dtype=self.compute_dtype,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def terms(self) -> tuple[MemoryTerm, ...]:
+        """The terms of the peak of mlx's allocator."""
+        return predicted_peak(self.model, self.lora, self.micro_batch, self.backend)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of mlx's allocator."""
+        return total_bytes(self.terms)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Peak memory with its margin and the process around it."""
+        return with_margin(self.terms) + self.machine.process_memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory is within the machine's budget."""
+        return with_margin(self.terms) <= self.machine.memory_budget.mlx_bytes
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether a dry run is worthwhile: under a memory limit, mlx can run with less."""
+        return with_margin(self.terms, LEAST_SHARE) <= self.machine.memory_budget.mlx_bytes
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest micro-batch of rows of this length that fits; 0 if none fits."""
+        return next((rows for rows in BATCHES if self.but(rows=rows).fits), 0)
+
+    @property
+    def cheapest(self) -> "Estimate":
+        """The same training run, changed to need the least memory."""
+        return self.but(checkpointing=True, dequantize=False)
+
+    def but(self, **changes: Any) -> "Estimate":
+        """The same training run with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
     """Describe the training run to plan, within the pinned settings that affect memory or length.
 
-    ``rows`` is computed unless given. Raises ConfigError if a pinned setting contradicts the model.
+    Raises ConfigError if a pinned setting contradicts the model.
     """
-    data, machine, model = inputs.data, inputs.machine, inputs.model
+    data, machine, model, rows = inputs.data, inputs.machine, inputs.model, inputs.rows
     require_trainable(train.method, quantized=model.quantization_bits is not None)
     require_computable(train.compute_dtype, machine.backend)
     if machine.backend != "cuda":  # train.memory_limit_gb does not count the memory of a CUDA device
         budget = within_data_limit(machine.memory_budget_bytes, own_limit_bytes(train.memory_limit_gb))
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     lora, reasons = recommended_lora(data, model, pins)
-    reasons = {} if train.method in WHOLE else reasons
-    rows = rows or _statistics(inputs, train)
-    return PlannedTraining(machine, model, lora, reasons, train, rows, tuple(_lengths(data, model, train)))
-
-
-def _statistics(inputs: PlanInputs, train: Train) -> RowStatistics:
-    data, model, rows = inputs.data, inputs.model, inputs.rows
-    mean = max(1.0, data.train.tokens / data.train.rows - 1)
     valid_tokens = min(MOST_VALID_TOKENS, int(rows.valid.inputs().sum(dtype=np.int64)))
-    rectangles = in_rectangles(model, inputs.machine.backend)
+    lengths, largest = tuple(_lengths(data, model, train)), _largest_updates(inputs, train)
+    if train.method == PRETRAIN:  # every window is full
+        length, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
+        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), length)
+        count = -(-(tokens - 1) // length)
+        return PlannedTraining(
+            machine, model, lora, {}, train, lengths, length, float(length), largest, count, usual, valid_tokens
+        )
+    reasons = {} if train.method in WHOLE else reasons
+    mean = max(1.0, data.train.tokens / data.train.rows - 1)
+    count = min(data.train.rows, train.max_examples or data.train.rows)
+    return PlannedTraining(
+        machine, model, lora, reasons, train, lengths, data.longest_row, mean, largest, count,
+        valid_tokens=valid_tokens,
+    )  # fmt: skip
+
+
+def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:
+    """The largest step by truncation length and rows per step, computed once for each pair."""
+    rows, rectangles = inputs.rows, in_rectangles(inputs.model, inputs.machine.backend)
 
     @functools.cache
     def cut(length: int) -> tuple[TrainRows, TokenRows]:
@@ -142,34 +212,7 @@ def _statistics(inputs: PlanInputs, train: Train) -> RowStatistics:
         epochs = 1 if train.method == PRETRAIN else epochs_for(len(both[0]), rows_per_update, train)
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
-    if train.method == PRETRAIN:  # every window is full
-        length = window_length(model, train)
-        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), length)
-        return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual, valid_tokens)
-    count = min(data.train.rows, train.max_examples or data.train.rows)
-    return RowStatistics(data.longest_row, mean, largest, count, valid_tokens=valid_tokens)
-
-
-def window_length(model: ModelFiles, train: Train | None = None) -> int:
-    """Tokens in a pretraining window: the pinned length, else the model's context, at most MOST_WINDOW."""
-    pinned = train.max_seq_length if train is not None else None
-    return pinned or min(model.max_positions or MOST_WINDOW, MOST_WINDOW)
-
-
-def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
-    """Windows per step of pretraining on ``tokens`` tokens; a power of two."""
-    return 2 ** max(0, round(math.log2(tokens_per_update(model.parameters, tokens) / length)))
-
-
-def tokens_per_update(parameters: int, tokens: int) -> int:
-    """Tokens per step of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
-
-    N is ``parameters``, D ``tokens`` over the whole run. A short run uses smaller steps, so that it makes
-    at least LEAST_PRETRAIN_UPDATES; below LEAST_UPDATE_TOKENS, the optimizer would take longer than the gradient.
-    """
-    fitted = 0.292 * (6.0 * parameters * tokens) ** 0.3271
-    return int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
+    return largest
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train) -> int:
@@ -208,7 +251,7 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     if pinned is not None and pinned > limit:
         raise ConfigError(f"train.max_seq_length is {pinned}.", expected=f"at most {limit}, the model's context")
     if pinned is not None or train.method == PRETRAIN:
-        return [window_length(model, train)]
+        return [pinned or window_length(model)]
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
     return list(dict.fromkeys(min(padded(length), limit) for length in (data.longest_row, most)))
 
@@ -234,81 +277,20 @@ def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = Fals
     return machine.compute_dtype if plain else machine.quantized_compute_dtype
 
 
-def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
+def candidates_at(question: PlannedTraining, length: int) -> list[Estimate]:
     """List all distinct candidates, fastest first."""
-    fits = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole step are identical
+    fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
     for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
-            fit = _fit(question, size, length, checkpointing, dequantize)
+            fit = _candidate(question, size, length, checkpointing, dequantize)
             fits.setdefault((checkpointing, dequantize, fit.micro_batch), fit)
     return sorted(fits.values(), key=lambda fit: fit.relative_cost)
-
-
-def best_fit(question: PlannedTraining) -> Fit:
-    """The fastest candidate that fits by the closed form, at the first length where one does; raises MachineError."""
-    all_fits = list[Fit]()
-    for length in question.lengths:
-        fits = candidates_at(question, length)
-        for fit in fits:
-            if fit.fits:
-                return fit
-        all_fits += fits
-    raise nothing_fits(question, all_fits)
-
-
-def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
-    """The error if no dry run stayed within the budget."""
-    budget, first = f"the budget of {size_text(budget_bytes)}", f"close other programs and run '{run_again()}' again"
-    if memory_limit_gb is not None:
-        budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise that limit"
-    return MachineError(
-        "No configuration fits: every dry run ran out of memory.",
-        expected=f"a process within {budget}",
-        do=f"{first}, or shorten rows (train.max_seq_length)",
-    )
-
-
-def nothing_fits(question: PlannedTraining, fits: list[Fit]) -> MachineError:
-    """The error if no candidate is predicted to fit: what the smallest one needs, and what would fit instead."""
-    least, train = min(fits, key=lambda fit: fit.peak_bytes), question.train
-    tokens = least.micro_batch.tokens
-    instead = what_would_fit(least.but(tokens=tokens, largest=None))
-    needed = with_margin(least.terms)
-    return does_not_fit(least.terms, least.rows, tokens, question.budget, needed, instead, train.memory_limit_gb)
-
-
-def _fit(question: PlannedTraining, batch_size: int, length: int, checkpointing: bool, dequantize: bool) -> Fit:
-    train, model, machine = question.train, question.model, question.machine
-    rows = question.rows_per_update(batch_size)
-    largest = largest_micro_batch(question.rows.largest(length, rows), batch_size, rows)
-    fit = Fit(
-        model, machine, question.lora, train.method, checkpointing, dequantize, train.optimizer,
-        compute_dtype_of(train, machine, model), largest.accumulates, batch_size, length, largest, length, rows,
-    )  # fmt: skip
-    cost = _relative_cost(question, rows, min(length, question.rows.mean_tokens), largest, fit.backend)
-    return dataclasses.replace(fit, relative_cost=cost)
-
-
-def _relative_cost(
-    question: PlannedTraining, rows_per_update: int, mean_tokens: float, shape: Shape, backend: Backend
-) -> float:
-    """Cost per token in a micro-batch of rows of mean length."""
-    rows = max(1.0, min(shape.total / mean_tokens, rows_per_update))
-    counts = int(rows), ROWS_PER_UPDATE
-    shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
-    if backend.method == PRETRAIN:  # windows can be split for all shards
-        shards = usual_shards = shards_of(question.model, shape, backend)
-    tokens = rows * mean_tokens / shards
-    passes = 2 + backend.checkpointing
-    dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
-    work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing
-    return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
 
 
 def _sizes(question: PlannedTraining) -> list[int]:
     """Micro-batch sizes to try, largest first."""
     train = question.train
-    most = max(1, question.rows.usual_per_update // (train.gradient_accumulation or 1))
+    most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 
@@ -320,3 +302,46 @@ def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
     setting = train.gradient_checkpointing
     recomputing = [False, True] if setting is None else [setting]
     return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
+
+
+def _candidate(
+    question: PlannedTraining, batch_size: int, length: int, checkpointing: bool, dequantize: bool
+) -> Estimate:
+    train, model, machine = question.train, question.model, question.machine
+    rows = question.rows_per_update(batch_size)
+    fit = Estimate(
+        model, machine, question.lora, train.method, checkpointing, dequantize, train.optimizer,
+        compute_dtype_of(train, machine, model), batch_size, length,
+        largest_micro_batch(question.largest(length, rows), batch_size, rows), rows,
+    )  # fmt: skip
+    return fit.but(relative_cost=_relative_cost(question, fit))
+
+
+def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
+    """Cost per token in a micro-batch of rows of mean length."""
+    mean_tokens, shape, backend = min(fit.tokens, question.mean_tokens), fit.micro_batch, fit.backend
+    rows = max(1.0, min(shape.total / mean_tokens, fit.rows_per_update))
+    counts = int(rows), ROWS_PER_UPDATE
+    shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
+    if backend.method == PRETRAIN:  # windows can be split for all shards
+        shards = usual_shards = shards_of(question.model, shape, backend)
+    tokens = rows * mean_tokens / shards
+    passes = 2 + backend.checkpointing
+    dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
+    work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing
+    return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
+
+
+def expected_seconds(question: PlannedTraining, fit: Estimate) -> tuple[float, float]:
+    """Seconds of a dry run and of a mean step, from the speed of a large matrix product; 0 if that is unknown."""
+    model, machine = question.model, question.machine
+    if not machine.gemm_gflops:
+        return 0.0, 0.0
+    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * model.parameters
+    token = operations / (ATTAINED * machine.gemm_gflops * 1e9)
+    step = token * fit.rows_per_update * min(fit.tokens, question.mean_tokens)
+    largest = token * fit.micro_batch.total
+    base = base_bytes(model, backend_of(model, machine.backend, fit.dequantize))
+    timed = 0.0 if step > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, step)
+    updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
+    return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed, step

@@ -1,26 +1,38 @@
-"""Run one of the project's own modules as a child process, which may die, and cache its answer.
+"""Run one of the project's own modules, such as a dry run, as a child process, which may die, and cache its answer.
 
 A cached answer becomes invalid if the measuring code, a package or Python changes.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetrain.core.formatting import size_text
+import psutil
+
+from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.memory.budget import metal_budget_bytes, read_memory
 from safetrain.core.memory.system import footprint_bytes
+from safetrain.core.memory.terms import usable_cores
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import Machine
+from safetrain.core.records.settings import DryRun, TrainJob, memory_shape
 from safetrain.core.signals import handling
-from safetrain.core.storage.files import cache_directory, keep_text, read_record, write_record
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_record, write_record
 
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between two readings of a child's memory
@@ -35,6 +47,9 @@ Kind = TypeVar("Kind")
 CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 NOT_INSTALLED = "not installed"  # instead of a version
+MOST_SECONDS = 3600.0  # time limit of a dry run
+CAP_SLACK = 1.15
+PREFIX = "dry-run-"
 
 
 class ChildFailed(Exception):
@@ -181,3 +196,82 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return NOT_INSTALLED
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A dry run's measurements, or the reason why they are missing."""
+
+    measured: DryRun | None
+    ended: str  # how the process failed
+    ran_out_of_memory: bool  # as far as that is known
+    seconds: float  # of the process, including Python's start
+
+
+def dry_run_path(model: ModelFiles, machine: Machine, job: TrainJob, rows: str) -> Path:
+    """Path of a dry run's cached answer for this machine and all settings that affect the measurement.
+
+    ``rows`` is a digest; learning rate and intervals do not count.
+    """
+    settings = dataclasses.replace(
+        job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
+        max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
+    )  # fmt: skip
+    key = digest_of(f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}")
+    here = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
+    return answers_about("dry_runs", model.fingerprint, here) / f"{key}.json"
+
+
+def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callable[[str], None]) -> Answer | None:
+    """Run the largest updates of the job under its limits, with ``python -m module``; the answer is cached at ``path``.
+
+    ``seconds``: the expected time, which is printed first. Without a module, only a cached answer is returned.
+    """
+    cached = read_answer(path, Answer)
+    if cached is not None or not module:
+        return cached
+    about = f", about {duration_text(seconds)}" if seconds else ""
+    say(f"dry run of the largest updates{about}: {memory_shape(job.settings)}")
+    with scratch_folder(paths.OUTPUT) as scratch:
+        file = scratch / "job.json"
+        write_record(file, job)
+        most = most_bytes(job.memory_budget.total_bytes, job.memory_limit_bytes)
+        began = time.monotonic()
+        lines, ended = run_lines(module, [str(file), str(scratch)], MOST_SECONDS, most)
+    try:
+        answer = Answer(from_json(DryRun, json.loads(lines[-1])), "", False, time.monotonic() - began)
+    except (IndexError, ValueError, TypeError):
+        answer = Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), time.monotonic() - began)
+    if answer.measured is not None:
+        peak = size_text(answer.measured.peak_bytes)
+        say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {peak}")
+    # If the kernel killed the process, or it has no limit of its own, other programs may have caused it.
+    limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
+    if answer.measured is not None or own_fault:
+        keep_answer(path, answer)
+    return answer
+
+
+def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> int | None:
+    """Memory limit of a dry run on macOS; None on other systems, where it limits itself.
+
+    Without train.memory_limit_gb it is a little above the budget: mlx keeps unused buffers up to its limit.
+    """
+    return own_limit_bytes or int(CAP_SLACK * budget_bytes) or None if platform == "darwin" else None
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A temporary folder, if possible in ``parent``, which has room for checkpoints."""
+    prefix = f"{PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def remove_remains(parent: Path) -> None:
+    """Remove folders of killed plans: the process whose number they carry no longer exists."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        process = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if not (process.isdecimal() and psutil.pid_exists(int(process))):
+            shutil.rmtree(folder, ignore_errors=True)

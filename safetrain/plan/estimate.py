@@ -1,113 +1,36 @@
-"""The closed form for one training run: its memory, whether it fits, and what would fit instead."""
+"""`safetrain info` and `safetrain estimate`: memory and time of a training run, here or on a described machine."""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import size_text
-from safetrain.core.memory.estimate import (
-    LEAST_SHARE,
-    predicted_peak,
-    require_computable,
-    require_trainable,
-    total_bytes,
-    with_margin,
-)
-from safetrain.core.memory.terms import WIDTH_STEP, Backend, Shape, backend_of, padded
-from safetrain.core.model.files import ModelFiles
+from rich.console import Console
+from rich.table import Table
+
+from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.formatting import duration_text
+from safetrain.core.formatting import size_text as size
+from safetrain.core.memory.estimate import MARGIN, require_computable, require_trainable, with_margin
+from safetrain.core.memory.terms import padded, trained_parameters
+from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
+from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm
+from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, read_recommendation
+from safetrain.core.storage import paths
+from safetrain.plan.candidates import BATCHES, Estimate
+from safetrain.plan.creation.create import InitialWeights, config_of
+from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for
+from safetrain.plan.creation.tokenizers import OWN_IDS
+from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile, assumed_tflops
+from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
+from safetrain.plan.recommend import disk_bytes_of
+from safetrain.plan.remedies import what_would_fit
 
-BATCHES = (64, 32, 16, 8, 4, 2, 1)
-LEAST_RANK, HALVED_BLOCKS, LEAST_TOKENS = 8, 2, 128  # lowest values that remedies suggest
-SHORTEST_ROWS = 64
-FEWER_BITS = (4, 3, 2)
-BITS_OF_SCALES = 0.5  # per weight: two 16-bit numbers for 64 weights
-SMALLEST_BASE_MILLIONS = 1.0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What determines the memory of a training run: micro-batches of ``rows`` rows of up to ``tokens`` tokens."""
-
-    model: ModelFiles
-    machine: Machine
-    lora: LoraSettings
-    method: str = "lora"
-    checkpointing: bool = False
-    dequantize: bool = False
-    optimizer: str = "adam"
-    compute_dtype: str | None = None  # None: the stored type of the base
-    accumulates: bool = True  # a step has several micro-batches
-    rows: int = 1
-    tokens: int = 512
-    largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
-
-    @property
-    def micro_batch(self) -> Shape:
-        """The largest micro-batch."""
-        return self.largest or Shape(self.rows, padded(self.tokens), self.accumulates)
-
-    @functools.cached_property
-    def backend(self) -> Backend:
-        """Backend settings of this training run."""
-        return backend_of(
-            self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
-            optimizer=self.optimizer, compute_dtype=self.compute_dtype,
-        )  # fmt: skip
-
-    @functools.cached_property
-    def terms(self) -> tuple[MemoryTerm, ...]:
-        """The terms of the peak of mlx's allocator."""
-        return predicted_peak(self.model, self.lora, self.micro_batch, self.backend)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of mlx's allocator."""
-        return total_bytes(self.terms)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Peak memory with its margin and the process around it."""
-        return with_margin(self.terms) + self.machine.process_memory_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory is within the machine's budget."""
-        return with_margin(self.terms) <= self.machine.memory_budget.mlx_bytes
-
-    @property
-    def may_fit(self) -> bool:
-        """Whether a dry run is worthwhile: under a memory limit, mlx can run with less."""
-        return with_margin(self.terms, LEAST_SHARE) <= self.machine.memory_budget.mlx_bytes
-
-    @property
-    def cheapest(self) -> "Estimate":
-        """The same training run, changed to need the least memory."""
-        return self.but(checkpointing=True, dequantize=False)
-
-    def but(self, **changes: Any) -> "Estimate":
-        """The same training run with these fields changed."""
-        return dataclasses.replace(self, **changes)
-
-    def with_blocks(self, count: int) -> "Estimate":
-        """The same training run on the top ``count`` blocks."""
-        return self.but(lora=dataclasses.replace(self.lora, num_layers=count))
-
-    @property
-    def as_planned(self) -> "Estimate":
-        """The training run as recommend_config would plan it: the base stays quantized if only that fits."""
-        quantized = self.but(dequantize=False)
-        return quantized if not self.fits and quantized.fits else self
-
-    @property
-    def largest_batch(self) -> int:
-        """The largest micro-batch of rows of this length that fits; 0 if none fits."""
-        return next((rows for rows in BATCHES if self.but(rows=rows).fits), 0)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+UNKNOWN = "-"
 
 
 def estimate_of(
@@ -138,85 +61,147 @@ def _require_choice(key: str, value: str | None) -> None:
         raise ConfigError(f"Unknown value: --{key.replace('_', '-')} {value}.", expected=allowed)
 
 
-def remedies(estimate: Estimate) -> list[tuple[str, Estimate]]:
-    """Changes that make a run fit: each key includes the changes before it; the list ends at the first that fits.
+def print_info(console: Console, model: ModelFiles) -> None:
+    """Print parameters, shapes and sizes, and the minimum memory for training on one row, by the closed form."""
+    on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
+    _print_model(console, on_gpu)
+    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
+    context = f"context {model.max_positions:,} tokens" if model.max_positions else "context unknown"
+    console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
+    if not is_known(model.model_type):
+        console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
+        return
+    table = _table(console, "one row, LoRA rank 16, blocks recomputed", "tokens", "memory on a GPU", "on CPU")
+    for tokens in LENGTHS:
+        if model.max_positions is None or tokens <= model.max_positions:
+            table.add_row(f"{tokens:,}", *(size(each.but(tokens=tokens).needed_bytes) for each in (on_gpu, on_cpu)))
+    console.print(table)
 
-    The cheapest come first: a smaller micro-batch, a quantized base, recomputation and a slower type cost time; a lower
-    rank, fewer blocks and shorter rows limit what the model can learn.
+
+def print_estimate(console: Console, run: Estimate, name: str) -> bool:
+    """Print a run's memory term by term, and what would fit if it does not. Returns whether it fits."""
+    _print_model(console, run)
+    if not is_known(run.model.model_type):
+        raise ModelError(
+            f"The architecture {run.model.model_type} is unknown: its memory cannot be estimated.",
+            got=f"weights of {size(run.model.static_bytes)}",
+            do="safetrain preflight --level certify, which makes a dry run",
+        )
+    quantized, note = run.but(dequantize=False), ""
+    if not run.fits and quantized.fits:  # as recommend_config would plan it
+        run, note = quantized, ", base left quantized (dequantized, it does not fit)"
+    rank = f" rank {run.lora.rank}" if run.method not in WHOLE else ""
+    here = f"{name} ({run.machine.backend}, budget {size(run.machine.memory_budget_bytes)})"
+    table = _table(console, f"{run.rows} x {run.tokens} tokens, {run.method}{rank}{note}, on {here}")
+    margin = with_margin(run.terms) - run.peak_bytes
+    for term in run.terms:
+        table.add_row(term.name, size(term.size_bytes))
+    table.add_row("predicted peak of mlx", size(run.peak_bytes), style="bold")
+    table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of the estimate", size(margin))
+    table.add_row("process around it", size(run.machine.process_memory_bytes))
+    table.add_row("needed", size(run.needed_bytes), style="bold")
+    table.add_row("budget", size(run.machine.memory_budget_bytes))
+    console.print(table)
+    console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
+    if run.fits:
+        console.print(f"rows of {run.tokens} tokens that fit at a time: {_rows_text(run.largest_batch)}")
+    else:
+        console.print(f"do: {', or '.join(what_would_fit(run))}")
+    if run.machine.backend != "cpu":
+        console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
+    return run.fits
+
+
+def _print_model(console: Console, run: Estimate) -> None:
+    """Print the model in one line."""
+    model = run.model
+    bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
+    trained = trained_parameters(model, run.lora, run.method)
+    weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
+    blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
+    console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained")
+
+
+def _table(console: Console, title: str, *columns: str) -> Table:
+    """Print a title and return an empty table; rich would wrap a table's own title at the table's width."""
+    console.print(f"\n{title}", style="italic")
+    table = Table(box=None, pad_edge=False, show_header=bool(columns))
+    for place, name in enumerate(columns or ("", "")):
+        table.add_column(name, justify="right" if place else "left")
+    return table
+
+
+def _rows_text(rows: int) -> str:
+    """The number of rows as text; "or more" at the largest size that is tried."""
+    return UNKNOWN if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
+
+
+def model_to_pretrain(name: str) -> ModelFiles:
+    """The model of a folder or config.json, or of a size such as 400m with the shape that `safetrain create` uses.
+
+    Raises ConfigError for any other name, ModelError for a folder without a model.
     """
-    steps = list[tuple[str, Estimate]]()
-    for key, less in _steps(estimate):
-        steps.append((key, less))
-        if less.fits:
-            break
-    return steps
+    if Path(name).exists():
+        return read_model_plan(Path(name))
+    parameters = parameters_named(name)
+    if parameters is None:
+        raise ConfigError(
+            "Unknown model to pretrain.",
+            where="--pretrain",
+            expected=f"{', '.join(PRESETS)}, another size such as 30m, or a model's folder",
+            got=name,
+        )
+    shape = shape_for(ShapeRequest(parameters))
+    return model_of_config(config_of(shape, OWN_IDS, InitialWeights(shape.hidden, shape.layers, 0)), Path(name))
 
 
-def _steps(run: Estimate) -> Iterator[tuple[str, Estimate]]:
-    """Yield each key with its value, and the training run with that change."""
-    while run.rows > 1:
-        run = run.but(rows=run.rows // 2)
-        yield f"train.batch_size={run.rows}", run
-    if run.dequantize and run.model.quantization_bits is not None:
-        run = run.but(dequantize=False)
-        yield "train.dequantize_base=false", run
-    if not run.checkpointing:
-        run = run.but(checkpointing=True)
-        yield "train.gradient_checkpointing=true", run
-    if run.compute_dtype == "float32" and run.machine.backend != "cpu":
-        run = run.but(compute_dtype="bfloat16")
-        yield "train.compute_dtype=bfloat16", run
-    while run.method not in WHOLE and run.lora.rank > LEAST_RANK:
-        run = run.but(lora=dataclasses.replace(run.lora, rank=max(LEAST_RANK, run.lora.rank // 2)))
-        yield f"lora.rank={run.lora.rank}", run
-    for _ in range(HALVED_BLOCKS):
-        run = run.with_blocks(max(1, run.lora.num_layers // 2))
-        yield f"lora.num_layers={run.lora.num_layers}", run
-    while run.tokens > LEAST_TOKENS:
-        run = run.but(tokens=max(LEAST_TOKENS, run.tokens // 2))
-        yield f"train.max_seq_length={run.tokens}", run
+def print_pretraining(
+    console: Console, model: ModelFiles, places: Sequence[tuple[Machine, Profile | None]], keep_checkpoints: int
+) -> bool:
+    """Print memory and time of pretraining, a line for each machine. Returns whether any has enough memory."""
+    length, tokens, any_fits, sources = window_length(model), wanted_tokens(model.parameters), False, list[str]()
+    disk = size(disk_bytes_of(model.parameters, keep_checkpoints))
+    words = f"{count_text(model.parameters)} parameters, {count_text(tokens)} tokens (Hoffmann et al. 2022)"
+    title = f"{model.folder.name} from scratch: {words}, windows of {length}; {disk} of checkpoints"
+    table = _table(console, title, "machine", "memory", "windows", "tokens/s", "duration", "finished on")
+    for machine, profile in places:
+        window = estimate_of(model, machine, PRETRAIN, tokens=length)
+        recomputed = not window.largest_batch
+        window = window.cheapest if recomputed else window
+        rows = f"{_rows_text(window.largest_batch)}{' (r)' if recomputed and window.fits else ''}"
+        flops = flops_per_token(model, padded(length), recompute=recomputed)
+        per_second, source = training_speed(model, machine, profile, flops)
+        time = [UNKNOWN, UNKNOWN, UNKNOWN if window.fits else "it does not fit"]
+        if per_second is not None and window.fits:
+            seconds, now = tokens / per_second, datetime.now().astimezone()
+            time = [f"{per_second:,.0f}", duration_text(seconds), finish_text(now, seconds)]
+        table.add_row(profile.name if profile else HERE, size(window.needed_bytes), rows, *time)
+        any_fits |= window.fits
+        sources.append(source)
+    console.print(table)
+    speed = sources[0] if len(sources) == 1 else "assumed, tflops in conf/machine"
+    note = "memory for one window, windows that fit at a time ((r): blocks recomputed), start now without a pause"
+    console.print(f"{note}; speed {speed}", style="dim")
+    return any_fits
 
 
-def what_would_fit(run: Estimate) -> list[str]:
-    """Single changes that each make the smallest form of a training run fit, with the memory it then needs."""
-    if fewer := _first(run.but(rows=rows) for rows in range(run.rows - 1, 0, -1)):
-        return [_with_memory(f"train.batch_size={fewer.rows}", fewer)]
-    one, texts = run.but(rows=1), list[str]()
-    lengths = range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
-    if shorter := _first(one.but(tokens=tokens) for tokens in lengths):
-        texts.append(_with_memory(f"train.max_seq_length={shorter.tokens}", shorter))
-    if fewer := _first(one.with_blocks(count) for count in range(run.lora.num_layers - 1, 0, -1)):
-        texts.append(_with_memory(f"lora.num_layers={fewer.lora.num_layers}", fewer))
-    may_quantize = run.model.quantization_bits is None and run.method not in WHOLE  # quantized weights stay frozen
-    if may_quantize and (quantized := _first(_quantized(one, bits) for bits in FEWER_BITS)):
-        folder, bits = run.model.folder, quantized.model.quantization_bits
-        texts.append(_with_memory(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", quantized))
-    return texts or [_smaller_base(one)]
-
-
-def _with_memory(change: str, run: Estimate) -> str:
-    return f"{change} ({size_text(run.needed_bytes)})"
-
-
-def _first(candidates: Iterable[Estimate]) -> Estimate | None:
-    return next((each for each in candidates if each.fits), None)
-
-
-def _quantized(run: Estimate, bits: int) -> Estimate:
-    """The training run with its float base quantized."""
-    scales = BITS_OF_SCALES * (2 if run.compute_dtype == "float32" else 1)
-    size = int(run.model.parameters * (bits + scales) / 8)
-    model = dataclasses.replace(run.model, static_bytes=size, quantization_bits=bits)
-    if run.compute_dtype is not None:  # the size is final: no tensor counts as cast
-        model = dataclasses.replace(model, tensors=tuple(dataclasses.replace(t, dtype="U32") for t in model.tensors))
-    return run.but(model=model, dequantize=False)
-
-
-def _smaller_base(run: Estimate) -> str:
-    """Describe a base small enough to fit, by proportion: weights, adapter and activations shrink with it."""
-    budget = run.machine.memory_budget
-    share = budget.mlx_bytes / max(1, run.needed_bytes - budget.process_bytes)
-    millions = share * run.model.parameters / 1e6
-    if millions < SMALLEST_BASE_MILLIONS:
-        return f"a machine with more memory (Python and mlx take {size_text(budget.process_bytes)})"
-    return f"a base model with about {millions:,.0f} million parameters or fewer"
+def training_speed(
+    model: ModelFiles, machine: Machine, profile: Profile | None, flops: float
+) -> tuple[float | None, str]:
+    """Tokens per second of pretraining at ``flops`` operations per token (None: unknown), and the source."""
+    tflops = profile.tflops if profile else assumed_tflops(machine)
+    if profile:
+        file = f"conf/machine/{profile.name}.yaml"
+        source = f"assumed, {tflops:g} TFLOP/s, {file}" if tflops else f"unknown, no tflops in {file}"
+    else:
+        try:
+            plan = read_recommendation(paths.RECOMMENDED_CONFIG)
+        except ConfigError:
+            plan = None
+        key = (str(model.folder), PRETRAIN, machine.backend)
+        if plan and plan.step_seconds and key == (plan.planned_model, plan.planned_method, plan.planned_backend):
+            tokens = plan.batch_size * plan.gradient_accumulation * plan.max_seq_length
+            return tokens / plan.step_seconds, f"measured, {plan.step_seconds:.3g} s per step in a dry run"
+        half = f"assumed, {tflops or 0:.2g} TFLOP/s, half of the matrix-product speed that preflight measured"
+        source = f"{half if tflops else 'unknown'}; to measure it: safetrain stage recommend_config"
+    return (tflops * 1e12 / flops if tflops else None), source

@@ -23,9 +23,10 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.hostfile import Hosts, hosts_of, is_here
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage import paths
-from safetrain.plan.candidates import PlanInputs, ask, best_fit
+from safetrain.plan.candidates import PlanInputs, ask
 from safetrain.plan.checks import Check, from_error, skipped, verdict
 from safetrain.plan.child import version_of
+from safetrain.plan.remedies import best_fit
 
 MODULE = "safetrain.plan.hosts"
 CONNECT_SECONDS, ANSWER_SECONDS = 10, 60

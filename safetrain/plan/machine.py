@@ -22,7 +22,6 @@ from safetrain.core.memory.system import memory_groups, memory_limit_bytes, sysc
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine
-from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.child import (
     ChildFailed,
@@ -34,7 +33,6 @@ from safetrain.plan.child import (
     run_json,
     version_of,
 )
-from safetrain.plan.speed import Link, Speed
 
 TIMEOUT_SECONDS = 600
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # rounding steps that hide noise
@@ -43,11 +41,7 @@ NOISY_SPEED = 0.5  # smaller changes of the measured speed are noise
 LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise; train checks again when it starts
 PROFILES = Path("conf/machine")
 HERE = "this machine"
-CPU_SHARE = (
-    0.5  # training speed, as a share of a matrix product's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
-)
-MEASURE = "to measure it: safetrain stage recommend_config"
-USUAL_LINK = Link(1.0)
+CPU_SHARE = 0.5  # of a matrix product's speed; a training's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
 ANY_CPU = replace(ANY_GPU, chip="a CPU", backend="cpu")
 
@@ -201,41 +195,15 @@ class Profile:
     usable_memory_gb_macos_26: float | None = None  # if macOS 26 allows more
     compute_dtype: str | None = None  # for a bfloat16 base, if the GPU emulates bfloat16
     tflops: float | None = None  # training speed in 10^12 operations per second, measured or assumed; None: unknown
-    watts: float | None = None  # under load
-    usd_per_hour: float | None = None  # rent, if it can be rented
-
-
-@dataclass(frozen=True)
-class TrainingPlace:
-    """Where to train: on ``ranks`` linked machines; without a ``profile``, like this one."""
-
-    name: str
-    machine: Machine
-    profile: Profile | None = None
-    ranks: int = 1
-    link: Link = USUAL_LINK
-
-    def speed(self, model: ModelFiles, method: str) -> Speed:
-        """Training speed; for a described machine from its tflops."""
-        if self.profile is None:
-            return speed_here(model, self.machine, method)
-        tflops, where = self.profile.tflops, PROFILES / f"{self.name}.yaml"
-        known = f"unknown: no tflops in {where}" if tflops is None else f"assumed: {tflops:g} TFLOP/s, {where}"
-        return Speed(tflops, known)
-
-    def of_all(self, each: str) -> float:
-        """Watts, or USD per hour, of all ranks; 0 if unknown."""
-        return self.ranks * (getattr(self.profile, each, None) or 0)
 
 
 def place_of(
-    name: str | None, macos_26: bool = False, memory_gb: float | None = None, ranks: int | None = None,
-    link: Link = USUAL_LINK, probe_module: str = "",
-) -> TrainingPlace:  # fmt: skip
-    """A machine from conf/machine, or this one if ``name`` is None; raises ConfigError for an unknown name.
+    name: str | None, macos_26: bool = False, memory_gb: float | None = None, probe_module: str = ""
+) -> tuple[Machine, Profile | None]:
+    """A machine from conf/machine with its profile, or this one if ``name`` is None.
 
-    This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds); raises
-    MachineError if mlx does not work.
+    This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds). Raises
+    ConfigError for an unknown name, MachineError if mlx does not work.
     """
     profile = read_profile(name) if name else None
     if profile:
@@ -245,7 +213,7 @@ def place_of(
         machine = read_machine(paths.MACHINE) if is_known else measured_machine(probe_module)
     if memory_gb:
         machine = replace(machine, memory_budget_bytes=int(memory_gb * GIB))
-    return TrainingPlace(name or HERE, machine, profile, ranks or 1, link)
+    return machine, profile
 
 
 def profiles() -> Path:
@@ -295,24 +263,6 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
         ANY_GPU, chip=profile.chip, backend=profile.backend, device=profile.chip, total_memory_bytes=total,
         memory_budget_bytes=usable, compute_dtype=profile.compute_dtype, quantized_compute_dtype=profile.compute_dtype,
     )  # fmt: skip
-
-
-def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
-    """Training speed here: from a dry run of this model and method, else from a CPU's matrix-product speed."""
-    try:
-        planned = read_recommendation(paths.RECOMMENDED_CONFIG)
-    except ConfigError:
-        planned = None
-    if planned is not None and planned.step_seconds is not None:
-        plan_key = (planned.planned_model, planned.planned_method, planned.planned_backend)
-        if plan_key == (str(model.folder), method, machine.backend):
-            rows = planned.batch_size * planned.gradient_accumulation
-            source = f"measured: {planned.step_seconds:.3g} s per update of {rows} rows, dry run"
-            return Speed(None, source, planned.step_seconds, rows, planned.max_seq_length)
-    if tflops := assumed_tflops(machine):
-        source = f"assumed: {tflops:.2g} TFLOP/s, half of the matrix-product speed that preflight measured"
-        return Speed(tflops, f"{source}; {MEASURE}")
-    return Speed(None, f"unknown; {MEASURE}")
 
 
 def assumed_tflops(machine: Machine) -> float | None:

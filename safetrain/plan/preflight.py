@@ -11,6 +11,7 @@ from safetrain.core.errors import ConfigError, DataError, MachineError, ModelErr
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.budget import own_limit_bytes
+from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
@@ -21,7 +22,7 @@ from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
-from safetrain.plan.candidates import PlanInputs
+from safetrain.plan.candidates import PlanInputs, recommended_lora
 from safetrain.plan.checks import (
     DEPENDENCIES,
     FAIL,
@@ -38,8 +39,7 @@ from safetrain.plan.checks import (
 )
 from safetrain.plan.hosts import host_checks, is_shared, room_checks
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
-from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes
-from safetrain.plan.search import DryRunner, machine_text, plan_run
+from safetrain.plan.recommend import disk_bytes_of, plan_run
 
 GIB = 2**30
 IDS = (
@@ -87,8 +87,8 @@ def examine(
     if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
         return [*checks, skipped("MEM-FIT", "training fits", why, critical=checks[-2].status != FAIL)], machine
-    runner = DryRunner(dry_run_module if level == "certify" else "", machine_text(machine), say)
-    return [*checks, *_fit_checks(train, lora, PlanInputs(data, machine, model, rows), runner, hosts)], machine
+    module, inputs = dry_run_module if level == "certify" else "", PlanInputs(data, machine, model, rows)
+    return [*checks, *_fit_checks(train, lora, inputs, module, say, hosts)], machine
 
 
 def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
@@ -158,11 +158,10 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     text = f"{size(planned.predicted_peak_bytes + process)}"
-    text += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
+    text += f" and a margin of {size(margin)}" if margin else ""
+    text += f", {shape} (closed form)"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
-    if (
-        footprint is not None and peak is not None
-    ):  # include the process, like the prediction; its footprint leaves out GPU memory
+    if footprint is not None and peak is not None:  # a process's footprint leaves out GPU memory
         measured = footprint if planned.planned_backend == "cpu" else peak + process
         text += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
     most = f"at most {size(planned.memory_budget_bytes)}"
@@ -179,7 +178,9 @@ def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | N
     if data is None or model is None:
         return skipped("DISK-FREE", "disk", "the needed space depends on the data and the model", critical=True)
     try:
-        return disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))
+        lora, _ = recommended_lora(data, model, config.lora)
+        trained = trained_parameters(model, lora, config.train.method)
+        return disk_check(paths.OUTPUT, disk_bytes_of(trained, config.train.keep_checkpoints))
     except ConfigError as error:
         return from_error("DISK-FREE", "disk", error)
 
@@ -263,14 +264,14 @@ def _identity(model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentit
 
 
 def _fit_checks(
-    train: Train, lora: Lora, inputs: PlanInputs, runner: DryRunner, hosts: Hosts | None
+    train: Train, lora: Lora, inputs: PlanInputs, module: str, say: Callable[[str], None], hosts: Hosts | None
 ) -> Iterator[Check]:
     """Check by a cached or new dry run that recommend_config's plan fits, also with several ranks."""
     is_known_shape = is_known(inputs.model.model_type)
-    if is_known_shape or runner.module:
+    if is_known_shape or module:
         try:
-            plan = plan_run(inputs, train, lora, runner)
-            yield fit_check(plan, by_dry_run=bool(runner.module))
+            plan = plan_run(inputs, train, lora, module, say)
+            yield fit_check(plan, by_dry_run=bool(module))
         except (ConfigError, DataError, ModelError, MachineError) as error:
             yield from_error("MEM-FIT", "training fits", error)
     else:

@@ -1,56 +1,234 @@
-"""The recommended configuration for a candidate, with a reason for every value."""
+"""The recommended configuration: dry runs with the real model choose among the candidates; every value has a reason.
 
+The best candidate by the closed form is tried first, then at most two more, if a faster one can pay for its dry run.
+"""
+
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
-import numpy as np
-
-from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.evaluation import EVALUATION_SHARE, LEAST_EVALUATION_SECONDS
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
-from safetrain.core.records.settings import LoraSettings, Recommendation, total_updates, updates_per_epoch, usual_warmup
+from safetrain.core.records.settings import (
+    DryRun,
+    LoraSettings,
+    Recommendation,
+    TrainJob,
+    resolve,
+    total_updates,
+    updates_per_epoch,
+    usual_warmup,
+)
+from safetrain.core.storage import paths
 from safetrain.plan.candidates import (
-    MOST_WINDOW,
     ROWS_PER_UPDATE,
-    Fit,
+    Estimate,
+    PlanInputs,
     PlannedTraining,
-    compute_dtype_of,
+    ask,
+    candidates_at,
     epochs_for,
-    recommended_lora,
+    expected_seconds,
     usual_epochs,
 )
-from safetrain.plan.speed import TOKENS_PER_PARAMETER, count_text, passes_for, wanted_tokens
+from safetrain.plan.child import Answer, dry_run_path, remove_remains, try_out
+from safetrain.plan.pretraining import (
+    MOST_WINDOW,
+    TOKENS_PER_PARAMETER,
+    count_text,
+    passes_for,
+    pretraining_rate,
+    wanted_tokens,
+)
+from safetrain.plan.remedies import nothing_fits, nothing_passed
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on
+MOST_DRY_RUNS, MOST_MORE = 8, 2  # in total; after one that has passed
+LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training if that is longer
+MOST_FIRST_SECONDS = 300.0  # for the first dry run, if a smaller micro-batch is faster
+LESS_AFTER_A_DEATH = 0.85  # after an out-of-memory dry run, only candidates with this share of its peak are tried
+UNCERTAIN, LIKELY = 1.1, 0.5  # predicted speed ratios are off by a tenth; half of the possible saving is likely
+ALIKE = 1.1  # speeds within this ratio count as equal: two dry runs on a busy machine differ as much
+SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: no two processes use the same memory
+PROVED_TOKENS, PROOF_PASSES = 2**12, 3  # most tokens of the adapter check, and its passes (engine/proof.py)
 FULL_RATE_FACTOR = 10
-HIGHEST_PRETRAIN_RATE = 4e-3
 
 
-def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
+def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Callable[[str], None]) -> Recommendation:
+    """The fastest configuration that passes a dry run, at the first length at which one passes.
+
+    ``module`` of the engine makes dry runs; if it is empty, only cached ones count. The plan is not ``verified`` if a
+    dry run is missing or failed for a reason other than memory. Raises MachineError if nothing fits, ConfigError like
+    ``ask``.
+    """
+    remove_remains(paths.OUTPUT)
+    question = ask(inputs, train, lora)
+    search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", module, say)
+    fits = list[Estimate]()
+    for length in question.lengths:
+        candidates = candidates_at(question, length)
+        unmeasured = search.try_out([fit for fit in candidates if fit.may_fit])
+        if search.passed:
+            return _fastest(search.passed)[1]
+        if unmeasured is not None:
+            return recommendation_of(question, unmeasured)
+        fits += candidates
+    raise nothing_passed(question) if search.made else nothing_fits(question, fits)
+
+
+class _Search:
+    """The dry runs of one plan."""
+
+    def __init__(
+        self, question: PlannedTraining, lora: Lora, rows_digest: str, module: str, say: Callable[[str], None]
+    ) -> None:
+        self._question, self._lora, self._rows_digest = question, lora, rows_digest
+        self._module, self._say = module, say
+        self.passed = list[tuple[Estimate, Recommendation]]()
+        self.made, self._more = 0, 0  # dry runs in total, and after one that has passed
+        self._spent_seconds = self._last_seconds = 0.0
+        self._most_bytes = math.inf  # largest predicted peak that is still worth a dry run
+
+    def try_out(self, fits: list[Estimate]) -> Estimate | None:
+        """Make dry runs until a choice is possible; if one gave no answer, return a candidate to use unmeasured."""
+        for fit in sorted(fits, key=self._lateness):
+            if fit.peak_bytes > self._most_bytes or (self.passed and not self._pays(fit)):
+                continue
+            if self.made >= MOST_DRY_RUNS or self._more >= MOST_MORE:
+                break
+            self._more += bool(self.passed)
+            job, question = self._job(fit), self._question
+            path = dry_run_path(question.model, question.machine, job, self._rows_digest)
+            answer = try_out(path, self._module, job, expected_seconds(question, fit)[0], self._say)
+            if answer is None:  # dry runs are not allowed
+                return fit
+            if answer.measured is None and not answer.ran_out_of_memory:
+                self._say(f"not measured: the dry run failed: {answer.ended}")
+                return next((each for each in fits if each.fits), min(fits, key=lambda each: each.peak_bytes))
+            self._take(fit, answer)
+        return None
+
+    def _take(self, fit: Estimate, answer: Answer) -> None:
+        """Record a dry run's answer; if the candidate did not pass, print why."""
+        measured = answer.measured
+        self._last_seconds = answer.seconds if measured is None else measured.own_seconds
+        self._spent_seconds += self._last_seconds
+        self.made += 1
+        if measured is not None and (recommendation := _with_measured(self._question, fit, measured)).verified:
+            self.passed.append((fit, recommendation))
+            return
+        why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
+        self._say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
+        self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
+
+    def _pays(self, fit: Estimate) -> bool:
+        """Whether another dry run probably saves more time than it costs, within planning's share of the training."""
+        best, recommendation = _fastest(self.passed)
+        training = (recommendation.step_seconds or 0.0) * _updates_of(self._question, recommendation)
+        saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
+        within = self._spent_seconds + self._last_seconds <= max(LEAST_SECONDS, SHARE * training)
+        return within and self._last_seconds < saved
+
+    def _lateness(self, fit: Estimate) -> float:
+        """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may."""
+        dry_run_seconds, step_seconds = expected_seconds(self._question, fit)
+        training = step_seconds * _updates_of(self._question, recommendation_of(self._question, fit))
+        most = max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training))
+        return dry_run_seconds if dry_run_seconds > most else 0.0
+
+    def _job(self, fit: Estimate) -> TrainJob:
+        """The job of the dry run: the same settings, under a slightly smaller memory limit."""
+        train, plan = self._question.train, recommendation_of(self._question, fit)
+        limit = own_limit_bytes(train.memory_limit_gb)
+        return TrainJob(
+            str(self._question.model.folder), resolve(train, self._lora, plan), False, plan.memory_budget, None,
+            keep_checkpoints=1, memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
+            mlx_limit_bytes=plan.mlx_limit_bytes,
+        )  # fmt: skip
+
+
+def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:
+    rows_per_update = plan.batch_size * plan.gradient_accumulation
+    return total_updates(question.row_count, rows_per_update, plan.num_epochs, plan.max_steps)
+
+
+def _whole_seconds(question: PlannedTraining, plan: Recommendation, step_seconds: float) -> float:
+    """Time of all steps, validations, the adapter check and the evaluation.
+
+    A forward pass takes half of a token's training time, or a third if training recomputes activations or trains all
+    weights.
+    """
+    updates = _updates_of(question, plan)
+    training = step_seconds * updates
+    rows_per_update = min(question.row_count, plan.batch_size * plan.gradient_accumulation)
+    fed_tokens = max(1.0, rows_per_update * min(plan.max_seq_length, question.mean_tokens))
+    forward_seconds = step_seconds / fed_tokens / (2 + (plan.gradient_checkpointing or question.train.method in WHOLE))
+    validations, valid_tokens = 1 + math.ceil(updates / plan.eval_steps), question.valid_tokens
+    read_tokens = validations * valid_tokens + PROOF_PASSES * min(PROVED_TOKENS, valid_tokens)
+    evaluation = max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training)  # its time limit
+    return training + forward_seconds * read_tokens + evaluation
+
+
+def _with_measured(question: PlannedTraining, fit: Estimate, measured: DryRun) -> Recommendation:
+    """Add a dry run's measurements; verified if the process stayed within the budget (on a GPU: if mlx did)."""
+    machine = question.machine
+    if machine.backend == "cpu":
+        enough = measured.footprint_bytes <= machine.memory_budget_bytes
+    else:
+        enough = measured.peak_bytes <= machine.memory_budget.mlx_bytes
+    plan = recommendation_of(question, fit)
+    return dataclasses.replace(
+        plan,
+        step_seconds=round(measured.update_seconds, 4),
+        total_seconds=round(_whole_seconds(question, plan, measured.update_seconds), 1),
+        measured_peak_bytes=measured.peak_bytes,
+        own_order=measured.own_order,
+        mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
+        measured_footprint_bytes=measured.footprint_bytes,
+        margin_bytes=0,
+        basis=DRY_RUN,
+        verified=enough,
+    )
+
+
+def _fastest(passed: list[tuple[Estimate, Recommendation]]) -> tuple[Estimate, Recommendation]:
+    """Of the candidates about as fast as the fastest (rows per second), the one with the lowest predicted cost."""
+    seconds_per_row = [(plan.step_seconds or math.inf) / fit.rows_per_update for fit, plan in passed]
+    least = ALIKE * min(seconds_per_row)
+    alike = [each for each, seconds in zip(passed, seconds_per_row, strict=True) if seconds <= least]
+    return min(alike, key=lambda each: each[0].relative_cost)
+
+
+def recommendation_of(question: PlannedTraining, fit: Estimate) -> Recommendation:
     """The whole configuration for a candidate, before any measurement."""
     machine, model, train, lora = question.machine, question.model, question.train, question.lora
-    reasons = {**question.why_lora, **_reasons_of_fit(fit, question)}
-    epochs = _passes(question, fit.rows_per_update, reasons)
-    max_steps = _max_steps(question, fit.rows_per_update, epochs, reasons)
-    updates = total_updates(question.rows.count, fit.rows_per_update, epochs, max_steps)
+    reasons = {**question.why_lora, **_reasons_of_fit(question, fit)}
+    epochs, max_steps = _epochs_and_steps(question, fit.rows_per_update, reasons)
+    updates = total_updates(question.row_count, fit.rows_per_update, epochs, max_steps)
+    if train.method == PRETRAIN:
+        update_tokens = int(fit.rows_per_update * question.mean_tokens)
+        rate = pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
+    else:
+        rate = learning_rate_for(model, lora, train.method, fit.rows_per_update, reasons)
     return Recommendation(
         batch_size=fit.rows,
         gradient_accumulation=fit.rows_per_update // fit.rows,
-        max_seq_length=fit.length,
-        learning_rate=_learning_rate(question, fit, updates, reasons),
+        max_seq_length=fit.tokens,
+        learning_rate=rate,
         num_epochs=epochs,
         max_steps=max_steps,
         **_intervals(question, fit, updates, reasons),
         dequantize_base=fit.dequantize,
         gradient_checkpointing=fit.checkpointing,
-        compute_dtype=compute_dtype_of(train, machine, model),
+        compute_dtype=fit.compute_dtype,
         lora=lora,
-        largest_update=question.rows.largest(fit.length, fit.rows_per_update),
+        largest_update=question.largest(fit.tokens, fit.rows_per_update),
         planned_method=train.method,
         planned_optimizer=train.optimizer,
         planned_model=str(model.folder),
@@ -73,82 +251,37 @@ def recommendation_of(question: PlannedTraining, fit: Fit) -> Recommendation:
     )
 
 
-def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, train: Train) -> Iterator[str]:
-    """Lines that `recommend_config` prints: values with reasons, memory and time, and truncated rows.
-
-    A pinned key is printed with its pinned value, although recommended_config.json does not depend on every such value.
-    """
-    for name, reason in recommendation.reasons.items():
-        section, _, key = name.rpartition(".")
-        value, pin = getattr(recommendation.lora if section else recommendation, key), getattr(train, key, None)
-        if pin is not None and not section and SET not in reason:
-            value, reason = pin, SET
-        text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
-        yield f"{name:<22} {text!s:<12} {reason}"
-    peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
-    whole, budget = peak + recommendation.process_memory_bytes, recommendation.memory_budget_bytes
-    yield f"predicted peak: mlx {size_text(peak)}, process {size_text(whole)} of {size_text(budget)} (closed form)"
-    if measured is None:
-        yield "not measured: no dry run was made"
-    else:
-        process = size_text(recommendation.measured_footprint_bytes or measured)
-        above = f"{100 * (peak / measured - 1):+.0f} %"
-        yield f"dry-run peak: mlx {size_text(measured)}, process {process}; the closed form is off by {above}"
-    if recommendation.total_seconds is not None:
-        in_all = duration_text(recommendation.total_seconds)
-        yield f"about {recommendation.step_seconds:.2f} s per step, {in_all} in total with validations and evaluation"
-    if recommendation.planned_method != PRETRAIN:
-        yield from cut_lines(rows, recommendation.max_seq_length)
-
-
-def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
-    """Describe the rows, tokens and labels that the length truncates; empty if it truncates no row."""
-    for name, before in (("train", rows.train.documents), ("valid", rows.valid)):
-        cut = before.cut(length)
-        if not cut.cut_rows:
-            continue
-        tokens, rest = (int(each.lengths.sum(dtype=np.int64)) for each in (before, cut))
-        labels = int(before.label_counts.sum(dtype=np.int64))
-        yield (
-            f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows: {100 * (1 - rest / tokens):.2f} % "
-            f"of the tokens and {100 * cut.lost_labels / max(1, labels):.2f} % of the labels are lost"
-        )
-
-
-def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
-    """Disk space for training with these settings and the recommended adapter; raises ConfigError like ``ask``."""
-    lora, _ = recommended_lora(data, model, pins)
-    return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
-
-
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
     """Disk space for checkpoints of ``trained`` float32 weights with two moments, and for the best weights."""
     checkpoints = keep_checkpoints + KEPT_BESIDE
     return (checkpoints * 4 + 1) * FLOAT32 * trained + checkpoints * 2**20
 
 
-def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
+def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     """Reasons for length, batch size, recomputation, dequantizing, compute type and accumulation."""
-    train, model = question.train, question.model
-    recompute = "less memory for a third more time" if fit.checkpointing else "not needed: stored activations fit"
-    rows, usual = fit.rows_per_update, "8 to 32 is the range in which LoRA trains well"
+    train, rows = question.train, fit.rows_per_update
+    budget = size_text(question.machine.memory_budget_bytes)
+    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.tokens} tokens"
+    usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
-        usual = f"{rows * fit.length:,} tokens, from the operations of the whole training (DeepSeek's fit)"
-    together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
-    return {
-        "max_seq_length": _why_length(fit, question),
-        "batch_size": _why_batch_size(fit, question),
-        "gradient_checkpointing": recompute if train.gradient_checkpointing is None else SET,
-        "dequantize_base": _why_dequantize(fit, question) if train.dequantize_base is None else SET,
-        "compute_dtype": _why_compute_dtype(train, question.machine, model),
-        "gradient_accumulation": f"{together}; {SET if train.gradient_accumulation else usual}",
+        usual = f"{rows * fit.tokens:,} tokens, from the operations of the whole training (DeepSeek's fit)"
+    reasons = {
+        "max_seq_length": _why_length(question, fit),
+        "batch_size": f"{SET if train.batch_size else 'the fastest size that fits'}: {predicted}",
+        "gradient_checkpointing": "less memory for a third more time"
+        if fit.checkpointing
+        else "not needed: stored activations fit",
+        "dequantize_base": _why_dequantize(question, fit),
+        "compute_dtype": _why_compute_dtype(question, fit),
     }
+    pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
+    together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
+    accumulation = f"{together}; {SET if train.gradient_accumulation else usual}"
+    return {**reasons, **pinned, "gradient_accumulation": accumulation}
 
 
-def _why_length(fit: Fit, question: PlannedTraining) -> str:
-    longest, length = question.rows.longest_row, fit.length
-    if question.train.max_seq_length is not None:
-        return SET
+def _why_length(question: PlannedTraining, fit: Estimate) -> str:
+    longest, length = question.longest_row, fit.tokens
     if question.train.method == PRETRAIN:
         most = f", and at most {MOST_WINDOW}" if length == MOST_WINDOW else ""
         return f"the model's context{most}: documents are packed into windows, nothing is truncated"
@@ -161,13 +294,7 @@ def _why_length(fit: Fit, question: PlannedTraining) -> str:
     return f"the longest row has {longest:,} tokens and is truncated: {limit}"
 
 
-def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
-    budget = size_text(question.budget.total_bytes)
-    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.tokens} tokens"
-    return f"{SET}; {predicted}" if question.train.batch_size else f"the fastest size that fits: {predicted}"
-
-
-def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
+def _why_dequantize(question: PlannedTraining, fit: Estimate) -> str:
     if fit.dequantize:
         return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
     if question.model.quantization_bits is None:
@@ -177,80 +304,58 @@ def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     return "kept quantized to save memory"
 
 
-def _why_compute_dtype(train: Train, machine: Machine, model: ModelFiles) -> str:
-    """The reason for the compute type."""
-    if train.compute_dtype is not None:
-        return SET
-    if train.method == PRETRAIN and machine.backend != "cpu":
-        return "compute type; the weights stay in float32"
-    if machine.backend == "cpu":
+def _why_compute_dtype(question: PlannedTraining, fit: Estimate) -> str:
+    if question.machine.backend == "cpu":
         return "a CPU always computes in float32"
-    if compute_dtype_of(train, machine, model) is not None:
+    if question.train.method == PRETRAIN:
+        return "compute type; the weights stay in float32"
+    if fit.compute_dtype is not None:
         return "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
     return "the type of the stored base; no other type is known to be faster here"
 
 
-def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:
-    train, rows = question.train, question.rows
-    if train.method != PRETRAIN or train.num_epochs is not None:
-        reasons["num_epochs"] = _why_epochs(rows.count, rows_per_update, train)
-        return epochs_for(rows.count, rows_per_update, train)
-    if train.max_steps is not None:
-        reasons["num_epochs"] = "as many as train.max_steps needs"
-        return math.ceil(train.max_steps * rows_per_update / max(1, rows.count))
-    tokens = int(rows.count * rows.mean_tokens)
-    count, reasons["num_epochs"] = passes_for(question.model.parameters, tokens)
-    return count
-
-
-def _why_epochs(rows: int, rows_per_update: int, train: Train) -> str:
+def _epochs_and_steps(
+    question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]
+) -> tuple[int, int | None]:
+    """Epochs, and the steps after which the run ends: pinned, or as many as reach the wanted tokens."""
+    train, rows, steps = question.train, question.row_count, question.train.max_steps
+    reasons["num_epochs"], reasons["max_steps"] = SET, "not set: num_epochs applies" if steps is None else SET
     if train.num_epochs is not None:
-        return SET
-    epochs, per_epoch = epochs_for(rows, rows_per_update, train), updates_per_epoch(rows, rows_per_update)
-    is_ended = 0 < (train.max_steps or 0) < epochs * per_epoch
-    ended = f", ended by max_steps = {train.max_steps}" if is_ended else ""
-    note = "; the step with the best validation is kept" if epochs > usual_epochs(rows) else ""
-    return f"{epochs} passes of {per_epoch:,} updates over {rows:,} rows{ended}{note}"
-
-
-def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, reasons: dict[str, str]) -> int | None:
-    """The pinned steps, or the steps to reach the wanted tokens; None if the epochs end earlier."""
-    train, rows = question.train, question.rows
-    reasons["max_steps"] = "not set: num_epochs applies" if train.max_steps is None else SET
-    if train.method != PRETRAIN or train.max_steps is not None or train.num_epochs is not None:
-        return train.max_steps
-    target = wanted_tokens(question.model.parameters)
-    update_tokens = int(rows_per_update * rows.mean_tokens)
-    steps = math.ceil(target / update_tokens)
-    if steps >= total_updates(rows.count, rows_per_update, epochs, None):
-        return None
+        return train.num_epochs, steps
+    if train.method != PRETRAIN:
+        epochs, per_epoch = epochs_for(rows, rows_per_update, train), updates_per_epoch(rows, rows_per_update)
+        ended = f", ended by max_steps = {steps}" if 0 < (steps or 0) < epochs * per_epoch else ""
+        note = "; the step with the best validation is kept" if epochs > usual_epochs(rows) else ""
+        reasons["num_epochs"] = f"{epochs} passes of {per_epoch:,} updates over {rows:,} rows{ended}{note}"
+        return epochs, steps
+    if steps is not None:
+        reasons["num_epochs"] = "as many as train.max_steps needs"
+        return math.ceil(steps * rows_per_update / max(1, rows)), steps
+    parameters, update_tokens = question.model.parameters, int(rows_per_update * question.mean_tokens)
+    epochs, reasons["num_epochs"] = passes_for(parameters, int(rows * question.mean_tokens))
+    target = wanted_tokens(parameters)
+    enough = math.ceil(target / update_tokens)
+    if enough >= total_updates(rows, rows_per_update, epochs, None):
+        return epochs, None
     reasons["max_steps"] = (
         f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} per parameter), {update_tokens:,} per step"
     )
-    return steps
+    return epochs, enough
 
 
-def _learning_rate(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[str, str]) -> float:
-    model, train, rows = question.model, question.train, question.rows
-    if train.method != PRETRAIN:
-        return learning_rate_for(model, question.lora, train.method, fit.rows_per_update, reasons)
-    update_tokens = int(fit.rows_per_update * rows.mean_tokens)
-    return pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
-
-
-def _intervals(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[str, str]) -> dict[str, int]:
+def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, int]:
     """Warm-up and intervals, in steps. A validation reads no more tokens than training between two validations."""
     trained = "weights" if question.train.method in WHOLE else "adapter"
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
-    fed_tokens = fit.rows_per_update * min(fit.length, question.rows.mean_tokens)
-    least = min(updates, math.ceil(question.rows.valid_tokens / fed_tokens / log) * log)
+    fed_tokens = fit.rows_per_update * min(fit.tokens, question.mean_tokens)
+    least = min(updates, math.ceil(question.valid_tokens / fed_tokens / log) * log)
     reasons["warmup_steps"] = f"5 % of {updates:,} steps"
     reasons["save_steps"] = f"every {interval} steps, about a tenth of the run: a crash costs at most that"
     reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
     if least > interval:
         reasons["eval_steps"] = (
-            f"a validation reads {question.rows.valid_tokens:,} tokens; training reads as many between two validations"
+            f"a validation reads {question.valid_tokens:,} tokens; training reads as many between two validations"
         )
     reasons["log_steps"] = f"every {log} steps" if log > 1 else "every step, as there are few"
     steps = {"save_steps": interval, "eval_steps": max(interval, least), "log_steps": log}
@@ -275,17 +380,4 @@ def learning_rate_for(
     rate, scale = float(f"{product / lora.scale:.2g}"), lora.scale
     together = f"scale x rate = {rate * scale:.2g}"
     reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}, {per_update}"
-    return rate
-
-
-def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
-    """Learning rate of pretraining: 0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times sqrt(batch / fitted batch)."""
-    operations = 6.0 * parameters * tokens
-    usual = 0.292 * operations**0.3271
-    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
-    rate = float(f"{min(rate, HIGHEST_PRETRAIN_RATE):.2g}")
-    reasons["learning_rate"] = (
-        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens:,} per "
-        "step (DeepSeek's fit)"
-    )
     return rate

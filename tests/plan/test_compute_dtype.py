@@ -16,8 +16,9 @@ from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import Recommendation, planned_memory, resolve
 from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import compute_dtype_of, usual_dtype
-from safetrain.plan.estimate import estimate_of, remedies
+from safetrain.plan.estimate import estimate_of
 from safetrain.plan.machine import Probe, machine_of, read_machine_now, read_profile, settle
+from safetrain.plan.remedies import what_would_fit
 from tests.conftest import EMBEDDED
 from tests.core.readings import GPUS
 from tests.plan.test_estimate import PROFILES
@@ -141,7 +142,7 @@ def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     assert usual_dtype(there, mistral) == "float32"
     wide, narrow = estimate_of(mistral, there, compute_dtype=usual_dtype(there, mistral)), estimate_of(mistral, there)
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
-    assert "train.compute_dtype=bfloat16" in {key for key, _ in remedies(wide.but(rows=8, tokens=16384))}
+    assert "train.compute_dtype=bfloat16" in what_would_fit(wide.but(rows=8, tokens=16384))[0]
     for name, other in (("float64", there), ("bfloat16", machine())):
         with pytest.raises(ConfigError):
             estimate_of(mistral, other, compute_dtype=name)

@@ -14,7 +14,8 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
-from safetrain.plan.search import PREFIX, Answer, DryRunner, most_bytes, remove_remains, scratch_folder, try_out
+from safetrain.plan.child import PREFIX, Answer, dry_run_path, most_bytes, remove_remains, scratch_folder, try_out
+from tests.plan.test_recommend import machine
 from tests.stores import write_stores
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
@@ -45,7 +46,7 @@ def job(model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
 
 def ask(model: ModelFiles, job: TrainJob, said: list[str], module: str = MODULE) -> Answer:
-    found = try_out(DryRunner(module, "machine", said.append), model, job, "rows")
+    found = try_out(dry_run_path(model, machine(), job, "rows"), module, job, 0.0, said.append)
     assert found is not None
     return found
 
@@ -66,8 +67,9 @@ def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
     other_rate = dataclasses.replace(job, settings=dataclasses.replace(job.settings, learning_rate=1e-9, save_steps=9))
     assert ask(model, other_rate, said) == found
     assert [text[:9] for text in said] == ["dry run o", "dry run: "]
-    assert try_out(DryRunner("", "machine", said.append), model, other_rate, "rows") == found
-    assert try_out(DryRunner("", "another machine", said.append), model, job, "rows") is None
+    same, other = (dry_run_path(model, there, other_rate, "rows") for there in (machine(), machine(backend="metal")))
+    assert try_out(same, "", other_rate, 0.0, said.append) == found
+    assert try_out(other, "", other_rate, 0.0, said.append) is None
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["data"]  # nothing else is left
     limit = int(0.85 * found.measured.peak_bytes)
     kept = ask(model, dataclasses.replace(job, mlx_limit_bytes=limit), said).measured
@@ -92,7 +94,7 @@ def test_it_is_watched_where_nothing_bounds_metal_s_memory(
     assert most_bytes(2**33, 2**32, "darwin") == 2**32
     (tmp_path / "swelling.py").write_text("import time\nkept = bytearray(2**28)\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("safetrain.plan.search.most_bytes", lambda *_: 2**26)
+    monkeypatch.setattr("safetrain.plan.child.most_bytes", lambda *_: 2**26)
     said: list[str] = []
     found = ask(model, job, said, "swelling")
     assert (found.measured, found.ran_out_of_memory) == (None, True)
@@ -104,7 +106,7 @@ def test_it_is_watched_where_nothing_bounds_metal_s_memory(
 OTHER = """
 import sys, time
 from pathlib import Path
-from safetrain.plan.search import scratch_folder
+from safetrain.plan.child import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     print(folder, flush=True)
     time.sleep(60)

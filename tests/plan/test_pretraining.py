@@ -5,12 +5,11 @@ from datetime import datetime
 
 import pytest
 
-from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import Recommendation, usual_warmup
-from safetrain.plan.candidates import FIXED_TOKENS, PlanInputs, RowStatistics, ask, candidates_at
-from safetrain.plan.speed import (
+from safetrain.plan.candidates import FIXED_TOKENS, candidates_at
+from safetrain.plan.pretraining import (
     finish_text,
     passes_for,
     pretraining_lines,
@@ -19,7 +18,7 @@ from safetrain.plan.speed import (
     wanted_tokens,
 )
 from tests.conftest import EMBEDDED
-from tests.plan.test_recommend import NO_LORA_PINS, NO_ROWS, OPEN, data, machine, recommend
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, question_of, recommend
 from tests.plan.test_recommend import plan as recommended
 from tests.updates import worst_update
 
@@ -33,7 +32,7 @@ NOW = datetime(2026, 11, 23, 12, 0)
 )
 def test_passes_come_to_twenty_tokens_a_parameter_but_are_never_more_than_four(there: int, passes: int) -> None:
     count, reason = passes_for(85_000_000, there)
-    assert (count, wanted_tokens(85_000_000, 20)) == (passes, 1_700_000_000)
+    assert (count, wanted_tokens(85_000_000)) == (passes, 1_700_000_000)
     assert ("worth much less" in reason) == (there < 425_000_000)
 
 
@@ -68,13 +67,13 @@ def test_what_was_not_measured_takes_the_time_of_its_operations_where_the_speed_
 def pretraining(there: int, **pins: object) -> Recommendation:
     """Of the embedded model on so many tokens, in windows of 512."""
     train = dataclasses.replace(OPEN, method="pretrain", **pins)  # type: ignore[arg-type]
-    rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), -(-there // 512), 4)
-    return recommend(data(), machine(64), FLOATS, train, NO_LORA_PINS, rows)
+    rows = {"largest": worst_update, "row_count": -(-there // 512), "usual_per_update": 4}
+    return recommend(data(), machine(64), FLOATS, train, NO_LORA_PINS, **rows)
 
 
 @pytest.mark.parametrize("times", [0.3, 0.7, 1.5, 60])
 def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
-    wanted = wanted_tokens(FLOATS.parameters, 20)
+    wanted = wanted_tokens(FLOATS.parameters)
     chosen = pretraining(int(times * wanted))
     update = chosen.batch_size * chosen.gradient_accumulation * 512
     assert trained_tokens(chosen, int(times * wanted)) == pytest.approx(wanted, abs=update)
@@ -85,7 +84,7 @@ def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
 
 
 def test_too_little_text_and_pins_set_no_other_end() -> None:
-    wanted = wanted_tokens(FLOATS.parameters, 20)
+    wanted = wanted_tokens(FLOATS.parameters)
     assert (pretraining(wanted // 9).max_steps, pretraining(wanted // 9).num_epochs) == (None, 4)
     assert (pretraining(9 * wanted, num_epochs=2).max_steps, pretraining(9 * wanted, max_steps=7).max_steps) == (
         None,
@@ -94,7 +93,7 @@ def test_too_little_text_and_pins_set_no_other_end() -> None:
 
 
 def test_a_number_of_updates_is_made_in_as_many_passes_as_it_takes() -> None:
-    wanted = wanted_tokens(FLOATS.parameters, 20)
+    wanted = wanted_tokens(FLOATS.parameters)
     chosen = pretraining(wanted // 9, max_steps=10**6)
     update, epochs = chosen.batch_size * chosen.gradient_accumulation * chosen.max_seq_length, chosen.num_epochs
     assert epochs > 4
@@ -103,7 +102,7 @@ def test_a_number_of_updates_is_made_in_as_many_passes_as_it_takes() -> None:
 
 def test_the_update_is_for_the_tokens_that_are_trained_not_for_those_that_are_there() -> None:
     train = dataclasses.replace(OPEN, method="pretrain")
-    wanted = wanted_tokens(85_000_000, 20)
+    wanted = wanted_tokens(85_000_000)
     assert tokens_to_train(85_000_000, 10**11, train) == tokens_to_train(85_000_000, wanted, train) == wanted
     assert tokens_to_train(85_000_000, 10**11, dataclasses.replace(train, num_epochs=2)) == 2 * 10**11
 
@@ -113,9 +112,8 @@ def test_what_a_large_model_is_said_to_cost_counts_the_shards_that_it_has(monkey
     monkeypatch.setattr("safetrain.core.memory.terms.usable_cores", lambda: 4)
     monkeypatch.setattr("safetrain.core.memory.terms.MOST_GRADIENT_BYTES", 1)
     train = dataclasses.replace(OPEN, method="pretrain")
-    rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), 1000, 16)
-    inputs = PlanInputs(data(), machine(64), FLOATS, TrainingRows(NO_ROWS, NO_ROWS))
-    question = ask(inputs, train, NO_LORA_PINS, rows)
+    rows = {"largest": worst_update, "row_count": 1000, "usual_per_update": 16}
+    question = question_of(data(), machine(64), FLOATS, train, NO_LORA_PINS, **rows)
     cost = {(each.rows, each.checkpointing): each.relative_cost for each in candidates_at(question, 512)}
     assert cost[1, False] == pytest.approx((512 + FIXED_TOKENS["cpu"]) / 512)
     assert cost[16, False] == pytest.approx((16 * 512 + FIXED_TOKENS["cpu"]) / (16 * 512))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from safetrain.core.records.settings import (
     resolve,
 )
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import PlanInputs, RowStatistics, ask, best_fit
-from safetrain.plan.recommend import recommendation_lines, recommendation_of
+from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask
+from safetrain.plan.recommend import recommendation_of
+from safetrain.plan.remedies import best_fit
+from stages.recommend_config import recommendation_lines
 from tests.conftest import EMBEDDED
 from tests.updates import worst_update
 
@@ -58,25 +61,24 @@ def qwen_7b() -> ModelFiles:
     )  # fmt: skip
 
 
-def recommend(
-    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora: Lora, rows: RowStatistics | None = None
-) -> Recommendation:
-    """By the closed form alone; without ``rows`` all are as long as the longest, and every token is a label."""
-    mean = max(1.0, data.train.tokens / data.train.rows - 1)
-    worst = RowStatistics(
-        data.longest_row,
-        mean,
-        lambda length, rows: worst_update(min(length, data.longest_row), rows),
-        min(data.train.rows, train.max_examples or data.train.rows),
-    )
-    inputs = PlanInputs(data, machine, model, TrainingRows(NO_ROWS, NO_ROWS))
-    question = ask(inputs, train, lora, rows or worst)
+def question_of(
+    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora: Lora, **rows: Any
+) -> PlannedTraining:
+    """Without ``rows`` all are as long as the longest, and every token is a label."""
+    question = ask(PlanInputs(data, machine, model, TrainingRows(NO_ROWS, NO_ROWS)), train, lora)
+    worst = {"largest": lambda length, rows: worst_update(min(length, data.longest_row), rows), **rows}
+    return dataclasses.replace(question, **worst)
+
+
+def recommend(*parts: Any, **rows: Any) -> Recommendation:
+    """By the closed form alone."""
+    question = question_of(*parts, **rows)
     return recommendation_of(question, best_fit(question))
 
 
 def plan(train: Train = OPEN, lora: Lora = NO_LORA_PINS, **changes: object) -> Recommendation:
     parts: dict[str, object] = {"data": data(), "machine": machine(), "model": read_model_files(EMBEDDED), **changes}
-    return recommend(parts["data"], parts["machine"], parts["model"], train, lora)  # type: ignore[arg-type]
+    return recommend(parts["data"], parts["machine"], parts["model"], train, lora)
 
 
 def test_every_value_has_its_reason() -> None:
@@ -237,10 +239,7 @@ def test_what_a_person_set_is_printed_as_set_and_changes_no_plan() -> None:
 
 
 def test_a_validation_reads_no_more_than_is_trained_between_two() -> None:
-    statistics = RowStatistics(500, 100.0, lambda length, rows: worst_update(min(length, 500), rows), 1000)
-    few, many = (dataclasses.replace(statistics, valid_tokens=tokens) for tokens in (1_000, 64_000))
-    usual, rarer = (
-        recommend(data(), machine(), read_model_files(EMBEDDED), OPEN, NO_LORA_PINS, r) for r in (few, many)
-    )
+    parts = (data(), machine(), read_model_files(EMBEDDED), OPEN, NO_LORA_PINS)
+    usual, rarer = (recommend(*parts, mean_tokens=100.0, valid_tokens=tokens) for tokens in (1_000, 64_000))
     assert rarer.eval_steps * 16 * 100 >= 64_000 > usual.eval_steps * 16 * 100
     assert usual.save_steps == rarer.save_steps

@@ -13,8 +13,7 @@ from safetrain.core.records.reports import LengthQuantiles
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.recommend import CLOSED_FORM, DRY_RUN
-from safetrain.plan.search import DryRunner, machine_text, plan_run
+from safetrain.plan.recommend import CLOSED_FORM, DRY_RUN, plan_run
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 
@@ -33,8 +32,7 @@ def planned(
     train: Train = SHORT, inputs: PlanInputs = INPUTS, module: str = "tests.plan.strict_dry_run"
 ) -> tuple[Recommendation, list[str]]:
     said: list[str] = []
-    runner = DryRunner(module, machine_text(inputs.machine), said.append)
-    return plan_run(inputs, train, NO_LORA_PINS, runner), said
+    return plan_run(inputs, train, NO_LORA_PINS, module, said.append), said
 
 
 def dry_runs(said: list[str]) -> int:
@@ -144,7 +142,7 @@ def test_when_nothing_passes_that_is_the_error(monkeypatch: pytest.MonkeyPatch) 
     short = dataclasses.replace(INPUTS, data=data(longest=30))  # both lengths are 32: each candidate is tried once
     said: list[str] = []
     with pytest.raises(MachineError, match="every dry run ran out of memory"):
-        plan_run(short, pinned, NO_LORA_PINS, DryRunner("tests.plan.strict_dry_run", "", said.append))
+        plan_run(short, pinned, NO_LORA_PINS, "tests.plan.strict_dry_run", said.append)
     assert dry_runs(said) == 1
 
 

@@ -38,7 +38,7 @@ from safetrain.plan.creation.tokenizers import (
     train_tokenizer,
     write_trained,
 )
-from safetrain.plan.speed import count_text
+from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text
 
 FREE = "free some space, choose a smaller model, or --dtype bfloat16"
 DTYPES = ("float32", "bfloat16")
@@ -47,7 +47,6 @@ SHARD_BYTES = 2 * 2**30
 QUANTILES, EXACT_BITS = 2**16, 20
 RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 ASKED = "as asked"
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 
 @dataclass(frozen=True)

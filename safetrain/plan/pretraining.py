@@ -1,0 +1,160 @@
+"""Pretraining: windows, tokens, passes and learning rate by published fits, and the time that all operations take.
+
+For a given compute, 20 tokens per parameter train best (Hoffmann et al. 2022, arXiv:2203.15556,
+table 3). Up to four passes over the same text are worth nearly as much as new text; more are worth much less
+(Muennighoff et al. 2023, arXiv:2305.16264).
+"""
+
+import math
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import Recommendation
+
+FORWARD, BACKWARD, WEIGHT_GRADIENT = 2, 2, 2  # operations per weight and token
+ATTENTION_PASSES = 3  # scores and weighted values: once forward, twice backward
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+TOKENS_PER_PARAMETER = 20
+MOST_PASSES = 4
+FAR_BELOW = 0.5  # share of the wanted tokens
+MOST_WINDOW = 2048  # tokens; usual in published pretraining runs of small models
+LEAST_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
+HIGHEST_RATE = 4e-3
+DAY_SECONDS = 86_400
+FURTHEST_DAYS = 365_000
+
+
+def window_length(model: ModelFiles) -> int:
+    """Tokens in a window: the model's context, at most MOST_WINDOW."""
+    return min(model.max_positions or MOST_WINDOW, MOST_WINDOW)
+
+
+def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
+    """Windows per step of pretraining on ``tokens`` tokens; a power of two.
+
+    A short run uses smaller steps, so that it makes at least LEAST_UPDATES; below LEAST_UPDATE_TOKENS, the optimizer
+    would take longer than the gradient.
+    """
+    fitted = _fitted_update_tokens(6.0 * model.parameters * tokens)
+    update_tokens = int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_UPDATES)))
+    return 2 ** max(0, round(math.log2(update_tokens / length)))
+
+
+def _fitted_update_tokens(operations: float) -> float:
+    """Tokens per step, for the operations of the whole run (arXiv 2401.02954, formula 1)."""
+    return 0.292 * operations**0.3271
+
+
+def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
+    """Learning rate of pretraining: 0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times sqrt(batch / fitted batch)."""
+    operations = 6.0 * parameters * tokens
+    usual = _fitted_update_tokens(operations)
+    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
+    reasons["learning_rate"] = (
+        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens:,} per "
+        "step (DeepSeek's fit)"
+    )
+    return float(f"{min(rate, HIGHEST_RATE):.2g}")
+
+
+def wanted_tokens(parameters: int) -> int:
+    """Recommended training tokens for a model of ``parameters`` parameters."""
+    return parameters * TOKENS_PER_PARAMETER
+
+
+def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
+    """Tokens that a run reads: the pinned epochs, else the recommended tokens in at most four epochs."""
+    if train.num_epochs is not None:
+        return train.num_epochs * tokens_there
+    return min(wanted_tokens(parameters), MOST_PASSES * tokens_there)
+
+
+def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
+    """Epochs to reach the recommended tokens, at most four; and the reason."""
+    target = wanted_tokens(parameters)
+    needed = math.ceil(target / max(1, tokens_there))
+    count = max(1, min(MOST_PASSES, needed))
+    per = f"{TOKENS_PER_PARAMETER} tokens per parameter (Hoffmann et al. 2022)"
+    text = f"{per} are {count_text(target)}; there are {count_text(tokens_there)}"
+    if needed > count:
+        text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
+    return count, text
+
+
+def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
+    """Tokens that a recommended pretraining reads from training documents of ``tokens_there`` tokens."""
+    passes = plan.num_epochs * tokens_there
+    return passes if plan.max_steps is None else min(passes, plan.max_steps * _step_tokens(plan))
+
+
+def _step_tokens(plan: Recommendation) -> int:
+    return plan.batch_size * plan.gradient_accumulation * plan.max_seq_length  # windows are full
+
+
+def flops_per_token(model: ModelFiles, length: int, *, recompute: bool = False) -> float:
+    """Operations per token in windows of ``length`` tokens.
+
+    6 per weight (Kaplan et al. 2020, arXiv:2001.08361), and attention, half of the 12 x layers x width x length of
+    PaLM (arXiv:2204.02311, appendix B), because a token sees only earlier tokens.
+    """
+    weights = multiplied_weights(model)
+    attention = FORWARD * ATTENTION_PASSES * model.num_layers * model.num_heads * model.head_dim * length
+    again = FORWARD * weights + attention / ATTENTION_PASSES if recompute else 0
+    return (FORWARD + BACKWARD) * weights + WEIGHT_GRADIENT * model.parameters + attention + again
+
+
+def multiplied_weights(model: ModelFiles) -> int:
+    """Weights multiplied with every token: all matrices except the embedding, unless it is also the head."""
+    matrices = [tensor for tensor in model.tensors if tensor.weights and len(tensor.shape) >= 2]
+    has_head = any(HEAD in tensor.name for tensor in matrices)
+    return sum(tensor.weights for tensor in matrices if not (has_head and EMBEDDING in tensor.name))
+
+
+def pretraining_lines(
+    plan: Recommendation, parameters: int, tokens_there: int, estimated_seconds: float | None, store_bytes: int,
+    now: datetime,
+) -> Iterator[str]:  # fmt: skip
+    """Describe a recommended pretraining; ``now`` is its start.
+
+    ``estimated_seconds`` is its time from operations, used without a dry run; None if unknown.
+    """
+    target, trained = wanted_tokens(parameters), trained_tokens(plan, tokens_there)
+    share, passes = trained / target, trained / max(1, tokens_there)
+    yield (
+        f"{count_text(parameters)} parameters want {count_text(target)} tokens "
+        f"({TOKENS_PER_PARAMETER} each); there are {count_text(tokens_there)}: {passes:.2g} "
+        f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of those"
+    )
+    if passes > MOST_PASSES:
+        yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
+    elif share < FAR_BELOW:
+        yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
+    disk = f"{size_text(plan.disk_bytes + store_bytes)} on disk"
+    seconds, by = plan.total_seconds, "measured here"
+    if seconds is None:
+        seconds, by = estimated_seconds, "computed from operations, as no dry run was made"
+    if seconds is None:
+        yield f"time unknown: no dry run was made; {disk}"
+        return
+    per_second = _step_tokens(plan) / plan.step_seconds if plan.step_seconds else trained / max(seconds, 1e-9)
+    finish = f"finished on {finish_text(now, seconds)} if it starts now"
+    yield f"{per_second:,.0f} tokens a second, {by}: {duration_text(seconds)}, {finish}; {disk}"
+
+
+def finish_text(now: datetime, seconds: float) -> str:
+    """The end date, with the time if within two days; a number of years if the date is too far away."""
+    days = seconds / DAY_SECONDS
+    if days >= FURTHEST_DAYS:
+        return f"no date: {days / 365:,.0f} years"
+    end = now + timedelta(seconds=seconds)
+    return f"{end:%Y-%m-%d %H:%M}" if days < 2 else f"{end:%Y-%m-%d}"
+
+
+def count_text(number: float) -> str:
+    """A count as text, such as ``1.7 billion``, ``85 million`` or ``9,870``."""
+    if number >= 1e9:
+        return f"{number / 1e9:,.3g} billion" if number < 1e12 else f"{number / 1e12:,.3g} trillion"
+    return f"{number / 1e6:.3g} million" if number >= 1e6 else f"{number:,.0f}"
