@@ -68,7 +68,7 @@ def evaluate(
         print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
     subjects = _subjects(folder, adapter, base)
-    with ending_at_once("the evaluation has written nothing"):
+    with ending_at_once():
         results, lines = _measured(files, subjects, rows, length, max_new_tokens, max_questions)
     report = {
         "model": str(folder), "adapter": str(adapter or ""), "base": str(subjects[0].folder) if subjects[1:] else "",

@@ -54,7 +54,7 @@ def main(config: Pipeline) -> None:
         held_out, general, run, settings.max_new_tokens, settings.max_examples, ANSWERS * seconds,
         EvaluationProgress(say_on_terminal),
     )  # fmt: skip
-    with ending_at_once("evaluation stopped, nothing written; run the same command to start it again"):
+    with ending_at_once():
         found = examination.measure(Subject("base", base), Subject("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)
     evaluation = evaluation_of(held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)

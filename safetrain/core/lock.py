@@ -1,9 +1,7 @@
 """One training at a time per user and machine: the kernel releases the lock file, no matter how its holder dies."""
 
-import errno
 import fcntl
 import os
-import stat
 import sys
 import tempfile
 import time
@@ -12,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetrain.core.errors import AlreadyRunningError, MachineError
-from safetrain.core.storage.files import mac_cache_directory
+from safetrain.core.storage.files import MAC_CACHE
 
 FOLDER_LOCK = ".training.lock"
 PROBE_SECONDS = 0.2  # longer than a probe by is_locked takes
@@ -24,13 +22,12 @@ def lock_path(platform: str = sys.platform) -> Path:
     Other variables do not count: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
     On macOS, files in $TMPDIR are removed after three days without access (confstr(3)).
     """
-    runtime = Path("/run/user") / str(os.getuid())
-    folder = runtime if os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
-    if setting := os.environ.get("SAFETRAIN_LOCK_DIR"):
-        folder = Path(setting)
-    elif platform == "darwin":
-        folder = mac_cache_directory()
-    return folder / f"safetrain-{os.getuid()}-default.lock"
+    folder = Path("/run/user") / str(os.getuid())
+    if platform == "darwin":
+        folder = Path.home() / MAC_CACHE
+    elif not os.access(folder, os.W_OK):
+        folder = Path(tempfile.gettempdir())
+    return Path(os.environ.get("SAFETRAIN_LOCK_DIR") or folder) / f"safetrain-{os.getuid()}-default.lock"
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def training_lock(output: Path) -> Iterator[tuple[int, int]]:
     Yields the two descriptors: a child that inherits them holds the locks too, as long as it lives.
     The files stay when the locks are released: without them, two later processes could lock two different files.
     """
-    with _locked(lock_path(), ours=True) as first, _locked(output / FOLDER_LOCK) as second:
+    with _locked(lock_path()) as first, _locked(output / FOLDER_LOCK) as second:
         yield first, second
 
 
@@ -64,11 +61,17 @@ def is_locked(output: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
-    """Hold one lock. ``ours``: require a plain file of this user, because every user may write into its folder."""
+def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
+    """Hold one lock. Another user may have put a link or a file in its place: MachineError, and nothing is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _opened(path, ours=ours)
+    try:  # writable, as network file systems require
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        what, do = "The lock of this user's trainings cannot be acquired.", "remove that file"
+        raise MachineError(what, where=str(path), got=os.strerror(error.errno or 0), do=do) from None
     try:
+        if os.fstat(descriptor).st_nlink > 1:
+            raise MachineError("The lock file is a link to another file.", where=str(path), do="remove it")
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise AlreadyRunningError(
@@ -95,28 +98,3 @@ def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:
             if time.monotonic() >= end:
                 return False
             time.sleep(PROBE_SECONDS / 10)
-
-
-def _opened(path: Path, *, ours: bool) -> int:
-    """Open the lock file writable, as network file systems require, without following links.
-
-    Raises MachineError if this user cannot open it, or if it must be ``ours`` and belongs to another user.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        status = os.fstat(descriptor)
-        if not ours or (stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1):
-            return descriptor
-        os.close(descriptor)
-        got = f"owner {status.st_uid}, {status.st_nlink} names"
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EACCES, errno.EISDIR):
-            raise
-        got = os.strerror(error.errno)
-    raise MachineError(
-        "The lock of this user's trainings cannot be acquired.",
-        where=str(path),
-        expected=f"a plain file of user {os.getuid()}, or nothing",
-        got=got,
-        do="remove that file, or set SAFETRAIN_LOCK_DIR to another folder",
-    )

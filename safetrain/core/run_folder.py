@@ -210,7 +210,7 @@ class RunReader:
         return tuple(self._steps)
 
     def _record(self, name: str, kind: type[Kind]) -> Kind | None:
-        return self._part(name, lambda text: from_json(kind, json.loads(text), partly=True))
+        return self._part(name, lambda text: from_json(kind, json.loads(text)))
 
     def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
         """Build a record from a file's text; None if the file is missing or unreadable."""

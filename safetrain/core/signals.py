@@ -3,7 +3,6 @@
 A training ends after its micro-batch; work that has written nothing yet ends at once.
 """
 
-import contextlib
 import errno
 import os
 import signal
@@ -68,35 +67,20 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def ending_at_once(what: str) -> Iterator[None]:
+def ending_at_once() -> Iterator[None]:
     """End the process on the first Ctrl-C or SIGTERM, even while mlx computes and Python does not run.
 
-    For work that has nothing to save: a thread reads the signal's number from Python's wakeup pipe, says ``what`` was
-    interrupted, and ends with 128 plus the signal.
+    For work that has nothing to save: the system itself ends the process.
     """
     if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
         yield
         return
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-
-    def watch() -> None:
-        while number := os.read(read_end, 1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
-                with contextlib.suppress(OSError):
-                    print_text(f"error: interrupted: {what}", sys.stderr)
-                os._exit(128 + number[0])
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    before = signal.set_wakeup_fd(write_end)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(write_end)
-        watcher.join()
-        os.close(read_end)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

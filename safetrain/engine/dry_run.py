@@ -28,7 +28,7 @@ from safetrain.core.records.settings import (
     TrainJob,
     updates_per_epoch,
 )
-from safetrain.core.storage.files import in_one_line, read_record
+from safetrain.core.storage.files import read_record, with_traceback
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.engine.job import Job, load_job, own_largest_update
@@ -64,7 +64,7 @@ def main(job_path: str, scratch: str) -> int:
         keep_to_room(train_job.memory_limit_bytes)
         print(json.dumps(dataclasses.asdict(dry_run(job, Path(scratch)))), flush=True)
     except SafetrainError as error:
-        print(in_one_line(error), file=sys.stderr)
+        print(with_traceback(error, in_one_line=True), file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -17,7 +17,7 @@ from safetrain.core.errors import SafetrainError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings
-from safetrain.core.storage.files import in_one_line
+from safetrain.core.storage.files import with_traceback
 from safetrain.engine.adapters import adapted_names
 from safetrain.engine.backend import device
 from safetrain.engine.batches import GRADIENT_KERNEL, attention_graph, training_layout, update_at
@@ -53,7 +53,7 @@ def load(folder: Path) -> dict[str, object]:
         del model  # memory may not hold two models
         return try_tokens(open_base(folder, dequantize=False), began)
     except SafetrainError as error:
-        return {"loads": False, "load_error": in_one_line(error), "load_seconds": 0.0}
+        return {"loads": False, "load_error": with_traceback(error, in_one_line=True), "load_seconds": 0.0}
 
 
 def try_tokens(model: BaseModel, began: float) -> dict[str, object]:

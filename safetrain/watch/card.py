@@ -1,5 +1,6 @@
 """The model card of a folder for the Hub: README.md, with measured results. No rows, no paths on this machine."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, FuseReport, GgufReport, PeftReport
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_beside, write_text
+from safetrain.core.storage.files import from_json, read_result, write_text
 from safetrain.watch.result import describe_scores
 
 CARD = "README.md"
@@ -92,7 +93,9 @@ def _report_paths(folder: Path, kind: str) -> list[Path]:
 def _reports(folder: Path, kind: str) -> list[Report | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
     paths_of_reports = _report_paths(folder, kind)
-    return [read_beside(path, *REPORTS[kind]) if path.is_file() else None for path in paths_of_reports]
+    kind_of_report, again = REPORTS[kind]
+    build = functools.partial(from_json, kind_of_report)
+    return [read_result(path, "", build, again) if path.is_file() else None for path in paths_of_reports]
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:

@@ -10,7 +10,6 @@ import pytest
 from safetrain.core.storage.files import (
     cache_directory,
     make_durable,
-    private_folder,
     replace_directory,
     write_atomic,
     write_json,
@@ -109,17 +108,3 @@ def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPa
     assert {cache_directory(name) for name in ("darwin", "linux")} == {Path("/elsewhere/safetrain")}
     monkeypatch.setenv("SAFETRAIN_CACHE_DIR", "/mine")
     assert cache_directory("darwin") == Path("/mine")
-
-
-def test_a_private_folder_is_ours_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "blas"
-    assert private_folder(folder).stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o755)
-    assert private_folder(folder).stat().st_mode & 0o777 == 0o700
-    (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(PermissionError, match="not a folder of this user"):
-        private_folder(tmp_path / "link")
-    if os.getuid() == 0:
-        os.chown(folder, 12345, -1)
-        with pytest.raises(PermissionError, match="not a folder of this user"):
-            private_folder(folder)

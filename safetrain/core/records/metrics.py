@@ -115,8 +115,7 @@ def write_summary(path: Path, summary: TrainingSummary) -> None:
 
 def summary_from(value: Any) -> TrainingSummary:
     """Build the summary from its JSON; raises TypeError or KeyError for anything else."""
-    build = functools.partial(from_json, partly=True)
-    parts = build(TrainSettings, value), build(TrainingMetrics, value), build(TrainingOutcome, value)
+    parts = from_json(TrainSettings, value), from_json(TrainingMetrics, value), from_json(TrainingOutcome, value)
     return TrainingSummary(*parts, from_json(Proof, value["proof"]))
 
 
@@ -152,7 +151,7 @@ class RunShape:
 
 def read_run_shape(path: Path) -> RunShape:
     """Read these keys of training_summary.json; raises ConfigError."""
-    return read_result(path, "train", functools.partial(from_json, RunShape, partly=True))
+    return read_result(path, "train", functools.partial(from_json, RunShape))
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:

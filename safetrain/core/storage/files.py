@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import sys
 import tempfile
 import traceback
@@ -27,7 +26,6 @@ from safetrain.core.storage.paths import ERROR
 
 Kind = TypeVar("Kind")
 
-NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 LFS_POINTER = b"version https://git-lfs"  # how a file begins whose content Git LFS has not fetched
 FETCH_LFS = "git lfs install && git lfs pull, in the repository that holds it"
 SPARE_BYTES = 2**20  # that stay free on the disk
@@ -35,33 +33,14 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the disk, or no quota le
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
 
+MAC_CACHE = Path("Library/Caches/safetrain")  # in a user's home; macOS removes nothing there
+
+
 def cache_directory(platform: str = sys.platform) -> Path:
     """Return the cache folder: ``$SAFETRAIN_CACHE_DIR``, or the XDG cache, or the system's own."""
-    setting, caches = os.environ.get("SAFETRAIN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    if setting:
-        return Path(setting)
-    if caches:
-        return Path(caches) / "safetrain"
-    return mac_cache_directory() if platform == "darwin" else Path.home() / ".cache" / "safetrain"
-
-
-def mac_cache_directory() -> Path:
-    """Return macOS's cache folder of this user; the system removes nothing there."""
-    return Path.home() / "Library" / "Caches" / "safetrain"
-
-
-def private_folder(folder: Path) -> Path:
-    """Make a folder that only this user can read or write; raises PermissionError if it is another user's.
-
-    Programs load code from it: another user with write access could run code as this user.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
-    if status.st_mode & 0o077:
-        folder.chmod(0o700)
-    return folder
+    caches = os.environ.get("XDG_CACHE_HOME")
+    own = Path.home() / (MAC_CACHE if platform == "darwin" else ".cache/safetrain")
+    return Path(os.environ.get("SAFETRAIN_CACHE_DIR") or (Path(caches) / "safetrain" if caches else own))
 
 
 def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = True) -> None:
@@ -92,7 +71,7 @@ def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = Tr
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``.
 
-    Raises OSError if the disk fails, FileExistsError if ``path`` exists and is not an empty folder.
+    Raises OSError if the disk fails, or if ``path`` exists and is not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
@@ -100,12 +79,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         _fsync_inside(temporary)
-        try:
-            temporary.rename(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.rename(path)
         _fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -187,13 +161,10 @@ def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
     On macOS fsync(2) only reaches the drive's cache, which may be lost or reordered; F_FULLFSYNC (``full_flush``)
     reaches the medium. Some file systems have only fsync.
     """
-    if full_flush is not None:
-        try:
+    with contextlib.suppress(OSError):
+        if full_flush is not None:
             fcntl.fcntl(descriptor, full_flush)
             return
-        except OSError as error:
-            if error.errno not in NOT_SUPPORTED:
-                raise
     os.fsync(descriptor)
 
 
@@ -210,46 +181,30 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
 
 
 def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
-    """Read a record; None if it is missing or unreadable. Keys that ``kind`` does not have are ignored."""
+    """Read a record; None if it is missing or unreadable."""
     try:
-        return from_json(kind, json.loads(path.read_text(encoding="utf-8")), partly=True)
+        return read_record(path, kind)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
-    """Build a record from a stage's JSON; raises ConfigError if it is missing or unreadable."""
+def read_result(path: Path, stage: str, build: Callable[[Any], Kind], again: str = "") -> Kind:
+    """Build a record from a stage's JSON; raises ConfigError if it is missing, or unreadable (remedy: ``again``)."""
     try:
         return build(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path.name} does not exist yet.",
-            where=str(path),
-            do=f"run '{dvc()} repro {stage}' first, or your 'safetrain run' again",
-        ) from None
+        what, again = "does not exist yet.", f"run '{dvc()} repro {stage}' first, or your 'safetrain run' again"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path.name} cannot be read: {error}", where=str(path), do=f"run '{dvc()} repro -f -s {stage}'"
-        ) from None
+        what, again = f"cannot be read: {error}", again or f"run '{dvc()} repro -f -s {stage}'"
+    raise ConfigError(f"{path.name} {what}", where=str(path), do=again)
 
 
-def read_beside(path: Path, kind: type[Kind], again: str) -> Kind:
-    """Read the report next to a command's output; raises ConfigError with the remedy ``again``."""
-    try:
-        return read_record(path, kind)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path.name} cannot be read: {error}", where=str(path), do=again) from None
-
-
-def from_json(kind: type[Kind], value: Any, *, partly: bool = False) -> Kind:
-    """Build the dataclass ``kind`` from its JSON; raises TypeError for a missing, unknown or malformed field.
-
-    ``partly``: ``value`` may have keys that ``kind`` does not have.
-    """
+def from_json(kind: type[Kind], value: Any) -> Kind:
+    """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field."""
     if not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
     hints = get_type_hints(kind)
-    return kind(**{name: _field(hints.get(name), item) for name, item in value.items() if name in hints or not partly})
+    return kind(**{name: _field(hints[name], item) for name, item in value.items() if name in hints})
 
 
 def _field(kind: Any, value: Any) -> Any:
@@ -274,17 +229,6 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
-    """Write the traceback of a library's error that caused ours; returns its path, empty without one.
-
-    Errors raised ``from None``, or from another of ours, need no traceback.
-    """
-    cause = error.__cause__ if isinstance(error, SafetrainError) else error
-    if cause is None or isinstance(cause, SafetrainError):
-        return ""
-    return keep_text("".join(traceback.format_exception(error)), folder)
-
-
 def keep_text(text: str, folder: Path | None = None) -> str:
     """Write a traceback that is already text, for example a child process's; returns its path.
 
@@ -298,13 +242,11 @@ def keep_text(text: str, folder: Path | None = None) -> str:
     return str(path)
 
 
-def in_one_line(error: SafetrainError) -> str:
-    """The error's first line, and the path of its traceback."""
-    file = keep_traceback(error)
-    return f"{error.what} (traceback: {file})" if file else error.what
-
-
-def with_traceback(error: SafetrainError, folder: Path | None = None) -> str:
-    """The error's message, and the path of its traceback."""
-    file = keep_traceback(error, folder)
-    return f"{error}\n  traceback: {file}" if file else str(error)
+def with_traceback(error: SafetrainError, folder: Path | None = None, *, in_one_line: bool = False) -> str:
+    """The error's message, or its first line, and the path of the traceback of a library's error that caused it."""
+    message, cause = error.what if in_one_line else str(error), error.__cause__
+    if cause is None or isinstance(cause, SafetrainError):
+        return message
+    file = keep_text("".join(traceback.format_exception(error)), folder)
+    where = f" (traceback: {file})" if in_one_line else f"\n  traceback: {file}"
+    return message + where if file else message

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.memory.terms import usable_cores
-from safetrain.core.storage.files import cache_directory, private_folder
+from safetrain.core.storage.files import cache_directory
 
 PREFIX = "scipy_"
 GRAPH_WIDTH = 100_000
@@ -90,7 +90,8 @@ def _renamed_openblas() -> Path:
     source = _installed_openblas()
     key = hashlib.blake2b(f"{source.stat().st_size}{source.stat().st_mtime_ns}{source}".encode(), digest_size=8)
     folder = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}-{os.getuid()}"
-    target = private_folder(folder) / "libopenblas.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # code is loaded from it
+    target = folder / "libopenblas.so"
     if target.exists():
         return target
     patchelf = shutil.which(
