@@ -92,10 +92,10 @@ def _report_paths(folder: Path, kind: str) -> list[Path]:
 
 def _reports(folder: Path, kind: str) -> list[Report | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
-    paths_of_reports = _report_paths(folder, kind)
-    kind_of_report, again = REPORTS[kind]
-    build = functools.partial(from_json, kind_of_report)
-    return [read_result(path, "", build, again) if path.is_file() else None for path in paths_of_reports]
+    if kind not in REPORTS:
+        return []
+    build, again = functools.partial(from_json, REPORTS[kind][0]), REPORTS[kind][1]
+    return [read_result(path, "", build, again) if path.is_file() else None for path in _report_paths(folder, kind)]
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:
