@@ -165,14 +165,11 @@ def die() -> Doors:
 
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch)
-        flight = output / FLIGHT
-        options = keep_going.RunOptions(
-            (sys.executable, "-c", KILLED), output, WatchSettings(flight, None, 60.0, ()),
-            planned=PlannedUpdate("cpu", worst_update(40, 8)),
-        )  # fmt: skip
+        settings_of_watch = WatchSettings((sys.executable, "-c", KILLED), output / FLIGHT, None, 60.0, ())
+        planned = PlannedUpdate("cpu", worst_update(40, 8))
         supervisor._Watch.drain = drain  # type: ignore[method-assign]
         try:
-            keep_going.keep_going(job, options, lambda _event: None)
+            keep_going.keep_going(job, settings_of_watch, planned, lambda _event: None)
         except RunDied as error:
             print(error)
         finally:

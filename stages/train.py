@@ -16,7 +16,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import job_of, read_recommendation, require_plan_for, shared_by
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT
-from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.keep_going import keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings
 from safetrain.stage import stage
@@ -41,22 +41,19 @@ def main(config: Pipeline) -> None:
         here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
         job = dataclasses.replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
-        options = RunOptions(
-            command=WORKER,
-            output=paths.OUTPUT,
-            watch=WatchSettings(
-                paths.OUTPUT / FLIGHT,
-                job.memory_limit_bytes,
-                60 * train.hang_minutes,
-                locks,
-                ranks=job.ranks,
-                backend=job.rank_backend,
-                hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
-                launcher=LAUNCHER,
-            ),
-            planned=PlannedUpdate(backend, largest, here, files.quantization_bits is not None),
+        watch = WatchSettings(
+            WORKER,
+            paths.OUTPUT / FLIGHT,
+            job.memory_limit_bytes,
+            60 * train.hang_minutes,
+            locks,
+            ranks=job.ranks,
+            backend=job.rank_backend,
+            hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
+            launcher=LAUNCHER,
         )
-        keep_going(job, options, TrainProgress().show)
+        planned = PlannedUpdate(backend, largest, here, files.quantization_bits is not None)
+        keep_going(job, watch, planned, TrainProgress().show)
     show_end(read_summary(paths.SUMMARY))
 
 

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,7 +22,7 @@ from safetrain.core.records.run_state import is_finished
 from safetrain.core.records.settings import Rung, TrainJob, TrainSettings, memory_shape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, LADDER
+from safetrain.core.storage.paths import JOB, JOURNAL, LADDER
 from safetrain.guard.ladder import (
     GPU_CAUSES,
     MOST_RUNGS,
@@ -37,8 +36,7 @@ from safetrain.guard.ladder import (
     read_ladder,
 )
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
-from safetrain.guard.process import Ending, WatchSettings
-from safetrain.guard.sampling import limit_now
+from safetrain.guard.process import Ending, WatchSettings, limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")
@@ -49,19 +47,9 @@ REPAIR_ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of a training run."""
-
-    command: tuple[str, ...]  # of the training process
-    output: Path
-    watch: WatchSettings
-    planned: PlannedUpdate
-
-
-def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> None:
+def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show: Callable[[Event], None]) -> None:
     """Train, restarting the process as needed; raises RunDied or InterruptedRun when a person has to decide."""
-    output, journal = options.output, Journal(options.output / FLIGHT / JOURNAL)
+    output, journal = watch.flight.parent, Journal(watch.flight / JOURNAL)
 
     def record(event: Event) -> None:
         journal.take(event)
@@ -73,14 +61,14 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
     previous = explain_unclosed(output, command_again())
     if previous is not None:
         say(f"the previous training run ended suddenly:\n{describe(previous)}")
-    planned, limit = memory_shape(job.settings), limit_now(job.memory_limit_bytes)
+    asked, limit = memory_shape(job.settings), limit_now(job.memory_limit_bytes)
     ladder = read_ladder(output, job.settings, limit.size_bytes)
     if ladder is not None:
         job = _on_ladder(job, ladder, say)
-    job = fit_to_available_memory(job, options.planned, say)
+    job = fit_to_available_memory(job, planned, say)
     while True:
         journal.write(Started())
-        ending = _attempt(job, options, record)
+        ending = _attempt(job, watch, record)
         if _is_complete(output, ending):
             close_marker(output)
             (output / LADDER).unlink(missing_ok=True)
@@ -88,13 +76,13 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
         death = explain(output, ending, command_again())
         journal.write(Died(death.title, death.step))
         close_marker(output)
-        relief = None if ending.signal_passed_on else _relief(job, options, death)
+        relief = None if ending.signal_passed_on else _relief(job, planned, death)
         if relief is None:
-            raise _error(_with_advice(options, death), ending)
+            raise _error(_with_advice(output, death), ending)
         job, change = relief
         next_step = f"nothing: the run continued by itself with {change}"
         write_postmortem(output, dataclasses.replace(death, advice="", next_command=next_step, went_on=True))
-        rungs = Ladder(planned, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
+        rungs = Ladder(asked, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
         write_record(output / LADDER, rungs)  # for the next run of the same command
         cause = "the training ran out of memory" if death.is_memory else "the training died"
         say(f"{cause}:\n{describe(death, with_next=False)}")
@@ -120,12 +108,11 @@ def _dvc_command() -> str:
     return f"{dvc()} repro" if place is None else shlex.join([dvc(), *words[place + 1 :]])
 
 
-def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
-    watch, limit = options.watch, limit_now(job.memory_limit_bytes)
-    write_record(options.output / FLIGHT / JOB, job)
-    open_marker(options.output, command_again(), watch.hang_seconds, limit)
-    watch = dataclasses.replace(watch, environment=gpu_environment(len(job.gpu_rungs), os.environ))
-    return supervise(options.command, watch, show)
+def _attempt(job: TrainJob, watch: WatchSettings, show: Callable[[Event], None]) -> Ending:
+    write_record(watch.flight / JOB, job)
+    open_marker(watch.flight.parent, command_again(), watch.hang_seconds, limit_now(job.memory_limit_bytes))
+    environment = gpu_environment(len(job.gpu_rungs), os.environ)
+    return supervise(dataclasses.replace(watch, environment=environment), show)
 
 
 def _is_complete(output: Path, ending: Ending) -> bool:
@@ -146,7 +133,7 @@ def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> Tra
     return dataclasses.replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
-def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[TrainJob, str] | None:
+def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[TrainJob, str] | None:
     """Return the job to continue with, and the change in words; None if a person has to decide."""
     if death.cause in GPU_CAUSES:
         gpu_rung = next_gpu_rung(len(job.gpu_rungs))
@@ -154,7 +141,7 @@ def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[Trai
             return None
         line = f"step {death.step}: {death.title}: {gpu_rung}"
         return dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
-    smaller = _smaller(job, options, death) if death.is_memory else None
+    smaller = _smaller(job, planned, death) if death.is_memory else None
     if smaller is None:
         return None
     rung = Rung(memory_shape(job.settings), death.step, death.title)
@@ -162,31 +149,30 @@ def _relief(job: TrainJob, options: RunOptions, death: PostMortem) -> tuple[Trai
     return dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None), change
 
 
-def _smaller(job: TrainJob, options: RunOptions, death: PostMortem) -> TrainSettings | None:
+def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainSettings | None:
     """Find the next rung whose micro-batches are smaller than the one that died; None at the bottom."""
     if len(job.rungs) >= MOST_RUNGS:
         return None
-    quantized = options.planned.is_quantized
-    smaller = next_settings(job.settings, quantized=quantized, loading=_is_loading(death))
+    smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
     while smaller is not None and smaller.batch_size > 1:
-        longest = min(smaller.max_seq_length - 1, options.planned.largest_update.longest)
+        longest = min(smaller.max_seq_length - 1, planned.largest_update.longest)
         if not 0 < death.tokens <= smaller.batch_size * padded(longest):
             break
-        smaller = next_settings(smaller, quantized=quantized)
+        smaller = next_settings(smaller, quantized=planned.is_quantized)
     return smaller
 
 
-def _with_advice(options: RunOptions, death: PostMortem) -> PostMortem:
+def _with_advice(output: Path, death: PostMortem) -> PostMortem:
     """Add advice to the post-mortem of a training that does not continue by itself."""
     if death.cause == "bad_update":
-        return write_postmortem(options.output, dataclasses.replace(death, advice=REPAIR_ROWS))
+        return write_postmortem(output, dataclasses.replace(death, advice=REPAIR_ROWS))
     if not death.is_memory:
         return death
     or_limit = f"a larger {OWN_LIMIT}, or " if death.limit_name == OWN_LIMIT else ""
     advice = f"{or_limit}a smaller or more strongly quantized model, or more memory"
     if not _is_loading(death):
         advice += ", or shorter rows: 'safetrain discard', then a smaller train.max_seq_length"
-    return write_postmortem(options.output, dataclasses.replace(death, advice=advice))
+    return write_postmortem(output, dataclasses.replace(death, advice=advice))
 
 
 def _is_loading(death: PostMortem) -> bool:

@@ -112,37 +112,26 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     """
     if planned.backend == "cuda":
         return job
-    available = available_memory(job, planned.backend, read_memory(), planned.ranks_here)
+    available, words, remedy = available_memory(job, planned.backend, read_memory(), planned.ranks_here)
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
-    while settings is not None and needed_bytes(model, settings, job, planned) > available.size_bytes:
+    while settings is not None and needed_bytes(model, settings, job, planned) > available:
         settings = next_settings(settings, quantized=planned.is_quantized)
     if settings == job.settings:
         return job
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
-        raise MachineError(
-            "Not enough free memory for this training.", expected=need, got=available.text, do=available.remedy
-        )
+        raise MachineError("Not enough free memory for this training.", expected=need, got=words, do=remedy)
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
-    say(f"warning: {available.text} and {need}, so training starts with {change}")
-    rung = Rung(memory_shape(job.settings), 0, available.text)
-    budget = dataclasses.replace(job.memory_budget, total_bytes=available.size_bytes)
+    say(f"warning: {words} and {need}, so training starts with {change}")
+    rung = Rung(memory_shape(job.settings), 0, words)
+    budget = dataclasses.replace(job.memory_budget, total_bytes=available)
     limit = mlx_limit_bytes(budget.mlx_bytes, budget)
     return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
 
 
-@dataclass(frozen=True)
-class AvailableMemory:
-    """Memory that a training can get now, and how to get more."""
-
-    size_bytes: int
-    text: str
-    remedy: str
-
-
-def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> AvailableMemory:
-    """Measure the free memory within train.memory_limit_gb, divided by the ranks on this machine.
+def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> tuple[int, str, str]:
+    """The free memory within train.memory_limit_gb, divided by the ranks here: bytes, in words, and how to get more.
 
     On a Mac it is the budget, unless macOS reports critical pressure: free memory says nothing there.
     """
@@ -150,17 +139,17 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
     if backend == "metal":
         free = job.memory_budget.total_bytes
         if host.is_critical:
-            return AvailableMemory(0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy)
+            return 0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy
     else:
         free = host_room_bytes(host) // ranks_here
     own = within_data_limit(free, job.memory_limit_bytes)
     if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
         raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
-        return AvailableMemory(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)
+        return own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it
     if ranks_here > 1:
         each = f"{ranks_here} ranks share this machine, and each has only {size_text(free)}"
-        return AvailableMemory(free, each, f"lower train.ranks, or {remedy}")
-    return AvailableMemory(free, f"only {size_text(free)} are free now", remedy)
+        return free, each, f"lower train.ranks, or {remedy}"
+    return free, f"only {size_text(free)} are free now", remedy
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:

@@ -24,9 +24,8 @@ from safetrain.core.records.run_state import Checkpoint, is_finished, newest_who
 from safetrain.core.run_folder import RunMarker, read_marker, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder
-from safetrain.guard.process import Ending
-from safetrain.guard.sampling import MACHINE, Limit
-from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
+from safetrain.guard.process import MACHINE, Ending, Limit
+from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # kept on the disk for a post-mortem when the disk is full
 CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not caused by a single rank
@@ -51,11 +50,11 @@ def close_marker(output: Path) -> None:
 
 def explain(output: Path, ending: Ending, command: str) -> PostMortem:
     """Judge a training that ended badly, and write postmortem.json unless the training was refused at the start."""
-    evidence = _evidence(rank_folder(output / FLIGHT, ending.rank or 0), ending)
-    cause, last = judge(evidence), evidence.last
-    footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    ending = _with_traces(ending, rank_folder(output / FLIGHT, ending.rank or 0))
+    cause, last = judge(ending), ending.record
+    footprint = max(ending.memory.footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # this limit counts private memory, resident or not
-        footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
+        footprint = max(ending.memory.data_bytes, last.data_bytes if last else 0) or footprint
     verdict = _assemble(output, cause, last, footprint, ending.limit, command, exit_code_of(ending, cause))
     rank = None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank
     verdict = dataclasses.replace(verdict, rank=rank, ranks=ending.ranks, host=ending.host)
@@ -108,8 +107,8 @@ def exit_code_of(ending: Ending, cause: Cause) -> int:
     return ending.return_code or 1
 
 
-def _evidence(folder: Path, ending: Ending) -> Evidence:
-    """Collect the traces of the process and the system."""
+def _with_traces(ending: Ending, folder: Path) -> Ending:
+    """Add what the process and the system wrote."""
     flight = read_flight(folder / RECORDER)
     last = flight.last if flight.header is not None and flight.header.pid == ending.pid else None
     stacks = folder / STACKS
@@ -117,7 +116,8 @@ def _evidence(folder: Path, ending: Ending) -> Evidence:
     killed = ending.return_code == -signal.SIGKILL and not ending.ended_by_us
     wait = REPORT_SECONDS if killed else 0.0
     log = _kernel_log(ending.pid, ending.started_seconds, ending.started_monotonic_seconds, wait)
-    return Evidence(ending, last, psutil.virtual_memory().total, log, stack)
+    total = psutil.virtual_memory().total
+    return dataclasses.replace(ending, record=last, kernel_log=log, stack=stack, total_memory_bytes=total)
 
 
 def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:

@@ -17,10 +17,21 @@ from typing import BinaryIO
 import psutil
 
 from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
+from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.memory.system import (
+    PRESSURE_LEVEL,
+    footprint_bytes,
+    memory_groups,
+    memory_limit_bytes,
+    oom_kills,
+    sysctl_number,
+)
 from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase, allowed_seconds
 from safetrain.core.storage.paths import RECORDER
-from safetrain.guard.sampling import Limit, MemorySample, RecentMemory, Sampler
 
+MACHINE = "the machine's memory"
+RECENT_SECONDS = 10.0  # readings this long before the end count as evidence
+PRESSURE = Path("/proc/pressure/memory")
 TAIL_BYTES = 64 * 1024
 RING_PREFIX = b"[ring] "  # mlx prints such lines when another rank is gone, which the supervisor knows already
 PEER_LOST = "cannot exchange numbers"  # from the engine's message about a lost rank
@@ -31,6 +42,7 @@ ENDS_ALL_RANKS = ("InterruptedRun", "BadUpdateError")  # after these errors rank
 class WatchSettings:
     """How training processes are started and watched."""
 
+    command: tuple[str, ...]  # of a training process
     flight: Path
     memory_limit_bytes: int | None  # of each rank
     hang_seconds: float  # the shortest time limit of a phase
@@ -44,8 +56,28 @@ class WatchSettings:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The smallest of the limits on the training process's memory."""
+
+    size_bytes: int
+    name: str
+
+
+@dataclass(frozen=True)
+class MemoryReadings:
+    """Memory of a process and of its machine, in bytes: at one moment, or the extremes of the last RECENT_SECONDS."""
+
+    footprint_bytes: int = 0  # resident memory; on macOS the system's footprint, with Metal's buffers
+    data_bytes: int = 0  # private writable memory; the footprint if unknown
+    available_bytes: int = 2**63  # on the machine, the lowest
+    stalled_percent: float = 0.0  # share of ten seconds in which all processes waited for memory; 0: unknown
+    pressure_level: int = 0  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
+    oom_kills: int = 0  # the kernel's count, or how much it grew in that time
+
+
+@dataclass(frozen=True)
 class Ending:
-    """How a training ended, with the readings of its last seconds (sampling.RECENT_SECONDS).
+    """How a training ended, with the memory of its last seconds, and what the process and the system wrote about it.
 
     With several ranks it describes the rank that ended the run, or rank 0 if all ended for the same reason.
     """
@@ -60,10 +92,13 @@ class Ending:
     overdue_seconds: float
     signal_passed_on: int  # 0 for none
     limit: Limit
-    last: MemorySample | None
-    recent: RecentMemory
+    memory: MemoryReadings
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
+    record: FlightRecord | None = None  # the last one
+    kernel_log: tuple[str, ...] = ()  # lines of the kernel's or the system's log that name the process
+    stack: str = ""  # where Python was, as faulthandler wrote it
+    total_memory_bytes: int = 0  # of the machine
     rank: int | None = None  # rank that ended the run; None: a single process, or the same reason for all
     ranks: int = 1
     host: str = ""  # of the rank; empty: this machine
@@ -113,6 +148,73 @@ class Heartbeat:
         return sum(max(0.0, min(end, until_seconds) - max(start, self._since)) for start, end in self._pauses)
 
 
+class Sampler:
+    """Measures a process's memory, and keeps the readings of the last RECENT_SECONDS."""
+
+    def __init__(self, own_limit_bytes: int | None) -> None:
+        self._groups = memory_groups()
+        self._kills = oom_kills(self._groups)  # the kernel's count at the start
+        self._readings: deque[tuple[float, MemoryReadings]] = deque()
+        self.limit = limit_now(own_limit_bytes)
+
+    def read(self, pid: int) -> MemoryReadings | None:
+        """Measure the memory now; None if the process is gone."""
+        try:
+            memory = psutil.Process(pid).memory_info()
+        except psutil.Error:
+            return None
+        if memory.rss == 0:  # a zombie
+            return None
+        footprint = footprint_bytes(pid) if sys.platform == "darwin" else memory.rss
+        return MemoryReadings(
+            footprint_bytes=footprint,
+            data_bytes=getattr(memory, "data", 0) or footprint,
+            available_bytes=psutil.virtual_memory().available,
+            stalled_percent=_stalled_percent(),
+            pressure_level=sysctl_number(PRESSURE_LEVEL) if sys.platform == "darwin" else 0,
+            oom_kills=oom_kills(self._groups),
+        )
+
+    def keep(self, seconds: float, readings: MemoryReadings) -> None:
+        """Keep readings as evidence; ``seconds`` is their time on the monotonic clock."""
+        self._readings.append((seconds, readings))
+        while self._readings[0][0] < seconds - RECENT_SECONDS:
+            self._readings.popleft()
+
+    def recent(self) -> MemoryReadings:
+        """Maxima and minima of the kept readings."""
+        kept = [readings for _, readings in self._readings]
+        kills = oom_kills(self._groups) - (kept[0].oom_kills if kept else self._kills)
+        if not kept:
+            return MemoryReadings(oom_kills=kills)
+        return MemoryReadings(
+            footprint_bytes=max(each.footprint_bytes for each in kept),
+            data_bytes=max(each.data_bytes for each in kept),
+            available_bytes=min(each.available_bytes for each in kept),
+            stalled_percent=max(each.stalled_percent for each in kept),
+            pressure_level=max(each.pressure_level for each in kept),
+            oom_kills=kills,
+        )
+
+
+def limit_now(own: int | None) -> Limit:
+    """The smallest of the machine's memory, the container's limit, and ``own``."""
+    total, group = psutil.virtual_memory().total, memory_limit_bytes(memory_groups())
+    candidates = [Limit(total, MACHINE)]
+    candidates += [Limit(group, "the limit of this container or service")] if group else []
+    candidates += [Limit(own, OWN_LIMIT)] if own else []
+    return min(candidates, key=lambda limit: limit.size_bytes)
+
+
+def _stalled_percent() -> float:
+    """Read from the Linux kernel the share of ten seconds lost waiting for memory; 0 if unknown."""
+    with contextlib.suppress(OSError):  # another system, another kernel, or switched off
+        for line in PRESSURE.read_text().splitlines():
+            if line.startswith("full"):
+                return float(line.split("avg10=")[1].split()[0])
+    return 0.0
+
+
 class WatchedProcess:
     """One rank of a training, or the only process."""
 
@@ -123,12 +225,11 @@ class WatchedProcess:
         self.number, self.process, self.settings = number, process, settings
         self.heartbeat = Heartbeat(settings.hang_seconds)
         self.began = False
-        self.last: MemorySample | None = None
         self.ended_seconds: float | None = None  # monotonic clock, at its end or when it reported its failure
         self.finished: Finished | None = None
         self.failed: Failed | None = None
         self.flight = FlightReader(flight / RECORDER)
-        self._sampler = Sampler(settings.memory_limit_bytes)
+        self.memory = Sampler(settings.memory_limit_bytes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
         if process.stdout is None:
@@ -145,11 +246,6 @@ class WatchedProcess:
     def pid(self) -> int:
         """Process id of the rank itself."""
         return self.process.pid
-
-    @property
-    def limit(self) -> Limit:
-        """The limit on the rank's memory."""
-        return self._sampler.limit
 
     @property
     def return_code(self) -> int:
@@ -187,15 +283,6 @@ class WatchedProcess:
         """Process the rank's new records, and flush them to the disk."""
         self.heartbeat.feed(self.flight.read())
         self.flight.make_durable()
-
-    def sample(self) -> MemorySample | None:
-        """Measure the rank's memory; None after its end."""
-        return self._sampler.sample(self.pid)
-
-    def remember(self, sample: MemorySample) -> None:
-        """Keep a sample as evidence."""
-        self.last = sample
-        self._sampler.remember(time.monotonic(), sample)
 
     def new_events(self) -> list[Event]:
         """Return the events since the last call."""
@@ -246,9 +333,8 @@ class WatchedProcess:
             ended_by_us=ended_by_us,
             overdue_seconds=overdue,
             signal_passed_on=passed_on,
-            limit=self.limit,
-            last=self.last,
-            recent=self._sampler.recent(),
+            limit=self.memory.limit,
+            memory=self.memory.recent(),
             started_seconds=started[0],
             started_monotonic_seconds=started[1],
         )

@@ -47,15 +47,15 @@ READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first port
 
 
-def start_ranks(command: Sequence[str], settings: WatchSettings) -> list[WatchedProcess]:
+def start_ranks(settings: WatchSettings) -> list[WatchedProcess]:
     """Start ``command FLIGHT EVENTS OUR_PID`` for each rank, on this machine or on the machines in a hostfile."""
     _clear_flight(settings.flight)
     if settings.hostfile is not None:
-        return [_start_launched(command, settings, settings.hostfile)]
+        return [_start_launched(settings, settings.hostfile)]
     ranks: list[WatchedProcess] = []
     try:
         for number, environment in enumerate(_environments(settings)):
-            ranks.append(_start(command, settings, number, environment))
+            ranks.append(_start(settings, number, environment))
     except OSError:
         for rank in ranks:
             rank.process.kill()
@@ -71,12 +71,12 @@ def _clear_flight(flight: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _start(command: Sequence[str], settings: WatchSettings, number: int, environment: dict[str, str]) -> WatchedProcess:
+def _start(settings: WatchSettings, number: int, environment: dict[str, str]) -> WatchedProcess:
     flight = rank_folder(settings.flight, number)
     flight.mkdir(exist_ok=True)
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
-        [*command, str(flight), str(write_end), str(os.getpid())],
+        [*settings.command, str(flight), str(write_end), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -237,8 +237,8 @@ class LaunchedRanks(WatchedProcess):
         return min(others, key=lambda each: each[1] in ENDS_ALL, default=(None, 0))
 
 
-def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
-    """Start ``command FLIGHT EVENTS 0`` for each entry in a hostfile, through mlx.launch."""
+def _start_launched(settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
+    """Start ``settings.command FLIGHT EVENTS 0`` for each entry in a hostfile, through mlx.launch."""
     fifo = settings.flight / EVENTS
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
@@ -250,9 +250,9 @@ def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: P
     process = subprocess.Popen(
         [
             *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(hostfile_here),
-            "--cwd", str(Path.cwd()), "--python", command[0], "--starting-port", str(first_port(hosts.ports)),
+            "--cwd", str(Path.cwd()), "--python", settings.command[0], "--starting-port", str(first_port(hosts.ports)),
             *(word for name, value in shared.items() for word in ("--env", f"{name}={value}")),
-            "--", *command[1:], str(settings.flight), str(fifo), PARENT,
+            "--", *settings.command[1:], str(settings.flight), str(fifo), PARENT,
         ],
         stdin=subprocess.PIPE,  # stays open: at the end of stdin mlx.launch would spin
         stdout=subprocess.PIPE,

@@ -6,19 +6,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import psutil
 
-from safetrain.core.events import Event, Recorded, Said
+from safetrain.core.events import Event, Said
 from safetrain.core.formatting import RUN
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.signals import handling
 from safetrain.guard.process import Ending, WatchedProcess, WatchSettings, culprit
 from safetrain.guard.ranks import start_ranks
-from safetrain.guard.sampling import Thrashing
 
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0  # between two rounds: the supervisor itself was stopped
@@ -36,23 +35,24 @@ STOPPING = "stopping after this micro-batch, then saving; another Ctrl-C ends at
 STOPPING_ALL = "stopping after this update, then saving; another Ctrl-C ends at once, back to the last checkpoint"
 
 
-def supervise(command: Sequence[str], settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
-    """Run ``command FLIGHT EVENTS OUR_PID``, or several ranks of it, to the end; ``show`` gets events as they come."""
+def supervise(settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
+    """Run a training process, or several ranks of it, to the end; ``show`` gets events as they come."""
     starter = who_started_us()
     started = time.time(), time.monotonic()
-    ranks = start_ranks(command, settings)
-    try:
-        watch = _Watch(ranks, settings, starter)
-        with _signals(watch), _awake(ranks[0].process.pid):
-            while watch.goes_on():
-                watch.look(show)
-                time.sleep(POLL_SECONDS)
-            watch.drain(show)
-    finally:
-        for rank in ranks:
-            if not rank.is_over():  # even after an error here, no process keeps running
-                rank.send(signal.SIGKILL)
-                rank.process.wait()
+    ranks = start_ranks(settings)
+    with _awake(ranks[0].process.pid):
+        try:
+            watch = _Watch(ranks, settings, starter)
+            with _signals(watch):
+                while watch.goes_on():
+                    watch.look(show)
+                    time.sleep(POLL_SECONDS)
+                watch.drain(show)
+        finally:
+            for rank in ranks:
+                if not rank.is_over():  # even after an error here, no process keeps running
+                    rank.send(signal.SIGKILL)
+                    rank.process.wait()
     return watch.ending(started)
 
 
@@ -61,7 +61,6 @@ class _Watch:
 
     def __init__(self, ranks: list[WatchedProcess], settings: WatchSettings, starter: psutil.Process | None) -> None:
         self._ranks, self._settings, self._starter = ranks, settings, starter
-        self._thrashing = Thrashing()
         self._next_sample = 0.0
         self._looked_at, self._was_stopped = time.monotonic(), False
         self._ended_by_us, self._overdue = "", 0.0
@@ -82,7 +81,7 @@ class _Watch:
         """Do one round: events, records, memory, deadlines."""
         now = time.monotonic()
         for rank in self._ranks:
-            self._show(rank.new_events(), rank, show)
+            _show(rank.new_events(), show)
         if self._signal and not self._signal_answered:
             self._signal_answered = True
             show(Said(STOPPING if self._settings.ranks == 1 else STOPPING_ALL))
@@ -103,7 +102,7 @@ class _Watch:
     def drain(self, show: Callable[[Event], None]) -> None:
         """Show the events that were still in the pipes at the end."""
         for rank in self._ranks:
-            self._show(rank.drain(), rank, show)
+            _show(rank.drain(), show)
 
     def pass_on(self, number: int) -> None:
         """Pass the first signal on, so that the process saves and ends; a second one by hand kills it.
@@ -141,13 +140,14 @@ class _Watch:
         return dataclasses.replace(ending, rank=number, ranks=self._settings.ranks, began=first.began)
 
     def _sample(self) -> None:
-        samples = [(rank, sample) for rank in self._ranks if (sample := rank.sample()) is not None]
-        together = sum(sample.footprint_bytes for _, sample in samples)
+        readings = [(rank, memory) for rank in self._ranks if (memory := rank.memory.read(rank.pid)) is not None]
+        together = sum(memory.footprint_bytes for _, memory in readings)
         limit = None if self._settings.capped_by_kernel else self._settings.memory_limit_bytes
-        for rank, sample in samples:
-            own = rank.limit.name == OWN_LIMIT  # a limit for each rank; any other limit is for all together
-            rank.remember(sample if own else dataclasses.replace(sample, footprint_bytes=together))
-            if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
+        for rank, memory in readings:
+            own = rank.memory.limit.name == OWN_LIMIT  # a limit for each rank; any other limit is for all together
+            kept = memory if own else dataclasses.replace(memory, footprint_bytes=together)
+            rank.memory.keep(time.monotonic(), kept)
+            if limit is not None and memory.footprint_bytes > limit and not self._ended_by_us:
                 self._end("limit", LIMIT_SECONDS, rank)
 
     def _leave_out_pause(self, now: float) -> None:
@@ -210,13 +210,10 @@ class _Watch:
     def _running(self) -> list[WatchedProcess]:
         return [rank for rank in self._ranks if not rank.is_over()]
 
-    def _show(self, events: list[Event], rank: WatchedProcess, show: Callable[[Event], None]) -> None:
-        for event in events:
-            show(event)
-            if isinstance(event, Recorded) and rank.last is not None:
-                warning = self._thrashing.warning(event.record, rank.last.swap_used_bytes)
-                if warning:
-                    show(Said(warning))
+
+def _show(events: list[Event], show: Callable[[Event], None]) -> None:
+    for event in events:
+        show(event)
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -249,18 +246,9 @@ def _awake(pid: int) -> Iterator[None]:
     if not CAFFEINATE.is_file():
         yield
         return
-    process = subprocess.Popen(
-        [str(CAFFEINATE), "-i", "-w", str(pid)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    with subprocess.Popen([str(CAFFEINATE), "-i", "-w", str(pid)], start_new_session=True) as process:
         yield
-    finally:
         process.kill()
-        process.wait()
 
 
 def who_started_us() -> psutil.Process | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.system import CRITICAL, WARNING
-from safetrain.core.recorder import Edge, FlightRecord, Phase
+from safetrain.core.recorder import Edge, Phase
 from safetrain.core.storage.paths import FLIGHT, STACKS, rank_folder
 from safetrain.guard.process import Ending
 
@@ -39,17 +39,6 @@ class Cause:
     is_memory: bool = False
     advice: str = ""  # in addition to running the same command again
     quoted: tuple[str, ...] = ()  # evidence in another program's words, which may quote anything
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Everything that a verdict uses."""
-
-    ending: Ending
-    last: FlightRecord | None
-    total_memory_bytes: int
-    kernel_log: tuple[str, ...]  # lines of the kernel's or the system's log that name the process
-    stack: str  # where Python was, as faulthandler wrote it
 
 
 OUT_OF_MEMORY = "killed by the system: out of memory"
@@ -93,31 +82,28 @@ MESSAGES = (  # messages of mlx, the driver or the C library, and their causes, 
 )
 # Any program may print these for other reasons: they count only if memory readings agree.
 MENTIONS_MEMORY = re.compile(r"out of memory|Unable to allocate|Cannot allocate memory", re.IGNORECASE)
-NO_ROOM = (  # count as memory only under a limit on private memory
-    ("Resource temporarily unavailable", "a thread could not be started"),  # its stack is private memory too
-    ("failed to map segment from shared object", "a library could not be loaded"),
-)
+# No thread was started, no library loaded: under a limit on private memory, for lack of it.
+NO_ROOM = re.compile(r"Resource temporarily unavailable|failed to map segment from shared object")
 
 
-def judge(evidence: Evidence) -> Cause:
+def judge(ending: Ending) -> Cause:
     """Return the verdict of the first rule that applies; if none does, the cause is unknown."""
     for rule in (_ended_by_us, _reported, _text_says, _killed, _crashed, _ssh_failed, _python_error):
-        cause = rule(evidence)
+        cause = rule(ending)
         if cause is not None:
             return cause
-    code = evidence.ending.return_code
+    code = ending.return_code
     return Cause("unknown", f"ended with exit code {code} and no result", UNSURE, ("nothing explains it",))
 
 
-def _ended_by_us(evidence: Evidence) -> Cause | None:
+def _ended_by_us(ending: Ending) -> Cause | None:
     """Explain an end that the supervisor itself caused."""
-    ending = evidence.ending
     match ending.ended_by_us:
         case "hang":
             stacks = rank_folder(Path(FLIGHT), ending.rank or 0) / STACKS
-            stacks_text = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
+            stacks_text = f"its stacks: {stacks}" if ending.stack.strip() else "it could not even write its stacks"
             waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
-            return Cause("hang", "it hung, and safetrain ended it", CONFIRMED, (waited, stacks_text, *_where(evidence)))
+            return Cause("hang", "it hung, and safetrain ended it", CONFIRMED, (waited, stacks_text, *_where(ending)))
         case "limit":
             passed = f"its memory exceeded {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
             return Cause("memory_limit", "it used too much memory, and safetrain ended it", CONFIRMED, (passed,), True)
@@ -128,9 +114,9 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _reported(evidence: Evidence) -> Cause | None:
+def _reported(ending: Ending) -> Cause | None:
     """Use the reason that the training process reported."""
-    failed = evidence.ending.failed
+    failed = ending.failed
     if failed is None or failed.kind == "EngineError":
         return None
     first = (failed.message.splitlines()[0],)
@@ -146,9 +132,8 @@ def _reported(evidence: Evidence) -> Cause | None:
     return Cause("refused", "training cannot use this model, data or settings", CONFIRMED, first, quoted=quoted)
 
 
-def _text_says(evidence: Evidence) -> Cause | None:
+def _text_says(ending: Ending) -> Cause | None:
     """Search the last output of mlx or the driver: an exception, or on Metal the lines before an abort."""
-    ending = evidence.ending
     if ending.return_code == -signal.SIGKILL:  # comes from outside, so the output says nothing about it
         return None
     failed = ending.failed
@@ -159,17 +144,14 @@ def _text_says(evidence: Evidence) -> Cause | None:
             line = (_line_around(text, place.start()),)
             return dataclasses.replace(cause, evidence=line, quoted=line)
     own = MENTIONS_MEMORY.search(failed.message) if failed is not None else None  # mlx's own exception
-    memory = own or MENTIONS_MEMORY.search(text)
-    if memory is not None and (own is not None or _was_short_of_memory(evidence)):
+    memory = own or (MENTIONS_MEMORY.search(text) if _was_short_of_memory(ending) else None)
+    memory = memory or (NO_ROOM.search(text) if ending.limit.name == OWN_LIMIT else None)
+    if memory is not None:
         line = (_line_around(memory.string, memory.start()),)
         confidence = CONFIRMED if own is not None else LIKELY
-        lines = (*line, *_memory_readings(evidence))
-        return Cause("out_of_memory", "out of memory", confidence, lines, True, quoted=line)
-    for words, what in NO_ROOM if ending.limit.name == OWN_LIMIT else ():
-        if (start := text.find(words)) >= 0:
-            line = (_line_around(text, start),)
-            lines = (*line, *_memory_readings(evidence))
-            return Cause("allocation_failed", f"out of memory: {what}", LIKELY, lines, True, quoted=line)
+        return Cause(
+            "out_of_memory", "out of memory", confidence, (*line, *_memory_readings(ending)), True, quoted=line
+        )
     if failed is not None:
         first, *rest = failed.message.splitlines()
         traceback = [line.strip() for line in rest if line.strip().startswith("traceback:")]
@@ -177,29 +159,29 @@ def _text_says(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _killed(evidence: Evidence) -> Cause | None:
+def _killed(ending: Ending) -> Cause | None:
     """Explain SIGKILL, which leaves no message, by the kernel's counters and logs, then by the memory in use."""
-    ending, last = evidence.ending, evidence.last
+    last = ending.record
     if ending.return_code != -signal.SIGKILL:
         return None
-    readings, log = _memory_readings(evidence), evidence.kernel_log
-    if ending.recent.oom_kills > 0:
-        kills = counted(ending.recent.oom_kills, "kill")
+    readings, log = _memory_readings(ending), ending.kernel_log
+    if ending.memory.oom_kills > 0:
+        kills = counted(ending.memory.oom_kills, "kill")
         count = f"the kernel counted {kills} for lack of memory in this memory group in the last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
     if log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True, quoted=log)
-    footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
-    critical = ending.recent.most_pressure_level >= CRITICAL
-    if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
+    footprint = max(ending.memory.footprint_bytes, last.footprint_bytes if last else 0)
+    critical = ending.memory.pressure_level >= CRITICAL
+    if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(ending):
         had = f"it used {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
         return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *readings), True)
     return Cause("killed", "killed from outside (SIGKILL); memory was not the cause", LIKELY, readings)
 
 
-def _crashed(evidence: Evidence) -> Cause | None:
+def _crashed(ending: Ending) -> Cause | None:
     """Explain a crash. mlx's CPU backend does not check allocations: a failed one ends in a segmentation fault."""
-    ending, readings = evidence.ending, _memory_readings(evidence)
+    readings = _memory_readings(ending)
     if ending.return_code >= 0:
         return None
     name, passed_on = _name_of(-ending.return_code), ending.signal_passed_on
@@ -209,25 +191,24 @@ def _crashed(evidence: Evidence) -> Cause | None:
             early = f"{_name_of(passed_on)} came before the training began"
             return Cause("stopped", "it was stopped before it had anything to save", CONFIRMED, (early,))
         return Cause("killed", f"{name} ended it", CONFIRMED, readings)
-    where = _where(evidence)
-    if _was_short_of_memory(evidence):
+    where = _where(ending)
+    if _was_short_of_memory(ending):
         title = f"out of memory: an allocation failed ({name})"
         return Cause("allocation_failed", title, LIKELY, (*readings, *where), True)
     return Cause("crash", f"mlx or a library crashed ({name}); memory was not the cause", LIKELY, (*readings, *where))
 
 
-def _ssh_failed(evidence: Evidence) -> Cause | None:
+def _ssh_failed(ending: Ending) -> Cause | None:
     """Explain ssh's own exit code: mlx.launch hides ssh's message (LogLevel=QUIET)."""
-    ending = evidence.ending
     if not ending.host or ending.return_code != SSH_FAILED or ending.failed is not None:
         return None
     advice = f"run 'ssh {ending.host} true' to see why; safetrain preflight checks every machine of train.hostfile"
     return Cause("ssh", f"ssh to {ending.host} failed", LIKELY, (f"exit code {SSH_FAILED}",), advice=advice)
 
 
-def _python_error(evidence: Evidence) -> Cause | None:
-    lines = tuple(evidence.ending.stderr_tail.strip().splitlines())
-    if evidence.ending.return_code <= 0 or not lines:
+def _python_error(ending: Ending) -> Cause | None:
+    lines = tuple(ending.stderr_tail.strip().splitlines())
+    if ending.return_code <= 0 or not lines:
         return None
     if (timeout := next((line for line in lines if JOIN_TIMEOUT.match(line)), None)) is not None:
         advice = "check the addresses in train.hostfile and the firewalls; safetrain preflight tests every machine"
@@ -236,46 +217,46 @@ def _python_error(evidence: Evidence) -> Cause | None:
     return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice, quoted=lines[-1:])
 
 
-def _expected_data_bytes(evidence: Evidence) -> int:
+def _expected_data_bytes(ending: Ending) -> int:
     """Estimate the highest private memory: as measured, or at the phase's start plus mlx's predicted growth."""
-    ending, last = evidence.ending, evidence.last
+    last = ending.record
     expected = 0
     if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):
         expected = last.data_bytes + max(0, last.predicted_peak_bytes - last.allocator.active_bytes)
-    return max(ending.recent.peak_data_bytes, last.data_bytes if last else 0, expected)
+    return max(ending.memory.data_bytes, last.data_bytes if last else 0, expected)
 
 
-def _was_short_of_memory(evidence: Evidence) -> bool:
+def _was_short_of_memory(ending: Ending) -> bool:
     """Whether readings explain a failed allocation: near our own limit, or almost no free memory on the machine."""
-    limit = evidence.ending.limit
-    near = limit.name == OWN_LIMIT and _expected_data_bytes(evidence) >= NEAR_CAP * limit.size_bytes
-    return near or _machine_was_empty(evidence)
+    limit = ending.limit
+    near = limit.name == OWN_LIMIT and _expected_data_bytes(ending) >= NEAR_CAP * limit.size_bytes
+    return near or _machine_was_empty(ending)
 
 
-def _machine_was_empty(evidence: Evidence) -> bool:
-    return 0 < evidence.ending.recent.least_available_bytes < LITTLE_LEFT * evidence.total_memory_bytes
+def _machine_was_empty(ending: Ending) -> bool:
+    return 0 < ending.memory.available_bytes < LITTLE_LEFT * ending.total_memory_bytes
 
 
-def _memory_readings(evidence: Evidence) -> tuple[str, ...]:
-    ending, recent = evidence.ending, evidence.ending.recent
+def _memory_readings(ending: Ending) -> tuple[str, ...]:
+    memory = ending.memory
     readings = list[str]()
     if ending.limit.name == OWN_LIMIT:
-        data = _expected_data_bytes(evidence)
-        readings.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
-    if ending.last is not None:
-        least = size_text(recent.least_available_bytes)
+        data = _expected_data_bytes(ending)
+        readings.append(f"private memory {size_text(memory.data_bytes)}, {size_text(data)} expected in this phase")
+    if memory.footprint_bytes:
+        least = size_text(memory.available_bytes)
         readings.append(f"lowest free memory of the machine in the last seconds: {least}")
-    if recent.most_stalled_percent >= MUCH_STALLED:
-        readings.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
-    if recent.most_pressure_level >= WARNING:
-        level = "critical" if recent.most_pressure_level >= CRITICAL else "warning"
+    if memory.stalled_percent >= MUCH_STALLED:
+        readings.append(f"processes waited for memory {memory.stalled_percent:.0f} % of ten seconds")
+    if memory.pressure_level >= WARNING:
+        level = "critical" if memory.pressure_level >= CRITICAL else "warning"
         readings.append(f"macOS reported memory pressure ({level})")
     return tuple(readings)
 
 
-def _where(evidence: Evidence) -> tuple[str, ...]:
+def _where(ending: Ending) -> tuple[str, ...]:
     """Quote the innermost Python line of the stack."""
-    places = [line.strip() for line in evidence.stack.splitlines() if line.strip().startswith("File ")]
+    places = [line.strip() for line in ending.stack.splitlines() if line.strip().startswith("File ")]
     return (f"Python was at {places[0].removeprefix('File ')}",) if places else ()
 
 

@@ -50,12 +50,12 @@ def test_what_was_measured_is_believed_and_what_was_estimated_gets_a_margin() ->
 def test_on_a_mac_free_memory_says_nothing_until_it_is_critically_short() -> None:
     """8 GB M1 that trained a 7B: 2.05 GiB `available` (giampaolo/psutil #1503), 54 to 69 % free by memory_pressure."""
     job = dataclasses.replace(JOB, memory_budget=MemoryBudget(int(4.8 * GIB)))
-    assert available_memory(job, "metal", IDLE).size_bytes == int(4.8 * GIB)
+    assert available_memory(job, "metal", IDLE)[0] == int(4.8 * GIB)
     for reading in ({"pressure_level": 4}, {"free_percent": 7}):
-        left = available_memory(job, "metal", dataclasses.replace(IDLE, **reading))
-        assert left.size_bytes == 0
-        assert "critical memory pressure" in left.text
-    assert available_memory(job, "metal", dataclasses.replace(IDLE, pressure_level=2)).size_bytes > 0
+        left, words, _ = available_memory(job, "metal", dataclasses.replace(IDLE, **reading))
+        assert left == 0
+        assert "critical memory pressure" in words
+    assert available_memory(job, "metal", dataclasses.replace(IDLE, pressure_level=2))[0] > 0
 
 
 def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import FLIGHT, JOB, LADDER
-from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.keep_going import keep_going
 from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment
 from safetrain.guard.process import WatchSettings
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
@@ -49,14 +49,13 @@ def train(output: Path, text: str, needed: str, said: list[str]) -> None:
     """Train with that child."""
     job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None)
     planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
-    watch = WatchSettings(output / FLIGHT, None, 60.0, ())
-    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, planned=planned)
+    watch = WatchSettings((sys.executable, "-c", CHILD, text, needed), output / FLIGHT, None, 60.0, ())
 
     def show(event: Event) -> None:
         if isinstance(event, Said):
             said.append(event.text)
 
-    keep_going(job, options, show)
+    keep_going(job, watch, planned, show)
 
 
 def tried(output: Path) -> list[str]:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from safetrain.core.recorder import HANG_FIRST_TIME, HANG_TIMES_LONGEST, NO_WORK, Allocator, Edge, FlightRecord, Phase
-from safetrain.guard.process import Heartbeat
+from safetrain.guard.process import Heartbeat, MemoryReadings, Sampler
 
 FLOOR = 10.0
 
@@ -81,3 +81,16 @@ def test_a_forgiven_pause_is_not_learnt_as_how_long_the_phase_takes() -> None:
     heartbeat.forgive(now - 3600, now)
     heartbeat.feed([record(Phase.GRADIENT, now + 1, Edge.AFTER), record(Phase.GRADIENT, now + 2)])
     assert heartbeat.allowed_seconds() == HANG_FIRST_TIME * FLOOR
+
+
+def test_what_was_seen_hours_ago_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program took all memory for a moment, and one of its processes was killed for it."""
+    kills = iter((0, 0, 1, 1, 1))
+    monkeypatch.setattr("safetrain.guard.process.oom_kills", lambda _groups: next(kills))
+    seen, usual = Sampler(None), MemoryReadings(2, 3, 900, 0.0, 1)
+    assert seen.recent() == MemoryReadings()
+    seen.keep(0.0, usual)
+    seen.keep(1.0, MemoryReadings(80, 90, 1, 70.0, 4))
+    assert seen.recent() == MemoryReadings(80, 90, 1, 70.0, 4, 1)
+    seen.keep(3600.0, MemoryReadings(2, 3, 900, 0.0, 1, 1))
+    assert seen.recent() == MemoryReadings(2, 3, 900, 0.0, 1, 0)

@@ -13,7 +13,7 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.core.storage.paths import ERROR, FLIGHT
-from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.keep_going import keep_going
 from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
@@ -102,13 +102,12 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: obje
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
-    watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
-    options = RunOptions((sys.executable, "-c", *program), output, watch, planned=planned)
+    watch = WatchSettings((sys.executable, "-c", *program), output / FLIGHT, None, 60.0, (), ranks=ranks)
 
     def show(_event: Event) -> None:
         pass
 
-    keep_going(job, options, show)
+    keep_going(job, watch, planned, show)
 
 
 @pytest.mark.parametrize("longest", [512, 256, 64])

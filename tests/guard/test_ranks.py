@@ -62,8 +62,9 @@ from safetrain.guard.process import WatchSettings
 from safetrain.guard.supervisor import supervise
 from stages.train import LAUNCHER
 output = Path(sys.argv[1])
-settings = WatchSettings(output / "flight", None, 60.0, (), ranks=2, hostfile=output / "hosts.json", launcher=LAUNCHER)
-supervise([sys.executable, "-c", sys.argv[2]], settings, lambda event: print(event, flush=True))
+command, hosts = (sys.executable, "-c", sys.argv[2]), output / "hosts.json"
+settings = WatchSettings(command, output / "flight", None, 60.0, (), ranks=2, hostfile=hosts, launcher=LAUNCHER)
+supervise(settings, lambda event: print(event, flush=True))
 """
 STOPPED = Failed("InterruptedRun", "Stopped at step 3", 143)
 FLOOR = 0.4  # seconds; fifteen times that until the first record
@@ -85,10 +86,11 @@ def run(
     parts = ("\n".join(f"    {line}" for line in program.strip().splitlines()) for program in (rank_0, rank_1))
     program = f"{START}\nif rank == 0:\n{next(parts)}\nelse:\n{next(parts)}\n"
     settings = WatchSettings(
-        output / "flight", None, hang_seconds, (), capped_by_kernel=not launched and sys.platform == "linux", ranks=2,
+        (sys.executable, "-c", program), output / "flight", None, hang_seconds, (),
+        capped_by_kernel=not launched and sys.platform == "linux", ranks=2,
         hostfile=output / "hosts.json" if launched else None, launcher=LAUNCHER,
     )  # fmt: skip
-    return supervise([sys.executable, "-c", program], settings, ([] if seen is None else seen).append)
+    return supervise(settings, ([] if seen is None else seen).append)
 
 
 def told(output: Path, ending: Ending) -> PostMortem:

@@ -45,7 +45,7 @@ from safetrain.guard.process import WatchSettings
 from safetrain.guard.supervisor import supervise
 def show(event):
     print(event.text if isinstance(event, Said) else type(event).__name__, flush=True)
-ending = supervise([sys.executable, "-c", sys.argv[2]], WatchSettings(Path(sys.argv[1]), None, 60.0, ()), show)
+ending = supervise(WatchSettings((sys.executable, "-c", sys.argv[2]), Path(sys.argv[1]), None, 60.0, ()), show)
 print(json.dumps(dataclasses.asdict(ending)), flush=True)
 """
 STARTER = """
@@ -71,7 +71,7 @@ def flight(tmp_path: Path) -> Path:
 
 def run(program: str, flight: Path, hang_seconds: float = 60.0, show: Callable[[Event], None] = print) -> Ending:
     """Supervise ``program`` in this process."""
-    return supervise([sys.executable, "-c", START + program], WatchSettings(flight, None, hang_seconds, ()), show)
+    return supervise(WatchSettings((sys.executable, "-c", START + program), flight, None, hang_seconds, ()), show)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
     ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
     assert seen == sent
     assert (ending.return_code, ending.finished, ending.failed, ending.began) == (0, sent[-1], None, True)
-    assert (ending.ended_by_us, ending.signal_passed_on, ending.recent.oom_kills) == ("", 0, 0)
+    assert (ending.ended_by_us, ending.signal_passed_on, ending.memory.oom_kills) == ("", 0, 0)
     ending = run('pipe.send(Failed("ConfigError", "a\\nb", 2)); sys.exit(2)', flight)
     assert ending.failed == Failed("ConfigError", "a\nb", 2)
     assert (ending.return_code, ending.began, ending.finished) == (2, False, None)
@@ -150,18 +150,18 @@ def test_a_flood_of_words_blocks_nobody(flight: Path, capfdbinary: pytest.Captur
 
 def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
     ending = run("kept = bytearray(200 * 2**20); time.sleep(0.5)", flight)
-    assert ending.recent.peak_footprint_bytes > 200 * 2**20
-    assert 0 < ending.recent.least_available_bytes <= psutil.virtual_memory().total
+    assert ending.memory.footprint_bytes > 200 * 2**20
+    assert 0 < ending.memory.available_bytes <= psutil.virtual_memory().total
     assert ending.limit.size_bytes > 0
-    assert ending.last is not None
+    assert ending.memory.footprint_bytes > 0
 
 
 def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
     """The device stays locked while the training process lives."""
     with (tmp_path / "lock").open("w") as lock:
         program = START + f"os.fstat({lock.fileno()})"
-        guarding = WatchSettings(flight, None, 60.0, (lock.fileno(),))
-        assert supervise([sys.executable, "-c", program], guarding, print).return_code == 0
+        guarding = WatchSettings((sys.executable, "-c", program), flight, None, 60.0, (lock.fileno(),))
+        assert supervise(guarding, print).return_code == 0
 
 
 TAKING = """
@@ -174,8 +174,8 @@ LIMIT = 100 * 2**20
 
 def beyond_a_limit(flight: Path, program: str) -> Ending:
     """Supervise a process that no kernel holds to its limit, as on macOS."""
-    guarding = WatchSettings(flight, LIMIT, 60.0, (), capped_by_kernel=False)
-    return supervise([sys.executable, "-c", START + program], guarding, print)
+    command = (sys.executable, "-c", START + program)
+    return supervise(WatchSettings(command, flight, LIMIT, 60.0, (), capped_by_kernel=False), print)
 
 
 def test_a_process_beyond_its_limit_is_asked_to_end_and_then_killed(
@@ -185,7 +185,7 @@ def test_a_process_beyond_its_limit_is_asked_to_end_and_then_killed(
     monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", 0.5)
     ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(143))" + TAKING)
     assert (ending.ended_by_us, ending.return_code) == ("limit", 143)
-    assert ending.recent.peak_footprint_bytes > LIMIT
+    assert ending.memory.footprint_bytes > LIMIT
     ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + TAKING)
     assert (ending.ended_by_us, ending.return_code) == ("limit", -signal.SIGKILL)
 
@@ -198,8 +198,8 @@ def test_a_mac_is_kept_awake_for_the_training_process(
     caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
     caffeinate.chmod(0o755)
     monkeypatch.setattr("safetrain.guard.supervisor.CAFFEINATE", caffeinate)
-    program = [sys.executable, "-c", START + "time.sleep(0.5)"]
-    ending = supervise(program, WatchSettings(flight, None, 60.0, ()), print)
+    program = (sys.executable, "-c", START + "time.sleep(0.5)")
+    ending = supervise(WatchSettings(program, flight, None, 60.0, ()), print)
     assert ending.return_code == 0
     assert asked.read_text().split() == ["-i", "-w", str(ending.pid)]
 

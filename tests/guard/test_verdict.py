@@ -15,9 +15,8 @@ from safetrain.core.records.postmortem import PostMortem, describe, read_postmor
 from safetrain.core.records.run_state import name_of, write_manifest
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
-from safetrain.guard.process import Ending
-from safetrain.guard.sampling import Limit, MemorySample, RecentMemory
-from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
+from safetrain.guard.process import Ending, Limit, MemoryReadings
+from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, judge
 
 GIB = 2**30
 MACHINE = Limit(16 * GIB, "the machine's memory")
@@ -43,12 +42,11 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivi
 
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
     """A process with plenty of memory, unless said otherwise."""
-    seen = {key: other.pop(key) for key in ("most_stalled_percent", "most_pressure_level", "oom_kills") if key in other}
+    seen = {key: other.pop(key) for key in ("stalled_percent", "pressure_level", "oom_kills") if key in other}
     usual: dict[str, Any] = {
         "pid": 4711, "return_code": return_code, "began": True, "finished": None, "failed": None, "stderr_tail": "",
         "ended_by_us": "", "overdue_seconds": 0.0, "signal_passed_on": 0, "limit": MACHINE,
-        "last": MemorySample(footprint, footprint, available, 0, 0.0, 0),
-        "recent": RecentMemory(footprint, footprint, available, **seen),
+        "memory": MemoryReadings(footprint, footprint, available, **seen), "total_memory_bytes": 16 * GIB,
         "started_seconds": 0.0, "started_monotonic_seconds": 0.0,
     }  # fmt: skip
     return Ending(**{**usual, **other})
@@ -61,7 +59,7 @@ def in_gradient(footprint: int = 2 * GIB, active: int = GIB, predicted: int = 2 
 
 
 def verdict(end: Ending, last: FlightRecord | None = None, log: tuple[str, ...] = (), stack: str = "") -> Cause:
-    return judge(Evidence(end, last or in_gradient(), 16 * GIB, log, stack))
+    return judge(dataclasses.replace(end, record=last or in_gradient(), kernel_log=log, stack=stack))
 
 
 def failed(kind: str, message: str, code: int) -> Ending:
@@ -84,8 +82,8 @@ TABLE = {
     "the watchdog's own words come first": (
         ending(-6, stderr_tail=f"{VICTIM}\n{WATCHDOG}"), "gpu_watchdog", CONFIRMED, False,
     ),
-    "SIGKILL at critical pressure": (ending(-9, most_pressure_level=4), "oom_kill", LIKELY, True),
-    "SIGKILL at a pressure that 8 GB Macs often have": (ending(-9, most_pressure_level=2), "killed", LIKELY, False),
+    "SIGKILL at critical pressure": (ending(-9, pressure_level=4), "oom_kill", LIKELY, True),
+    "SIGKILL at a pressure that 8 GB Macs often have": (ending(-9, pressure_level=2), "killed", LIKELY, False),
     "Metal's time limit": (ending(-6, stderr_tail=TIMEOUT), "gpu_timeout", CONFIRMED, False),
     "mlx's handles": (
         ending(1, stderr_tail="RuntimeError: [metal::malloc] Resource limit (499000) exceeded."),
@@ -98,13 +96,13 @@ TABLE = {
     "SIGABRT without a word": (ending(-6), "crash", LIKELY, False),
     "no thread under the cap": (
         ending(1, limit=CAP, stderr_tail="std::system_error: Resource temporarily unavailable"),
-        "allocation_failed", LIKELY, True,
+        "out_of_memory", LIKELY, True,
     ),
     "no thread without a cap": (
         ending(1, stderr_tail="std::system_error: Resource temporarily unavailable"), "python_error", CONFIRMED, False,
     ),
     "no room for a library under the cap": (
-        ending(1, limit=CAP, stderr_tail=NO_LIBRARY), "allocation_failed", LIKELY, True,
+        ending(1, limit=CAP, stderr_tail=NO_LIBRARY), "out_of_memory", LIKELY, True,
     ),
     "a library that may not be loaded": (
         ending(1, stderr_tail=f"{NO_LIBRARY}: Operation not permitted"), "python_error", CONFIRMED, False,
@@ -203,11 +201,11 @@ def test_a_jetsam_report_convicts_only_the_process_that_it_gives_a_reason_for(
 
 @pytest.mark.parametrize(("level", "word"), [(2, "warning"), (4, "critical")])
 def test_macos_s_pressure_is_told_as_the_level_that_it_is(level: int, word: str) -> None:
-    told = verdict(ending(-9, most_pressure_level=level)).evidence
+    told = verdict(ending(-9, pressure_level=level)).evidence
     assert f"macOS reported memory pressure ({word})" in told
     assert not any("waited" in text for text in told)
-    assert not any("pressure" in text for text in verdict(ending(-9, most_pressure_level=1)).evidence)
-    stalled = verdict(ending(-9, most_stalled_percent=50.0)).evidence
+    assert not any("pressure" in text for text in verdict(ending(-9, pressure_level=1)).evidence)
+    stalled = verdict(ending(-9, stalled_percent=50.0)).evidence
     assert "processes waited for memory 50 % of ten seconds" in stalled
 
 
@@ -221,8 +219,7 @@ def test_crashes_and_hangs_name_the_innermost_line_of_python() -> None:
 def test_a_verdict_needs_no_record_and_no_sample() -> None:
     """A process that dies at once leaves neither."""
     for code in (-9, -11, 1, 0):
-        bare = ending(code, footprint=0, available=2**63, last=None)
-        assert not judge(Evidence(bare, None, 16 * GIB, (), "")).is_memory
+        assert not judge(ending(code, footprint=0, available=2**63)).is_memory
 
 
 def test_the_exit_code_is_the_child_s_and_never_0() -> None:
@@ -233,7 +230,7 @@ def test_the_exit_code_is_the_child_s_and_never_0() -> None:
     for code, found in ends.items():
         assert {exit_code_of(end, Cause("", "", CONFIRMED, ())) for end in found} == {code}
     no_memory = ending(1, stderr_tail="MemoryError")  # a failed allocation that Python reports
-    assert exit_code_of(no_memory, judge(Evidence(no_memory, None, 8 * GIB, (), ""))) == 7
+    assert exit_code_of(no_memory, judge(no_memory)) == 7
 
 
 def recorded(output: Path) -> None:
