@@ -8,17 +8,17 @@ import contextlib
 import dataclasses
 import json
 import os
-import stat
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.files import from_json, write_text
 
 PROGRESS_SECONDS = 10.0  # between progress lines of the journal
-MOST_LETTERS = 2000  # of a text in the journal
+START = '\n{"type": "Started"'  # how the entry of a new training process begins
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,6 @@ class Begun:
     eval_steps: int = 0
     check_validations: float = 0.0  # time of the adapter check after the last update, in validations
     bits_per_byte_of_nat: float = 0.0  # 1 nat per label in bits per byte of text; 0: unknown
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A line of training_metrics.csv was written."""
-
-    record: StepRecord
 
 
 @dataclass(frozen=True)
@@ -85,10 +78,8 @@ class Died:
     step: int
 
 
-Event = Begun | Recorded | Said | Failed | Finished | Started | Progress | Died
-KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Begun, Recorded, Said, Failed, Finished, Started, Progress, Died)
-}
+Event = Begun | StepRecord | Said | Failed | Finished | Started | Progress | Died
+KINDS: tuple[type[Event], ...] = get_args(Event)
 
 
 @dataclass(frozen=True)
@@ -108,14 +99,10 @@ class EventPipe:
 
     def send(self, event: Event) -> None:
         """Send one event completely."""
-        if self._failures_only and not isinstance(event, Failed):
-            return
-        line = f"{_line_of(event)}\n".encode()
-        try:
+        line = b"" if self._failures_only and not isinstance(event, Failed) else f"{_line_of(event)}\n".encode()
+        with contextlib.suppress(BrokenPipeError):
             while line:
                 line = line[os.write(self._descriptor, line) :]
-        except BrokenPipeError:
-            pass
 
 
 def open_events(place: str, *, required: bool = True) -> EventPipe:
@@ -126,57 +113,46 @@ def open_events(place: str, *, required: bool = True) -> EventPipe:
     """
     if place.isdecimal():
         return EventPipe(int(place))
-    if required:
-        return EventPipe(os.open(place, os.O_WRONLY | os.O_CLOEXEC))
     try:
-        descriptor = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        is_read = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        descriptor = os.open(place, os.O_WRONLY | os.O_CLOEXEC | (0 if required else os.O_NONBLOCK))
     except OSError:
-        is_read = False
-    if not is_read:
+        if required:
+            raise
         return EventPipe(sys.stderr.fileno(), failures_only=True)
     os.set_blocking(descriptor, True)
     return EventPipe(descriptor)
 
 
 class Journal:
-    """Appends events to a file. A run that starts from the first update replaces the previous run's journal."""
+    """Appends events to a file. A run that starts from the first update removes those of the previous run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._progress_at, self._validations = -PROGRESS_SECONDS, 0
-        self._start = ""  # lines of a process that has not begun
         with contextlib.suppress(OSError):  # a failing disk must not end the supervisor
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def take(self, event: Event) -> None:
         """Write what the training process reports; its records become one Progress every PROGRESS_SECONDS."""
-        if not isinstance(event, Recorded):
+        if not isinstance(event, StepRecord):
             if isinstance(event, Begun):
                 self._progress_at, self._validations = -PROGRESS_SECONDS, 0
             self.write(event)
             return
-        record, now = event.record, time.monotonic()
-        self._validations += record.valid_loss is not None
+        now = time.monotonic()
+        self._validations += event.valid_loss is not None
         if now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
-            self.write(Progress(record.step, record.elapsed_seconds, self._validations))
+            self.write(Progress(event.step, event.elapsed_seconds, self._validations))
 
     def write(self, event: Event) -> None:
-        """Append one entry with the current time, in one write, on a new line: the previous line may be torn."""
-        line = f"\n{_line_of(event, MOST_LETTERS)}"
-        if isinstance(event, Started) or self._start:
-            self._start = line if isinstance(event, Started) else self._start + line
+        """Append one entry with the current time, on a new line: the previous line may be torn."""
         with contextlib.suppress(OSError):
-            if isinstance(event, Begun) and event.resumed_from_step == 0:
-                write_text(self._path, self._start or line)
-            else:
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                try:
-                    os.write(descriptor, line.encode())
-                finally:
-                    os.close(descriptor)
-        self._start = "" if isinstance(event, Begun) else self._start
+            if isinstance(event, Begun) and event.resumed_from_step == 0 and self._path.is_file():
+                before = self._path.read_text(encoding="utf-8", errors="replace")
+                write_text(self._path, before[max(0, before.rfind(START)) :])
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"\n{_line_of(event)}")
 
 
 def parse_event(line: bytes) -> Event | None:
@@ -190,19 +166,15 @@ def parse_journal(content: bytes) -> tuple[JournalEntry, ...]:
     return tuple(entry for line in content.splitlines() if (entry := _entry_of(line)) is not None)
 
 
-def _line_of(event: Event, most_letters: int | None = None) -> str:
-    values = {
-        name: value[:most_letters] if isinstance(value, str) else value
-        for name, value in dataclasses.asdict(event).items()
-    }
+def _line_of(event: Event) -> str:
     times = {"wall_seconds": time.time(), "monotonic_seconds": time.monotonic()}
-    return json.dumps({"type": type(event).__name__, **times, **values})
+    return json.dumps({"type": type(event).__name__, **times, **dataclasses.asdict(event)})
 
 
 def _entry_of(line: bytes) -> JournalEntry | None:
     try:
         value = json.loads(line)
-        kind, times = KINDS[value.pop("type")], (value.pop("wall_seconds"), value.pop("monotonic_seconds"))
-        return JournalEntry(*times, from_json(kind, value))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        kind = next(kind for kind in KINDS if kind.__name__ == value["type"])
+        return JournalEntry(value["wall_seconds"], value["monotonic_seconds"], from_json(kind, value))
+    except (ValueError, KeyError, TypeError, StopIteration):
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
 from safetrain.core.records.metrics import (
     StepRecord,
@@ -192,7 +192,7 @@ class Metrics:
         else:
             append_csv(paths.METRICS_CSV, records[-1])
         self._again = False
-        self._pipe.send(Recorded(records[-1]))
+        self._pipe.send(records[-1])
 
 
 if __name__ == "__main__":

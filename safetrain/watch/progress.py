@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from safetrain.core.events import Begun, Event, JournalEntry, Progress, Recorded, Said
+from safetrain.core.events import Begun, Event, JournalEntry, Progress, Said
 from safetrain.core.formatting import duration_text, print_text
 from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
@@ -119,8 +119,8 @@ class TrainProgress:
             say(event.description)
             if event.resumed_from_step:
                 say(f"continuing from step {event.resumed_from_step}")
-        elif isinstance(event, Recorded):
-            self._show_record(event.record)
+        elif isinstance(event, StepRecord):
+            self._show_record(event)
         elif isinstance(event, Said):
             say(event.text)
 

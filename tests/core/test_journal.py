@@ -12,7 +12,6 @@ from safetrain.core.events import (
     Finished,
     Journal,
     Progress,
-    Recorded,
     Said,
     Started,
     parse_event,
@@ -23,7 +22,7 @@ from safetrain.core.records.metrics import StepRecord
 RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
 EVENTS: list[Event] = [
     Begun(15, 4, "training on 18 rows\nof text"),
-    Recorded(RECORD),
+    RECORD,
     Said("the disk is full — ≥ 3 MiB"),
     Failed("TrainingError", "line one\nline two", 7),
     Finished(15),
@@ -68,7 +67,7 @@ def test_it_keeps_progress_now_and_then(tmp_path: Path) -> None:
     journal = Journal(path)
     journal.take(Begun(100, 40, "training"))
     for step in range(41, 60):
-        journal.take(Recorded(StepRecord(step, 1.0, 1.5, None, 1e-4, 0.5, 20, 900.0, 1, 1, 2.0 * step)))
+        journal.take(StepRecord(step, 1.0, 1.5, None, 1e-4, 0.5, 20, 900.0, 1, 1, 2.0 * step))
     assert events_in(path) == [Begun(100, 40, "training"), Progress(41, 82.0, 0)]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
+from safetrain.core.events import Begun, Event, Failed, Finished, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.paths import STACKS
 from safetrain.guard.process import TAIL_BYTES, Ending, WatchSettings
@@ -27,7 +27,7 @@ START = """
 import os, signal, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.paths import RECORDER
@@ -117,7 +117,7 @@ def wait_until_gone(pid: int, seconds: float) -> None:
 
 
 def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
-    sent: list[Event] = [Begun(15, 4, "18 rows\nof text"), *[Recorded(RECORD)] * 3, Said("≥ 3 MiB"), Finished(15)]
+    sent: list[Event] = [Begun(15, 4, "18 rows\nof text"), *[RECORD] * 3, Said("≥ 3 MiB"), Finished(15)]
     seen: list[Event] = []
     ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
     assert seen == sent

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetrain.core.events import Begun, Died, Failed, Finished, Journal, Recorded, Started
+from safetrain.core.events import Begun, Died, Failed, Finished, Journal, Started
 from safetrain.core.lock import training_lock
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot_id
@@ -98,7 +98,7 @@ class RecordedRun:
         found = StepRecord(step, step / 20, loss, valid, rate, 0.8, 200 * step, speed, 140 * MIB, 400 * MIB, 2.0 * step)
         self.records.append(found)
         append_csv(self.output / paths.METRICS_CSV.name, found)
-        self.journal.take(Recorded(found))
+        self.journal.take(found)
 
     def save(self, step: int) -> None:
         """Write a checkpoint."""

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from safetrain.core.events import Begun, JournalEntry, Progress, Recorded, Said
+from safetrain.core.events import Begun, JournalEntry, Progress, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.watch.progress import (
     TimeLeft,
@@ -99,7 +99,7 @@ def test_a_training_prints_short_plain_lines_with_what_is_left(capsys: pytest.Ca
     shown = TrainProgress(lambda: float(next(seconds)))
     shown.show(Begun(312, 0, "training on 9 rows"))
     for step in range(300):
-        shown.show(Recorded(record(step, 2.5 if step % 100 == 0 else None)))
+        shown.show(record(step, 2.5 if step % 100 == 0 else None))
     shown.show(Said("a remark"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "training on 9 rows"
