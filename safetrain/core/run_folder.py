@@ -19,7 +19,7 @@ from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, boot_id
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation
-from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv, summary_from
+from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import MANIFEST, RunState, checkpoints_in
@@ -161,7 +161,7 @@ class RunReader:
         if self._flight is not None:
             self._flight.read()
         header = self._flight.header if self._flight is not None else None
-        summary = self._part(paths.SUMMARY.name, lambda text: summary_from(json.loads(text)))
+        summary = self._record(paths.SUMMARY.name, TrainingSummary)
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
         adapter = self.adapter() if evaluation is not None else None
         stale = evaluation is not None and (summary is None or adapter not in (None, evaluation.adapter))

@@ -181,7 +181,7 @@ class CorpusReader:
                 tokens += stretch.end - stretch.begin
                 for ids, numbers, lengths in self._pieces(source, documents):
                     store.add(lengths, file, numbers)
-                    figures.add_documents(lengths)
+                    figures.add(lengths, lengths - 1)  # all but a document's first token
                     state.update(ids.tobytes() + lengths.astype("<u4").tobytes())
                     label_bytes += int(self._text_bytes[ids].sum())
             if not tokens:

@@ -18,14 +18,13 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
-from safetrain.core.records.reports import BINS_PER_DOUBLING, LengthHistogram, LengthQuantiles, SplitReport
+from safetrain.core.records.reports import LengthQuantiles, SplitReport
 from safetrain.data.files import PLAIN
 from safetrain.data.folders import SPLITS, suffix_of
 from safetrain.data.tokenize import Prompt, ReadRow
 
 MIN_GROUPS = 3  # different questions that a split needs
 TRAIN, VALID, TEST = range(3)
-DOUBLINGS = 32  # a row's length has 32 bits
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995)
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -99,49 +98,23 @@ def _deal(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, lis
 
 
 class SplitFigures:
-    """Collects a split's statistics: numbers of rows and tokens, row lengths, and positions of labels."""
+    """Collects a split's statistics: numbers of rows, tokens and labels, and row lengths."""
 
     def __init__(self) -> None:
         self._lengths, self._trained = Counter[int](), 0
-        powers = np.arange(BINS_PER_DOUBLING * DOUBLINGS + 1) / BINS_PER_DOUBLING
-        self._edges = np.unique(np.concatenate([[0], np.rint(2**powers).astype(np.int64)]))  # the same for all data
-        self._bounds = self._edges + 1  # numpy's bins include the lower edge, these the upper one
-        self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
 
-    def add(self, rows: Columns) -> None:
-        """Count rows."""
-        lengths = rows.lengths.astype(np.int64)
-        places = np.arange(1, len(rows.trained) + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        labels = np.bincount(places[rows.trained & (places > 1)])  # nothing predicts a row's first token
-        self._count(lengths, rows.label_counts)
-        self._labels += np.histogram(np.arange(len(labels)), self._bounds, weights=labels)[0]
-
-    def add_documents(self, lengths: np.ndarray) -> None:
-        """Count documents by their ``lengths``, (documents,): every token except the first is a label."""
-        self._count(lengths, lengths - 1)
-        sizes, counts = np.unique(lengths.astype(np.int64), return_counts=True)
-        beyond = [(np.maximum(sizes - max(edge, 1), 0) * counts).sum() for edge in self._edges.tolist()]
-        self._labels += -np.diff(beyond).astype(np.int64)
+    def add(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
+        """Count rows by their lengths and labels; both (rows,)."""
+        self._lengths.update(lengths.tolist())
+        self._trained += int(label_counts.sum(dtype=np.int64))
 
     def report(self, label_bytes: int = 0) -> SplitReport:
         """Statistics of the rows added so far, at least one; ``label_bytes``: UTF-8 bytes of their answers."""
         lengths, numbers = np.array(sorted(self._lengths.items())).T
         rows, tokens = int(numbers.sum()), int(lengths @ numbers)
         quantiles = np.quantile(lengths, QUANTILES, weights=numbers, method="inverted_cdf")
-        counts = np.stack([self._rows, self._by_labels, self._labels])
-        used = np.flatnonzero(counts.sum(axis=0))
-        first, end = int(used[0]), int(used[-1]) + 1  # leaves out the empty bins at both ends
-        histogram = LengthHistogram(
-            tuple(self._edges[first : end + 1].tolist()), *map(tuple, counts[:, first:end].tolist())
-        )
         quantile_lengths = LengthQuantiles(*map(int, (*quantiles, lengths[-1])))
-        return SplitReport(rows, tokens, self._trained, quantile_lengths, histogram, label_bytes)
-
-    def _count(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
-        self._lengths.update(lengths.tolist())
-        self._trained += int(label_counts.sum(dtype=np.int64))
-        self._rows += np.histogram(lengths, self._bounds)[0]
-        self._by_labels += np.histogram(label_counts, self._bounds)[0]
+        return SplitReport(rows, tokens, self._trained, quantile_lengths, label_bytes)
 
 
 # Writing
@@ -211,7 +184,7 @@ class SplitWriter(contextlib.ExitStack):
         )
         self._lines.writelines(row.line.encode("utf-8") for row in rows)
         self._store.add(columns)
-        self._figures.add(columns)
+        self._figures.add(columns.lengths, columns.label_counts)
         self._label_bytes += sum(row.label_bytes for row in rows)
 
     def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:

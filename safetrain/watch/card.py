@@ -1,6 +1,5 @@
 """The model card of a folder for the Hub: README.md, with measured results. No rows, no paths on this machine."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, FuseReport, GgufReport, PeftReport
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import from_json, read_result, write_text
+from safetrain.core.storage.files import read_result, write_text
 from safetrain.watch.result import describe_scores
 
 CARD = "README.md"
@@ -94,8 +93,7 @@ def _reports(folder: Path, kind: str) -> list[Report | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
     if kind not in REPORTS:
         return []
-    build, again = functools.partial(from_json, REPORTS[kind][0]), REPORTS[kind][1]
-    return [read_result(path, "", build, again) if path.is_file() else None for path in _report_paths(folder, kind)]
+    return [read_result(path, "", *REPORTS[kind]) if path.is_file() else None for path in _report_paths(folder, kind)]
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:

@@ -12,7 +12,7 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import with_margin
 from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
-from safetrain.core.records.reports import DataReport, LengthHistogram, LengthQuantiles, Machine, SplitReport
+from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import (
     Recommendation,
@@ -43,8 +43,7 @@ NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, target
 
 def data(rows: int = 1000, longest: int = 500) -> DataReport:
     lengths = LengthQuantiles(longest // 2, longest, longest, longest, longest, longest)
-    counts = LengthHistogram((0, longest), (rows,), (rows,), (rows * 50,))
-    split = SplitReport(rows, rows * 100, rows * 50, lengths, counts)
+    split = SplitReport(rows, rows * 100, rows * 50, lengths)
     return DataReport("d", "chat", "as given", (), (), "", (), "", split, split, split)
 
 

@@ -18,7 +18,7 @@ from safetrain.core.records.metrics import (
     write_summary,
 )
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.reports import DataReport, Finding, LengthHistogram, LengthQuantiles, Machine, SplitReport
+from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.settings import (
     LargestUpdate,
     MemoryTerm,
@@ -80,9 +80,7 @@ def evaluation(samples: tuple[Sample, ...], gain: float = 1.5, groups: tuple[Gro
 
 def data_report(findings: tuple[Finding, ...] = (), rows: int = 40) -> DataReport:
     """Three splits of the same lengths."""
-    counts = (rows - 3, 2, 1)
-    histogram = LengthHistogram((8, 10, 11, 13), counts, counts, counts)
-    split = SplitReport(rows, 400, 100, LengthQuantiles(9, 10, 11, 12, 12, 12), histogram)
+    split = SplitReport(rows, 400, 100, LengthQuantiles(9, 10, 11, 12, 12, 12))
     return DataReport("data/mine.jsonl", "chat", "as given", (), findings, "2026-01-01", ("<|end|>",), "as asked",
                       split, split, split)  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import functools
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +104,12 @@ class TrainingSummary:
     outcome: TrainingOutcome
     proof: Proof  # under its own key
 
+    @classmethod
+    def of_json(cls, value: Any) -> "TrainingSummary":
+        """Build the summary; raises TypeError or KeyError for other content."""
+        parts = from_json(TrainSettings, value), from_json(TrainingMetrics, value), from_json(TrainingOutcome, value)
+        return cls(*parts, from_json(Proof, value["proof"]))
+
 
 def write_summary(path: Path, summary: TrainingSummary) -> None:
     """Write training_summary.json."""
@@ -113,15 +118,9 @@ def write_summary(path: Path, summary: TrainingSummary) -> None:
     write_json(path, {**value, "proof": dataclasses.asdict(summary.proof)})
 
 
-def summary_from(value: Any) -> TrainingSummary:
-    """Build the summary from its JSON; raises TypeError or KeyError for anything else."""
-    parts = from_json(TrainSettings, value), from_json(TrainingMetrics, value), from_json(TrainingOutcome, value)
-    return TrainingSummary(*parts, from_json(Proof, value["proof"]))
-
-
 def read_summary(path: Path) -> TrainingSummary:
     """Read training_summary.json; raises ConfigError."""
-    return read_result(path, "train", summary_from)
+    return read_result(path, "train", TrainingSummary)
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class RunShape:
 
 def read_run_shape(path: Path) -> RunShape:
     """Read these keys of training_summary.json; raises ConfigError."""
-    return read_result(path, "train", functools.partial(from_json, RunShape))
+    return read_result(path, "train", RunShape)
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:

@@ -1,17 +1,12 @@
 """Small records that stages pass on in files: reports about the data and the machine."""
 
-import functools
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import similar_path
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
-from safetrain.core.storage.files import from_json, read_result
-
-BINS_PER_DOUBLING = 4  # of the data report's histograms
+from safetrain.core.storage.files import read_result
 
 
 @dataclass(frozen=True)
@@ -27,16 +22,6 @@ class LengthQuantiles:
 
 
 @dataclass(frozen=True)
-class LengthHistogram:
-    """Histogram of a split. Bin i has lengths above ``edges[i]`` and up to ``edges[i + 1]`` tokens."""
-
-    edges: tuple[int, ...]  # the same for all data, evenly spaced on a logarithmic axis
-    rows: tuple[int, ...]  # by their tokens
-    rows_by_labels: tuple[int, ...]  # by their trained tokens
-    labels: tuple[int, ...]  # trained tokens, by their place in the row, from 1
-
-
-@dataclass(frozen=True)
 class SplitReport:
     """Report on one split: train, valid or test."""
 
@@ -44,19 +29,7 @@ class SplitReport:
     tokens: int
     trained_tokens: int
     lengths: LengthQuantiles
-    histogram: LengthHistogram
     label_bytes: int = 0  # UTF-8 bytes of all labels without special tokens; 0: unknown
-
-    def share_beyond(self, counts: Sequence[int], length: int) -> float:
-        """Share of the histogram's ``counts`` beyond ``length`` tokens.
-
-        A bin counts as evenly filled.
-        """
-        edges = (*self.histogram.edges[:-1], self.lengths.max)
-        beyond = 0.0
-        for (low, high), count in zip(itertools.pairwise(edges), counts, strict=True):
-            beyond += count * min(1.0, max(0.0, (high - length) / (high - low)))
-        return beyond / sum(counts)
 
 
 @dataclass(frozen=True)
@@ -126,7 +99,7 @@ class Machine:
 
 def read_data_report(path: Path) -> DataReport:
     """Read data_report.json; raises ConfigError."""
-    return read_result(path, "validate_data", functools.partial(from_json, DataReport))
+    return read_result(path, "validate_data", DataReport)
 
 
 def require_data_of(report: DataReport, source: str) -> None:
@@ -150,4 +123,4 @@ def require_source(source: str) -> None:
 
 def read_machine(path: Path) -> Machine:
     """Read machine.json; raises ConfigError."""
-    return read_result(path, "preflight", functools.partial(from_json, Machine))
+    return read_result(path, "preflight", Machine)

@@ -1,7 +1,6 @@
 """The resolved settings of one training: the user's keys over the recommendation."""
 
 import dataclasses
-import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
 from safetrain.core.records.schema import WHOLE, Lora, Train
-from safetrain.core.storage.files import from_json, read_result
+from safetrain.core.storage.files import read_result
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
@@ -155,7 +154,7 @@ class Recommendation:
 
 def read_recommendation(path: Path) -> Recommendation:
     """Read recommended_config.json; raises ConfigError."""
-    return read_result(path, "recommend_config", functools.partial(from_json, Recommendation))
+    return read_result(path, "recommend_config", Recommendation)
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:

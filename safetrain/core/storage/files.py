@@ -18,7 +18,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
 from safetrain.core.formatting import dvc, size_text
@@ -188,10 +188,10 @@ def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def read_result(path: Path, stage: str, build: Callable[[Any], Kind], again: str = "") -> Kind:
-    """Build a record from a stage's JSON; raises ConfigError if it is missing, or unreadable (remedy: ``again``)."""
+def read_result(path: Path, stage: str, kind: type[Kind], again: str = "") -> Kind:
+    """Read the record of a ``stage``; raises ConfigError if it is missing, or unreadable (remedy: ``again``)."""
     try:
-        return build(json.loads(path.read_text(encoding="utf-8")))
+        return read_record(path, kind)
     except FileNotFoundError:
         what, again = "does not exist yet.", f"run '{dvc()} repro {stage}' first, or your 'safetrain run' again"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -200,7 +200,12 @@ def read_result(path: Path, stage: str, build: Callable[[Any], Kind], again: str
 
 
 def from_json(kind: type[Kind], value: Any) -> Kind:
-    """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field."""
+    """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field.
+
+    A ``kind`` whose JSON has another form builds itself, by its method ``of_json``.
+    """
+    if build := getattr(kind, "of_json", None):
+        return cast("Kind", build(value))
     if not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
     hints = get_type_hints(kind)
