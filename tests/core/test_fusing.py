@@ -21,11 +21,8 @@ def test_what_is_kept_is_the_smaller_share() -> None:
     assert kept_share(BASE, TUNED, BASE) == 0
     assert kept_share(BASE, TUNED, found(loss=1.1, divergence=0.008)) == pytest.approx(0.9)
     assert kept_share(BASE, TUNED, found(loss=0.5, divergence=0.4)) == pytest.approx(0.5)  # a better loss by chance
-
-
-def test_a_training_that_did_not_help_has_a_distribution_to_keep() -> None:
-    worse = found(loss=3.0)
-    assert kept_share(BASE, worse, found(loss=3.1, divergence=0.08)) == pytest.approx(0.9)
+    worse = found(loss=3.0), found(loss=3.1, divergence=0.08)
+    assert kept_share(BASE, *worse) == pytest.approx(0.9), "a training that did not help has a distribution to keep"
 
 
 @pytest.mark.parametrize(
@@ -33,13 +30,7 @@ def test_a_training_that_did_not_help_has_a_distribution_to_keep() -> None:
 )
 def test_fewer_right_answers_than_chance_allows_are_refused(lost: int, won: int, holds: bool) -> None:
     assert (refusal(0.999, found(lost_answers=lost, won_answers=won), 0.02) == "") == holds
-
-
-def test_where_all_may_get_lost_any_model_holds() -> None:
-    assert refusal(-3.0, found(lost_answers=90), 1.0) == ""
-
-
-def test_a_loss_that_is_no_number_never_holds() -> None:
+    assert refusal(-3.0, found(lost_answers=90), 1.0) == "", "all may get lost"
     assert "not a number" in refusal(1.0, found(loss=float("nan")), 1.0)
     assert "more than 2 %" in refusal(0.97, TUNED, 0.02)
 

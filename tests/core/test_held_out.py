@@ -21,12 +21,6 @@ def test_of_documents_every_token_but_the_first_is_measured(tmp_path: Path) -> N
     assert held_out_in(store, 1, 32, "pretrain").rows.label_counts.sum() == 499
 
 
-def test_rows_with_questions_stay_rows(tmp_path: Path) -> None:
-    asked = [Question(1, (1,), (2,), "?")]
-    store = open_store(write_store(tmp_path / "test.tokens.safetensors", BOOKS, questions=asked), MADE.tokenizer)
-    assert len(held_out_in(store, None, 32, "pretrain").rows) == 3
-
-
 def test_a_sample_is_from_all_over_and_has_its_own_questions_and_places(tmp_path: Path) -> None:
     rows = [token_row(range(1, 12), [False] * 5 + [True] * 6) for _ in range(100)]
     asked = [Question(row, (row,), (2,), str(row)) for row in range(100)]
@@ -34,6 +28,7 @@ def test_a_sample_is_from_all_over_and_has_its_own_questions_and_places(tmp_path
     found = held_out_in(store, None, 8, most_tokens=70)
     assert (len(found.rows), found.rows_available, found.rows.cut_rows) == (10, 100, 10)
     assert found.questions_available == 100
+    assert len(held_out_in(store, None, 8, "pretrain").rows) == 100, "rows with questions stay rows"
     assert [question.text for question in found.questions] == [str(row) for row in range(0, 100, 11)]
     for question in found.questions:
         assert found.where(question.row) == store.where(int(question.text))

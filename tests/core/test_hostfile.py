@@ -17,18 +17,10 @@ THERE = {"ssh": "second-mac.local", "ips": ["192.168.1.11"]}
 GIB = 2**30
 
 
-@pytest.fixture
-def hostfile(tmp_path: Path) -> Path:
-    return tmp_path / "hosts.json"
-
-
-def test_without_a_file_all_ranks_are_here() -> None:
-    hosts = hosts_of(None, 3)
+def test_a_file_of_mlx_launch_is_read_as_it_does_and_without_one_all_ranks_are_here(tmp_path: Path) -> None:
+    hosts, hostfile = hosts_of(None, 3), tmp_path / "hosts.json"
     assert (hosts.all_here, hosts.ranks_here) == (True, 3)
     assert [backend_of_ranks(hosts, device) for device in ("cpu", "metal", "cuda")] == ["ring", "ring", "nccl"]
-
-
-def test_a_file_of_mlx_launch_is_read_as_it_does(hostfile: Path) -> None:
     hostfile.write_text(json.dumps([HERE, THERE]))
     hosts = hosts_of(str(hostfile), 2)
     assert (hosts.names, hosts.all_here, hosts.ranks_here) == (("127.0.0.1", "second-mac.local"), False, 1)
@@ -49,7 +41,8 @@ def test_a_file_of_mlx_launch_is_read_as_it_does(hostfile: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_file_that_mlx_launch_could_not_use_is_refused(hostfile: Path, content: object, words: str) -> None:
+def test_a_file_that_mlx_launch_could_not_use_is_refused(tmp_path: Path, content: object, words: str) -> None:
+    hostfile = tmp_path / "hosts.json"
     if content is not None:
         hostfile.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=words):

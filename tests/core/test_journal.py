@@ -29,23 +29,18 @@ EVENTS: list[Event] = [
 ]
 
 
-def sent(tmp_path: Path, events: list[Event]) -> list[bytes]:
-    """The lines that a pipe carries."""
-    with (tmp_path / "pipe").open("w+b") as file:
-        pipe = EventPipe(file.fileno())
-        for event in events:
-            pipe.send(event)
-        return (tmp_path / "pipe").read_bytes().splitlines(keepends=True)
+def events_in(path: Path) -> list[Event]:
+    return [entry.event for entry in parse_journal(path.read_bytes())]
 
 
 def test_events_come_back_equal_a_line_each_and_a_torn_one_is_none(tmp_path: Path) -> None:
-    assert [parse_event(line) for line in sent(tmp_path, EVENTS)] == EVENTS
-    for line in sent(tmp_path, EVENTS):
-        assert all(parse_event(line[:kept]) is None for kept in range(len(line) - 1))
-
-
-def events_in(path: Path) -> list[Event]:
-    return [entry.event for entry in parse_journal(path.read_bytes())]
+    with (tmp_path / "pipe").open("w+b") as file:
+        pipe = EventPipe(file.fileno())
+        for event in EVENTS:
+            pipe.send(event)
+    lines = (tmp_path / "pipe").read_bytes().splitlines(keepends=True)
+    assert [parse_event(line) for line in lines] == EVENTS
+    assert all(parse_event(line[:kept]) is None for line in lines for kept in range(len(line) - 1))
 
 
 def test_every_kind_of_event_comes_back_and_only_those_of_this_run(tmp_path: Path) -> None:
@@ -53,13 +48,11 @@ def test_every_kind_of_event_comes_back_and_only_those_of_this_run(tmp_path: Pat
     before: list[Event] = [Started(), Begun(9, 0, "an earlier run"), Finished(9)]
     events: list[Event] = [
         Started(), Begun(9, 0, "this run"), Said("text"), Progress(1, 2.0, 3), Failed("Error", "text", 1),
-        Died("killed", 3), Started(), Begun(9, 4, "continued"), Finished(9),
+        Died("killed", 3), Started(), Begun(9, 4, "continued"), Finished(9), Started(),
     ]  # fmt: skip
     for event in (*before, *events):
         journal.write(event)
     assert events_in(tmp_path / "journal.jsonl") == events
-    journal.write(Started())
-    assert events_in(tmp_path / "journal.jsonl") == [*events, Started()]
 
 
 def test_it_keeps_progress_now_and_then(tmp_path: Path) -> None:
@@ -71,19 +64,12 @@ def test_it_keeps_progress_now_and_then(tmp_path: Path) -> None:
     assert events_in(path) == [Begun(100, 40, "training"), Progress(41, 82.0, 0)]
 
 
-def test_a_line_that_a_power_cut_has_cut_costs_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    Journal(path).write(Said("before"))
-    with path.open("ab") as file:
-        file.write(b'\n{"type": "Said", "te')
-    Journal(path).write(Said("after"))
-    assert events_in(path) == [Said("before"), Said("after")]
-
-
-def test_a_line_that_a_full_disk_has_cut_costs_no_other(tmp_path: Path) -> None:
+def test_a_line_that_a_power_cut_or_a_full_disk_has_cut_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     journal.write(Said("before"))
+    with path.open("ab") as file:
+        file.write(b'\n{"type": "Said", "te')
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, usual[1]))
     try:
@@ -92,8 +78,5 @@ def test_a_line_that_a_full_disk_has_cut_costs_no_other(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     journal.write(Said("after"))
     assert events_in(path) == [Said("before"), Said("after")]
-
-
-def test_a_journal_that_cannot_be_written_disturbs_no_training(tmp_path: Path) -> None:
-    (tmp_path / "journal.jsonl").mkdir()
-    Journal(tmp_path / "journal.jsonl").write(Said("lost"))
+    (tmp_path / "a folder").mkdir()
+    Journal(tmp_path / "a folder").write(Said("lost"))  # disturbs no training

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from safetrain.core.memory.system import jetsam_reason, killed_for_memory, reports_since
 
 HEADER = {"bug_type": "298", "timestamp": "2026-09-29 12:10:10.00 +0200", "os_version": "macOS 26.6 (25G72)"}
@@ -34,41 +32,30 @@ def report(processes: Any, indent: int | None = 2) -> str:
     return json.dumps(HEADER) + "\n" + json.dumps(body, indent=indent)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "Retired").mkdir()
-    return tmp_path
-
-
 def test_only_the_one_with_a_reason_was_killed() -> None:
     assert jetsam_reason(report(MACOS_26), 73341) == LIMIT
     assert jetsam_reason(report(MACOS_26), 398) == ""  # listed, as every process is
     assert jetsam_reason(report(MACOS_26), 7334) == ""  # the beginning of another one's number
     assert jetsam_reason(report([*MACOS_26, KSCRASH_278], indent=None), 4624) == LIMIT
+    for text in ("", "{}", json.dumps(HEADER), report(MACOS_26)[:-40], report("x"), json.dumps(HEADER) + "\n[]"):
+        assert jetsam_reason(text, 73341) == "", "cut off, or of another form"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}", json.dumps(HEADER), report(MACOS_26)[:-40], report("x"), report([1]), json.dumps(HEADER) + "\n[]"],
-)
-def test_a_report_that_is_cut_off_or_of_another_form_says_nothing(text: str) -> None:
-    assert jetsam_reason(text, 73341) == ""
-
-
-def test_reports_are_found_where_older_ones_are_moved_to_as_well(folder: Path) -> None:
-    (folder / "JetsamEvent-2.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
+def test_reports_are_found_where_older_ones_are_moved_to_as_well(tmp_path: Path) -> None:
+    (tmp_path / "Retired").mkdir()
+    (tmp_path / "JetsamEvent-2.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
     for place in ("", "Retired"):
-        path = folder / place / "JetsamEvent-1.ips"
+        path = tmp_path / place / "JetsamEvent-1.ips"
         path.write_text(report(MACOS_26))
-        assert killed_for_memory(73341, 0.0, folder=folder) == (f"{path.name}: process 73341 was killed ({LIMIT})",)
-        assert killed_for_memory(398, 0.0, folder=folder) == ()
-        assert killed_for_memory(5, 0.0, folder=folder) == ()  # not for memory
-        assert killed_for_memory(73341, time.time() + 60, folder=folder) == ()  # an earlier process of this number
+        assert killed_for_memory(73341, 0.0, folder=tmp_path) == (f"{path.name}: process 73341 was killed ({LIMIT})",)
+        assert killed_for_memory(398, 0.0, folder=tmp_path) == ()
+        assert killed_for_memory(5, 0.0, folder=tmp_path) == ()  # not for memory
+        assert killed_for_memory(73341, time.time() + 60, folder=tmp_path) == ()  # an earlier process of this number
         path.unlink()
 
 
-def test_a_report_that_comes_later_is_waited_for(folder: Path) -> None:
-    path, done = folder / "JetsamEvent-2.ips", time.monotonic() + 0.3
+def test_a_report_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+    path, done = tmp_path / "JetsamEvent-2.ips", time.monotonic() + 0.3
 
     def write() -> None:
         time.sleep(max(0.0, done - time.monotonic()))
@@ -76,20 +63,20 @@ def test_a_report_that_comes_later_is_waited_for(folder: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert killed_for_memory(5, 0.0, wait_seconds=5.0, folder=folder)
+    assert killed_for_memory(5, 0.0, wait_seconds=5.0, folder=tmp_path)
     assert 0 <= time.monotonic() - done < 2  # and no longer
     writer.join()
     began = time.monotonic()
-    assert killed_for_memory(6, 0.0, wait_seconds=0.2, folder=folder) == ()
+    assert killed_for_memory(6, 0.0, wait_seconds=0.2, folder=tmp_path) == ()
     assert time.monotonic() - began < 1
 
 
-def test_panics_are_counted_by_age_and_without_hidden_files(folder: Path) -> None:
+def test_panics_are_counted_by_age_and_without_hidden_files(tmp_path: Path) -> None:
     """A folder of reports has a hidden .contents.panic that is none."""
     for name, hours in (("panic-full-2026-09-01-010203.0002.panic", 1), (".contents.panic", 1), ("old.panic", 80)):
-        (folder / name).write_text("")
-        os.utime(folder / name, (time.time() - 3600 * hours,) * 2)
-    assert [path.name for path in reports_since("*.panic", time.time() - 3600 * 72, folder)] == [
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (time.time() - 3600 * hours,) * 2)
+    assert [path.name for path in reports_since("*.panic", time.time() - 3600 * 72, tmp_path)] == [
         "panic-full-2026-09-01-010203.0002.panic"
     ]
-    assert reports_since("*.panic", 0.0, folder / "nowhere") == []
+    assert reports_since("*.panic", 0.0, tmp_path / "nowhere") == []

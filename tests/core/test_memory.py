@@ -46,68 +46,43 @@ ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))
 MODEL = read_model_files(EMBEDDED)
 
 
-@pytest.mark.parametrize("bits", [None, 3, 4])
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "mlp.down_proj")])
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_base_and_adapter_are_counted_exactly(
-    tiny_model: Callable[..., Path], bits: int | None, targets: tuple[str, ...], num_layers: int
+@pytest.mark.parametrize(
+    ("bits", "method", "targets", "num_layers"),
+    [
+        (None, "lora", ("all-linear",), 1), (3, "dora", ("q_proj", "mlp.down_proj"), 2), (4, "lora", ("q_proj",), 2),
+        (4, "dora", ("all-linear",), 1), (None, "full", ("all-linear",), 1), (None, "full", ("all-linear",), 2),
+    ],
+)  # fmt: skip
+def test_base_and_trained_weights_are_counted_exactly(
+    tiny_model: Callable[..., Path], bits: int | None, method: str, targets: tuple[str, ...], num_layers: int
 ) -> None:
     folder = tiny_model(bits=bits)
     model, lora = read_model_files(folder), LoraSettings(5, 2.0, 0.0, num_layers, targets)
     opened = open_base(folder, dequantize=True)
     assert base_bytes(model, CPU) == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
-    for method in ("lora", "dora"):
-        opened = open_base(folder, dequantize=True)
-        make_trainable(opened, method, lora, 1)
-        trained = sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
-        assert trained_parameters(model, lora, method) == trained
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_whole_blocks_are_counted_exactly(tiny_model: Callable[..., Path], num_layers: int) -> None:
-    folder, lora = tiny_model(), dataclasses.replace(ALL, num_layers=num_layers)
-    opened = open_base(folder, dequantize=True)
-    make_trainable(opened, "full", lora, 1)
-    trained = sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
-    assert trained_parameters(read_model_files(folder), lora, "full") == trained
-
-
-def test_recomputed_blocks_keep_their_input_alone() -> None:
-    recomputing = dataclasses.replace(CPU, checkpointing=True)
-    plain, less = (total_bytes(predicted_peak(MODEL, ALL, Shape(16, 128, False), b)) for b in (CPU, recomputing))
-    assert less < 0.5 * plain
-
-
-def test_every_expert_is_counted() -> None:
+    make_trainable(opened, method, lora, 1)
+    trained = sum(value.size for _, value in tree_flatten(opened.module.trainable_parameters()))
+    assert trained_parameters(model, lora, method) == trained
     experts = TensorHeader("model.layers.0.mlp.switch_mlp.up_proj.weight", "BF16", (8, 100, 64), 8 * 100 * 64 * 2)
-    model = dataclasses.replace(MODEL, num_layers=1, tensors=(experts,), quantization_bits=None)
-    assert lora_parameters(model, dataclasses.replace(ALL, num_layers=1)) == 16 * 8 * 164
+    mixture = dataclasses.replace(MODEL, num_layers=1, tensors=(experts,), quantization_bits=None)
+    assert lora_parameters(mixture, dataclasses.replace(ALL, num_layers=1)) == 16 * 8 * 164
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "adafactor", "muon", "sgd"])
-def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path], name: str) -> None:
-    """To the byte but for Adafactor, whose few numbers are rounded up."""
-    folder, lora = tiny_model(bits=4), dataclasses.replace(ALL, rank=8, num_layers=2)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*((name, "lora") for name in ("adam", "adafactor", "muon", "sgd")), ("adamw", "pretrain"), ("muon", "pretrain")],
+)
+def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path], name: str, method: str) -> None:
+    """To the byte except Adafactor, whose few numbers are rounded up."""
+    folder, lora = tiny_model(bits=4 if method == "lora" else None), dataclasses.replace(ALL, rank=8, num_layers=2)
     opened = open_base(folder, dequantize=True)
-    make_trainable(opened, "lora", lora, 1)
-    optimizer = BlockOptimizer(of_mlx(name, 0.0))
+    make_trainable(opened, method, lora, 1)
+    optimizer = BlockOptimizer(of_mlx(name, 0.0, whole_model=method == "pretrain"))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
-    backend = dataclasses.replace(CPU, optimizer=name)
+    backend = dataclasses.replace(CPU, method=method, optimizer=name)
     found, expected = optimizer_state_bytes(read_model_files(folder), lora, backend), sum(v.nbytes for v in kept)
     assert expected <= found <= (1.1 if name == "adafactor" else 1.0) * expected
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_state_for_a_whole_model_is_counted_to_the_byte(tiny_model: Callable[..., Path], name: str) -> None:
-    folder, lora = tiny_model(), dataclasses.replace(ALL, num_layers=2)
-    opened = open_base(folder, dequantize=True)
-    make_trainable(opened, "pretrain", lora, 1)
-    optimizer = BlockOptimizer(of_mlx(name, 0.1, whole_model=True))
-    optimizer.init(opened.module.trainable_parameters())
-    kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
-    backend = dataclasses.replace(CPU, method="pretrain", optimizer=name)
-    assert optimizer_state_bytes(read_model_files(folder), lora, backend) == sum(value.nbytes for value in kept)
 
 
 def test_the_optimizer_works_within_its_term() -> None:
@@ -117,12 +92,17 @@ def test_the_optimizer_works_within_its_term() -> None:
     assert terms["optimizer at work"] == 4 * terms["trained weights"]
     assert terms["optimizer's state"] == 2 * terms["trained weights"]
     assert "stored activations" in {term.name for term in predicted_peak(MODEL, ALL, Shape(16, 64, False), CPU)}
+    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
+    large = dataclasses.replace(MODEL, vocab_size=10 * MODEL.parameters // MODEL.hidden_size)
+    embedding = 4 * large.vocab_size * large.hidden_size
+    assert at_work_bytes(large, ALL, whole) >= 4 * MODEL.parameters + 3 * embedding
 
 
-def test_the_estimate_grows_with_rows_length_and_accumulation() -> None:
-    def peak(rows: int, tokens: int, accumulates: bool = False) -> int:
-        return total_bytes(predicted_peak(MODEL, ALL, Shape(rows, tokens, accumulates), CPU))
+def test_the_estimate_grows_with_rows_length_and_accumulation_and_falls_with_recomputing() -> None:
+    def peak(rows: int, tokens: int, accumulates: bool = False, backend: Backend = CPU) -> int:
+        return total_bytes(predicted_peak(MODEL, ALL, Shape(rows, tokens, accumulates), backend))
 
+    assert peak(16, 128, backend=dataclasses.replace(CPU, checkpointing=True)) < 0.5 * peak(16, 128)
     assert peak(1, 64) < peak(2, 64) < peak(2, 128) < peak(4, 256) < peak(4, 256, accumulates=True)
 
 
@@ -148,6 +128,12 @@ def test_attention_on_metal_has_tiles_of_few_rows_and_never_all_scores(head_size
     assert bytes_of(1, 512) == 3 * 2 * 32 * 512**2 + sums(512)
     assert bytes_of(1, 8192) == 3 * 2 * 32 * 1024**2 + sums(8192)
     assert bytes_of(64, 512) <= 2**28 + sums(64 * 512)
+
+
+def test_a_large_model_that_is_trained_whole_has_one_gradient_at_a_time() -> None:
+    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
+    assert shards_of(MODEL, Shape(1, 64, False), whole) == shards_of(MODEL, Shape(4, 64, False), whole)
+    assert [most_shards_of_whole(size) for size in (67_000_000, 85_000_000, 400_000_000)] == [4, 3, 1]
 
 
 def test_a_limit_leaves_room_for_one_allocation_within_the_budget() -> None:
@@ -176,17 +162,3 @@ def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
         check(dataclasses.replace(SETTINGS, method="full"), 64, 10**9)
     with pytest.raises(ConfigError, match="longer than the model's context"):
         check(dataclasses.replace(SETTINGS, max_seq_length=513), 64, 10**12)
-
-
-def test_a_large_model_that_is_trained_whole_has_one_gradient_at_a_time() -> None:
-    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
-    window = Shape(1, 64, accumulates=False)  # of many pieces
-    assert shards_of(MODEL, window, whole) == shards_of(MODEL, Shape(4, 64, accumulates=False), whole)
-    assert [most_shards_of_whole(size) for size in (67_000_000, 85_000_000, 400_000_000)] == [4, 3, 1]
-
-
-def test_the_optimizer_at_work_on_a_large_embedding_is_counted() -> None:
-    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
-    large = dataclasses.replace(MODEL, vocab_size=10 * MODEL.parameters // MODEL.hidden_size)
-    embedding = 4 * large.vocab_size * large.hidden_size
-    assert at_work_bytes(large, ALL, whole) >= 4 * MODEL.parameters + 3 * embedding

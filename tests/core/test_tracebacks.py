@@ -20,7 +20,12 @@ def translated(*, understood: bool = False) -> SafetrainError:
         return told
 
 
-def test_the_traceback_is_written_and_named(tmp_path: Path) -> None:
+def test_the_traceback_is_written_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a training, a command may fail: what it keeps leaves the training's own alone."""
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    kept = tmp_path / "cache" / ERROR
+    assert with_traceback(translated()) == f"mlx failed at step 3\n  traceback: {kept}"
+    assert (keep_text("of a child"), kept.read_text(encoding="utf-8")) == (str(kept), "of a child")
     told = with_traceback(translated(), tmp_path / FLIGHT)
     path = tmp_path / FLIGHT / ERROR
     assert told == f"mlx failed at step 3\n  traceback: {path}"
@@ -38,17 +43,3 @@ def test_an_error_that_is_understood_has_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()  # and a disk that refuses hides no error
     assert with_traceback(translated(), tmp_path / "file") == "mlx failed at step 3"
-
-
-def test_what_a_command_keeps_leaves_a_trainings_own_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a training, a command may fail, as `safetrain track` without a key does."""
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    of_training = Path("checkpoints_qlora") / FLIGHT / ERROR
-    of_training.parent.mkdir(parents=True)
-    of_training.write_text("of the training", encoding="utf-8")
-    kept = tmp_path / "cache" / ERROR
-    assert with_traceback(translated()) == f"mlx failed at step 3\n  traceback: {kept}"
-    assert keep_text("of a child") == str(kept)
-    assert kept.read_text(encoding="utf-8") == "of a child"
-    assert of_training.read_text(encoding="utf-8") == "of the training"

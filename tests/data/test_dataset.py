@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -42,19 +41,29 @@ def test_one_file_is_split_by_content_whatever_its_order_and_equal_questions_sta
     assert sum(len({json.loads(line)["messages"][0]["content"] for line in lines}) for lines in one.values()) == 50
 
 
-@pytest.mark.parametrize("other", ["Be brief.", "Be long.", ""])
-def test_the_system_prompt_that_all_rows_have_is_kept_for_asking(
-    other: str, write_jsonl: Write, tmp_path: Path
+def test_what_all_rows_have_is_kept_and_the_date_of_a_template_is_that_of_the_first_validation(
+    write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = list[object]()
-    for number, prompt in enumerate(["Be brief."] * 9 + [other]):
-        turns = chat(f"question {number}", f"answer {number}")["messages"]
-        system = [{"role": "system", "content": prompt}] if prompt else []
-        rows.append({"messages": [*system, *turns]})  # type: ignore[misc]
-    gate(write_jsonl("a.jsonl", rows), tmp_path)
-    made = read_made(store_path(tmp_path / "validated", "train"))
-    assert made is not None
-    assert made.system == ("Be brief." if other == "Be brief." else "")
+    """W9: an interrupted run is continued tomorrow; other data is of another day."""
+    turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+    dated = f"{{{{ strftime_now('%d %B %Y') }}}}{{% for m in messages %}}{turn}{{% endfor %}}"
+    model = model_with(tmp_path / "model", dated)
+    brief, long = ({"role": "system", "content": f"Be {how}."} for how in ("brief", "long"))
+    rows: list[object] = [{"messages": [brief, *chat(f"q{n}", "a")["messages"]]} for n in range(5)]  # type: ignore[misc]
+
+    def made_on(day: date, rows: list[object]) -> tuple[str, str, str]:
+        monkeypatch.setattr(validate_module, "today", lambda: day)
+        report = gate(write_jsonl("a.jsonl", rows), tmp_path, model=model)
+        path = store_path(tmp_path / "validated", "train")
+        made = read_made(path)
+        assert made is not None
+        return open_store(path).digest, report.template_date, made.system
+
+    first = made_on(date(2026, 1, 31), rows)
+    assert first[1:] == ("2026-01-31", "Be brief.")
+    assert made_on(date(2026, 2, 1), rows) == first
+    other = made_on(date(2026, 2, 1), [*rows, {"messages": [long, *chat("new", "a")["messages"]]}])  # type: ignore[misc]
+    assert (other[0] != first[0], *other[1:]) == (True, "2026-02-01", "")
 
 
 def test_too_few_rows_to_split_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
@@ -91,17 +100,17 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
 ) -> None:
     """More than one block of lines, blank ones among them: nothing is lost where blocks meet."""
     rows = [
-        {**chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 20), "category": f"of {n % 10}"}
-        for n in range(1700)
+        {**chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 40), "category": f"of {n % 10}"}
+        for n in range(1000)
     ]
     path = write_jsonl("a.jsonl", [line for row in rows for line in (json.dumps(row), "")])
     assert path.stat().st_size > CHUNK_BYTES
     report = gate(path, tmp_path)
     stores = {name: open_store(store_path(tmp_path / "validated", name)) for name in ("train", "valid", "test")}
-    assert sum(len(store.rows) for store in stores.values()) == 1700
+    assert sum(len(store.rows) for store in stores.values()) == 1000
     assert report.train.tokens == int(stores["train"].rows.lengths.sum())
     test, lines = stores["test"], written(tmp_path)["test"]
-    assert 120 < len(test.questions) == len(lines) < 220
+    assert 60 < len(test.questions) == len(lines) < 140
     for question in map(test.questions.__getitem__, range(5)):
         messages = json.loads(lines[question.row])["messages"]
         number = int(messages[0]["content"].split()[-1].strip("?"))
@@ -127,23 +136,20 @@ def test_what_the_template_refuses_is_one_finding_and_an_earlier_validation_stay
     assert written(tmp_path) == before
 
 
-def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tmp_path: Path) -> None:
-    """An answer of which nothing is left would be a loss of nothing over nothing."""
-    path = write_jsonl(
-        "a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), chat("iron " * 40, "Fe"), chat("q", "Fe " * 60)]
-    )
-    assert gate(path, tmp_path, (0.2, 0.2))
-    with pytest.raises(DataError, match=r"a\.jsonl:6: no token to train on in 1 row: the answer begins beyond"):
-        gate(path, tmp_path, (0.2, 0.2), context=32)
-
-
-def test_a_token_without_an_embedding_is_named(write_jsonl: Write, tmp_path: Path) -> None:
-    """W10: a tokenizer that was enlarged, and a model that was not: mlx would read beyond the table."""
+def test_rows_beyond_the_context_and_tokens_without_an_embedding_are_named(write_jsonl: Write, tmp_path: Path) -> None:
+    """Of an answer nothing may be left; a tokenizer may be larger than the model's table (W10)."""
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|end|>' }}{% endfor %}"
     model = model_with(tmp_path / "model", template, special=["<|im_start|>"], config={"vocab_size": 2048})
-    path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)])
-    with pytest.raises(DataError, match=r"no embedding for the token '<\|im_start\|>' \(2048 of 2048\) in 5 rows"):
+    rows = [chat(f"q{n}", "a") for n in range(9)]
+    path = write_jsonl("a.jsonl", rows)
+    with pytest.raises(DataError, match=r"no embedding for the token '<\|im_start\|>' \(2048 of 2048\) in 9 rows"):
         gate(path, tmp_path, model=model)
+    write_jsonl("a.jsonl", [*rows, chat("q", "Fe " * 60)])
+    (found,) = gate(path, tmp_path, context=32).warnings
+    assert "the model's context would cut 1 row: everything beyond 32 tokens is lost" in found
+    write_jsonl("a.jsonl", [*rows, chat("iron " * 40, "Fe")])
+    with pytest.raises(DataError, match=r"a\.jsonl:10: no token to train on in 1 row: the answer begins beyond"):
+        gate(path, tmp_path, context=32)
 
 
 def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) -> None:
@@ -159,26 +165,3 @@ def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) ->
         Severities(downgrade=("NO-SUCH",))
     with pytest.raises(ConfigError, match="training is impossible"):
         Severities(downgrade=("TEMPLATE-REFUSES",))
-
-
-def test_the_date_of_a_template_is_that_of_the_first_validation(
-    write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """W9: an interrupted run is continued tomorrow; other data is of another day."""
-    turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
-    dated = f"{{{{ strftime_now('%d %B %Y') }}}}{{% for m in messages %}}{turn}{{% endfor %}}"
-    model = model_with(tmp_path / "model", dated)
-    rows: list[object] = [chat(f"q{n}", "a") for n in range(5)]
-    path = write_jsonl("a.jsonl", rows)
-
-    def digest_on(day: date) -> str:
-        monkeypatch.setattr(validate_module, "today", lambda: day)
-        gate(path, tmp_path, model=model)
-        return open_store(store_path(tmp_path / "validated", "train")).digest
-
-    first = digest_on(date(2026, 1, 31))
-    assert digest_on(date(2026, 2, 1)) == first
-    write_jsonl("a.jsonl", [*rows, chat("new", "a")])
-    assert digest_on(date(2026, 2, 1)) != first
-    report = replace(gate(path, tmp_path, model=model), split="")
-    assert report.template_date == "2026-02-01"

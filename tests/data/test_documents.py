@@ -65,16 +65,6 @@ def test_names_of_texts_say_splits_where_all_do_and_rows_come_before_texts(tmp_p
     assert data_files_of(tmp_path, documents=True).paths == (tmp_path / "train.jsonl",)
 
 
-def test_rows_whose_names_say_no_split_are_told_where_texts_are_taken(tmp_path: Path) -> None:
-    books = tmp_path / "books"
-    books.mkdir()
-    for number, text in enumerate(TEXTS[:9]):
-        (books / f"book {number}.txt").write_text(text)
-    (books / "catalogue.csv").write_text("title,year\nA,1\n")
-    (finding,) = (each for each in validate(books, tmp_path).findings if each.id == "FILES-UNREAD")
-    assert finding.message == "in the data folder, catalogue.csv is not read"
-
-
 def test_nothing_of_a_long_document_is_told_to_be_cut(tmp_path: Path) -> None:
     rows = [{"text": " ".join(TEXTS[number:])} for number in range(8)]
     chats = [chat(f"What is the number of river {number}?", f"It is {number}.") for number in range(4)]

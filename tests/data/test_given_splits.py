@@ -11,8 +11,6 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data.findings import Severities
 from safetrain.data.folders import named_files
-from safetrain.data.validate import validate
-from tests.conftest import EMBEDDED
 from tests.data.reading import by_id, gate
 
 NEAR = "The river follows the old road to the harbour and from there it is not far to the northern station of"
@@ -42,20 +40,6 @@ def gated(source: Path, into: Path, severities: Severities = Severities()) -> Da
 def test_the_split_that_a_name_says(tmp_path: Path, name: str, split: str) -> None:
     (tmp_path / name).write_text("{}")
     assert named_files([tmp_path / name]).names == (split,)
-
-
-def test_packed_files_named_alone_are_compared_as_their_splits(tmp_path: Path) -> None:
-    train = table(tmp_path / "train.csv", OTHERS)
-    valid = table(tmp_path / "val.csv.gz", [OTHERS[0], "Nobody asks this?"])
-    found = by_id(validate([train, valid], EMBEDDED).findings)["SPLITS-OVERLAP"]
-    assert found.where == (f"{valid}, row 1 (line 2) matches {train}, row 1 (line 2)",)
-    assert "1 row in valid with the same question as a row in train" in found.message
-
-
-def test_the_folder_of_a_split_goes_before_the_names_of_its_files(tmp_path: Path) -> None:
-    files = [table(tmp_path / "train" / "a.csv", OTHERS), table(tmp_path / "valid" / "b.csv", OTHERS[:2])]
-    assert "SPLITS-OVERLAP" not in by_id(validate(files, EMBEDDED).findings)
-    assert by_id(validate([tmp_path], EMBEDDED).findings)["SPLITS-OVERLAP"].count == 2
 
 
 def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:

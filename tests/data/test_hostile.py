@@ -1,13 +1,10 @@
 """Files made to harm: each is read within bounds, or is one clear error, and nothing of it steers a terminal."""
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import pickle
 import tarfile
-import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -20,7 +17,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.formatting import printable
 from safetrain.data.files import rows_of
 from tests.conftest import EMBEDDED
-from tests.data.planted import COMPRESSIONS, ROWS, lines, parquet
+from tests.data.planted import COMPRESSIONS, ROWS, lines
 from tests.data.reading import read_rows, refusal_of, values
 
 MIB = 2**20
@@ -34,11 +31,7 @@ SAFETENSORS = (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"da
     ("text", "says"),
     [
         (f'{GOOD}\n{{"text": "BIG"}}\n{GOOD}\n', "a row is longer than 16 MiB"),
-        (f'{GOOD}\n{{"text": "BIG', "a row is longer than 16 MiB"),
         ('text\n"LINES"\n', "a row is longer than 16 MiB"),
-        ("[" * 100_000, "brackets are nested"),
-        (f"{GOOD}\n{'[' * 100_000}", ":2: brackets are nested"),
-        ('{"a":' * 100_000, "brackets are nested"),
         (f"[{GOOD}, {'[' * 100_000}{']' * 100_000}]", "brackets are nested"),
         (f'messages,id\n"{"[" * 100_000}",1\n', "brackets are nested"),
         (f'{{"text": "a", "n": {"9" * MIB}}}', "a number has too many digits"),
@@ -47,24 +40,18 @@ SAFETENSORS = (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"da
         (f'{{"messages": [{{"role": "user", "content": "a", "x": {"[" * 990}{"]" * 990}}}]}}', "brackets are nested"),
         ('{"text": "\\ud83d"}', "half a surrogate pair"),
         ('{"messages": [{"role": "\\ud83d", "content": "a"}]}', r"role is ''\ud83d''"),
-        ('[{"prompt": "a", "completion": "\\udc00"}]', "half a surrogate pair"),
-        ('{"text": "a\\u0000b"}', ""),
         ('{"text": "a\x00b"}', "Invalid control character"),
-        ("text\na\x00b\n", ""),
         ("\x00" * 4096, "a binary file, or text without"),
-        (f'{{"{ESCAPE}": 1}}', "Invalid control character"),
         (json.dumps({ESCAPE: 1}), r"'\x1b]0;owned\x07\x1b[2J'"),
         (json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}), r"\x1b]0;owned"),
         (f"{ESCAPE},b\n1,2\n", r"\x1b]0;owned\x07"),
         (f"prompt,{ESCAPE},{ESCAPE}\n1,2,3\n", "two columns named"),
-        ("{}" * MIB, "Extra data"),
-        (",".join(f"c{n}" for n in range(100_000)) + "\nx" + "," * 99_999, "unknown keys"),
-        ("\ufeff" * 1000 + GOOD, "no line begins with a JSON object"),
+        (",".join(f"c{n}" for n in range(20_000)) + "\nx" + "," * 19_999, "unknown keys"),
     ],
 )
 def test_it_is_read_or_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "a.jsonl"
-    text = text.replace("BIG", "x" * 50 * MIB).replace("LINES", "x\n" * 10 * MIB)
+    text = text.replace("BIG", "x" * 17 * MIB).replace("LINES", "x\n" * 9 * MIB)
     path.write_bytes(text.encode())
     said = refusal_of(path)
     assert bool(said) == bool(says)
@@ -86,23 +73,6 @@ def test_a_bomb_is_refused_before_it_is_decompressed(tmp_path: Path, compression
             sum(1 for _ in rows_of(path))
         assert tracemalloc.get_traced_memory()[1] < 100 * MIB
         tracemalloc.stop()
-
-
-def test_a_table_that_unpacks_without_bound_is_refused(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "a.parquet", [{"text": f"{number}" + "x" * MIB} for number in range(80)])
-    said = refusal_of(path)
-    assert not said or "decompresses to more than 200 times its size" in said
-    rows = "".join(f'{{"text": "the same words again and again, number {number}"}}\n' for number in range(20_000))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))  # well packed, and no bomb
-    assert sum(1 for _ in rows_of(tmp_path / "a.jsonl.gz")) == 20_000
-
-
-def test_pieces_of_one_byte_take_no_quadratic_time(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(f"[{','.join([GOOD] * 100_000)}]")
-    start = time.monotonic()
-    assert sum(1 for _ in rows_of(path)) == 100_000
-    assert time.monotonic() - start < 20
 
 
 # Files that hold no rows, and text that is not UTF-8
@@ -135,22 +105,17 @@ def tar() -> bytes:
     ("content", "what", "do"),
     [
         (b"\x04\x22\x4d\x18 and so on", "compressed with bzip2, xz or LZ4", "use gzip or zstd"),
-        (bz2.compress(LINES.encode()), "compressed with bzip2, xz or LZ4", "decompress it"),
-        (lzma.compress(LINES.encode()), "compressed with bzip2, xz or LZ4", "decompress it"),
         (gzip.compress(tar(), mtime=0), "an archive", "unpack it"),
         (archive("xl/workbook.xml"), "an Office document", "CSV in UTF-8"),
         (gzip.compress(gzip.compress(LINES.encode()), mtime=0), "a binary table inside gzip", "decompress it once"),
-        (b"GGUF\x03\x00\x00\x00", "a model's weights", "model.path"),
         (SAFETENSORS, "a model's weights", "model.path"),
         (pickle.dumps(ROWS), "a Python pickle", "a pickle can run code"),
-        (b"SQLite format 3\x00", "a database", "a pickle can run code"),
         (b"%PDF-1.7\n", "a PDF or an old Office document", "as JSON lines or CSV"),
         (bytes(range(256)) * 4, "a binary file, or text without", "in UTF-8"),
         ("Once upon a time there was iron.\nAnd gold.\n", "no line begins with a JSON object", "completion"),
         ("<!DOCTYPE html>\n<html></html>\n", "a web page", "not the page that shows it"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS", "git lfs pull"),
         ("", "has no rows", ""),
-        ("\ufeff\r\n \n", "has no rows", ""),
         (lines(ROWS[:1]).encode("cp1252"), "not UTF-8", "iconv -f WINDOWS-1252 -t UTF-8"),
         (LINES.encode() + b'{"text": "caf\xe9"}\n', "not UTF-8", "correct that byte"),
         (LINES.encode() + '{"text": "é'.encode()[:-1], "it is cut off", "copy or download"),
@@ -167,7 +132,10 @@ def test_a_file_that_is_no_rows_is_said_to_be_what_it_is(
         assert error.where.endswith("train.jsonl:1 (0xe9)")
 
 
-def test_what_is_no_file_is_said(tmp_path: Path) -> None:
+def test_what_is_no_file_is_said_and_byte_order_marks_are_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"  # marks also where files were joined
+    path.write_bytes(("\ufeff" + LINES.replace("\n", "\r\n\r\n\ufeff") + '{"text": "a\u2028b"}').encode())
+    assert values(path) == [*ROWS, {"text": "a\u2028b"}]
     with pytest.raises(DataError, match="does not exist"):
         read_rows(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="not a regular file"):
@@ -181,12 +149,6 @@ def test_a_compressed_file_that_is_cut_or_damaged_is_said(tmp_path: Path, compre
         (tmp_path / "a.jsonl").write_bytes(content)
         with pytest.raises(DataError, match=r"is damaged|not valid JSON|not UTF-8|bytes"):
             read_rows(tmp_path / "a.jsonl")
-
-
-def test_what_is_read_without_a_word(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(("\ufeff" + LINES.replace("\n", "\r\n\r\n") + '{"text": "a\u2028b"}').encode())
-    assert values(path) == [*ROWS, {"text": "a\u2028b"}]
 
 
 def test_nothing_of_the_data_or_of_a_file_s_name_steers_the_terminal(tmp_path: Path) -> None:

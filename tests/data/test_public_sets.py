@@ -27,11 +27,6 @@ READ = {
         {"instruction": "q", "input": "i", "output": "a", "text": RENDERED},
         {"prompt": "q\n\ni", "completion": "a"},
     ),
-    "yahma/alpaca-cleaned": ({"output": "a", "input": "", "instruction": "q"}, PAIR),
-    "iamtarun/python_code_instructions_18k_alpaca": (
-        {"instruction": "q", "input": "i", "output": "a", "prompt": RENDERED},
-        {"prompt": "q\n\ni", "completion": "a"},
-    ),
     "alpaca of LLaMA-Factory": (
         {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["q", "a"]]},
         {"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]},
@@ -59,10 +54,6 @@ READ = {
         {"problem": "q", "solution": "by hand", "answer": "a", "source": "olympiads", "generations": ["a"], **CHAT},
         CHAT,
     ),
-    "teknium/OpenHermes-2.5": (
-        {"conversations": [{**HUMAN, "weight": None}, GPT], "category": "orca", "source": "airoboros", "title": None},
-        {**CHAT, "category": "orca"},
-    ),
     "timdettmers/openassistant-guanaco": ({"text": "### Human: q### Assistant: a"},) * 2,
     "llamafactory/glaive_toolcall_en": (
         {
@@ -82,15 +73,6 @@ READ = {
             "messages": [SYSTEM, USER, ASSISTANT, SUNNY, ASSISTANT],
             "tools": [TOOL], "category": "IoT",
         },
-    ),
-    "squad as question and answer": (
-        {"id": "57", "title": "t", "context": "c", "question": "q", "answer": "a"},
-        {"prompt": "q\n\nc", "completion": "a"},
-    ),
-    "Magpie-Align/Magpie-Pro-300K-Filtered": (
-        {"uuid": "b2", "model": "m", "instruction": "q", "response": "a", "conversations": [HUMAN, GPT],
-         "gen_input_configs": {"top_p": 1.0}, "task_category": "Math", "difficulty": "easy", "language": "EN"},
-        CHAT,
     ),
     "OpenAI's, with weights": (
         {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 1}]},
@@ -117,10 +99,6 @@ READ = {
         {"conversation_id": "c", "model": "m", "conversation": [USER, ASSISTANT], "openai_moderation": [{}]},
         CHAT,
     ),
-    "open-thoughts/OpenThoughts-114k": (
-        {"system": "s", "conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "a"}]},
-        {"messages": [SYSTEM, USER, ASSISTANT]},
-    ),
 }  # fmt: skip
 
 
@@ -131,49 +109,24 @@ def test_what_a_row_of_a_public_set_becomes(name: str) -> None:
 
 
 REFUSED = {
-    "AI-MO/NuminaMath-1.5": (
-        {"problem": "q", "solution": "so it is a", "answer": "a", "problem_type": "Algebra"},
-        "read in two ways",
-        ["prompt: problem, completion: answer", "prompt: problem, completion: solution"],
-    ),
     "nvidia/Llama-Nemotron-Post-Training": (
         {"input": [USER], "output": "a", "category": "math", "system_prompt": "s"},
         "read in two ways",
         ["messages: input, system: system_prompt", "prompt: input, completion: output"],
-    ),
-    "lmsys/chatbot_arena_conversations": (
-        {"winner": "model_a", "conversation_a": [USER, ASSISTANT], "conversation_b": [SYSTEM, USER]},
-        "read in two ways",
-        ["messages: conversation_a", "messages: conversation_b"],
     ),
     "Salesforce/xlam-function-calling-60k": (
         {"id": 0, "query": "q", "answers": f"[{AS_TEXT}]", "tools": json.dumps([FLAT_TOOL])},
         "unknown keys (id, query, answers, tools)",
         ["prompt: query, completion: answers"],
     ),
-    "LDJnr/Capybara": (
-        {"source": "s", "conversation": [{"input": "q", "output": "a"}]}, "unknown keys", ["text: source"],
-    ),
-    "glaiveai/glaive-function-calling-v2": (
-        {"system": "SYSTEM: …", "chat": "USER: q ASSISTANT: a"}, "unknown keys (system, chat)", ["text: chat"],
-    ),
     "OpenAssistant/oasst1": (
         {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes and KTO marks", [],
     ),
-    "stanfordnlp/imdb": ({"text": "t", "label": 0}, "label: classes and KTO marks", []),
     "trl-lib/kto-mix-14k": ({"prompt": [USER], "completion": [ASSISTANT], "label": False}, "keep the good rows", []),
     "Anthropic/hh-rlhf": ({"chosen": "a", "rejected": "b"}, "preference data is not supported", ["text: chosen"]),
-    "Intel/orca_dpo_pairs": (
-        {"question": "q", "chosen": "a", "rejected": "b"}, "on the chosen answers",
-        ["prompt: question, completion: chosen"],
-    ),
     "HuggingFaceH4/ultrafeedback_binarized": (
         {"prompt": "q", "chosen": [USER, ASSISTANT], "rejected": [USER], **CHAT}, "on the chosen answers",
         ["messages: chosen"],
-    ),
-    "dpo_en_demo of LLaMA-Factory": (
-        {"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN}, "on the chosen answers",
-        ["prompt: conversations, completion: chosen"],
     ),
     "OpenAI's preferences": (
         {"input": CHAT, "preferred_output": [ASSISTANT], "non_preferred_output": [USER]}, "preferred_output: ", [],

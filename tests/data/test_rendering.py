@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -42,53 +41,72 @@ def model(tmp_path: Path) -> Build:
     return build
 
 
-def test_contents_and_their_ends_are_trained_and_nothing_else() -> None:
-    assert trained(EMBEDDED, turns({"role": "system", "content": "Be brief."}, *THREE)) == ENDED
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+THINKING: Message = {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."}
+ONE = ("Iron?", "It is Fe.")
+NO_THINKING = TURN.replace("m.content", "(m.content.split('</think>')[-1])")
+THINK_KEY = (
+    "{{ '<|' + m.role + '|>' }}{{ '<think>' + m.thinking + '</think>' if m.thinking }}{{ m.content + '<|end|>' }}"
+)
+EMPTY_BLOCK = (
+    "{{ '<|' + m.role + '|>' }}{% if loop.last and m.role == 'assistant' and '</think>' not in m.content %}"
+    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|end|>' }}"
+)
+PARTS = "{{ '<|' + m.role + '|>' }}{% for p in m.content %}{{ p.text }}{% endfor %}{{ '<|end|>' }}"
+ENDS_OTHERWISE = "{% if add_generation_prompt %}<|assistant|>{% else %}<|eot|>{% endif %}"
+STOP: dict[str, object] = {"special": ["<|eot|>"]}
+WAYS: dict[str, tuple[str | None, dict[str, object], list[Message], list[str], set[str]]] = {
+    "contents and their ends": (None, {}, turns(SYSTEM, *THREE), ENDED, set()),
+    "closes with nothing: SOLAR, Falcon (W1)": (
+        loop("{{ '### ' + m.role + ': ' + m.content + '\\n\\n' }}", "### assistant: "), {"end": "<|eot|>"},
+        turns(*ONE), [" It is Fe.<|eot|>"], {"STOP-MISSING"},  # one token with the header's space
+    ),
+    "closes with what stops nothing": (
+        loop(TURN), {"end": "<|eot|>"}, turns(*THREE), [*ENDED[:2], "It is Sn.<|end|><|eot|>"], {"STOP-MISSING"},
+    ),
+    "a prefix is not a chat: Phi-3, gpt-oss (W2)": (loop(TURN, ENDS_OTHERWISE), STOP, turns(*THREE), ENDED, set()),
+    "an empty block in the last turn: Qwen3 (W2b)": (
+        loop(EMPTY_BLOCK), {"special": ["<think>", "</think>"]}, turns(*THREE),
+        [*ENDED[:2], "<think></think>It is Sn.<|end|>"], {"THINKING-EMPTY"},
+    ),
+    "inline thinking is dropped (W5)": (
+        loop(NO_THINKING), {}, turns("Iron?", "<think>\nHm.\n</think>It is Fe."), ENDED[:1], {"TEXT-LOST"},
+    ),
+    "thinking in a key is dropped (W5)": (loop(TURN), {}, turns("Iron?", THINKING), ENDED[:1], {"TEXT-LOST"}),
+    "thinking is written": (
+        loop(THINK_KEY), {}, turns("Iron?", THINKING), ["<think>Hm.</think>It is Fe.<|end|>"], set(),
+    ),
+    "the prompt always stands: Command-A (W7)": (loop(TURN, "<|assistant|>"), {}, turns(*THREE), ENDED, set()),
+    "the system message is left out (W8)": (
+        loop("{% if m.role != 'system' %}" + TURN + "{% endif %}"), {}, turns(SYSTEM, *ONE), ENDED[:1], {"TEXT-LOST"},
+    ),
+    "a stop token is spelled (W13)": (None, {}, turns("What is <|end|>?", "A."), ["A.<|end|>"], {"STOP-IN-TEXT"}),
+    "a newline first (W14)": (
+        loop("{{ '[' + m.role + ']' + m.content + '<|end|>' }}", "[assistant]"), {}, turns("Iron?", "\n\nIt is Fe."),
+        ["\n\nIt is Fe.<|end|>"], set(),
+    ),
+    "parts are wanted": (loop(PARTS), {}, turns(*THREE), ENDED, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_and_their_ends_are_trained_and_what_is_lost_is_told(way: str, model: Build) -> None:
+    template, how, chat, expected, told = WAYS[way]
+    folder = model(template, **how) if template else EMBEDDED
+    assert (trained(folder, chat), remarks(folder, chat)) == (expected, told)
 
 
 def test_a_template_that_closes_with_the_next_header_ends_as_its_model_stops(model: Build) -> None:
     """W1, GLM and ChatGLM: the next header is the stop token; the last answer is given one."""
+    known = model(loop("{{ '<|' + m.role + '|>' + m.content + '<turn|>' }}"), special=["<turn|>"], end="<|eot|>")
+    tokenizer = ChatTokenizer(known)  # W12: special in tokenizer.json alone
+    assert tokenizer.stop_ids == {tokenizer.id_of("<turn|>"), tokenizer.id_of("<|eot|>")}
     template = loop("{{ '<|' + m.role + '|>' + m.content }}")
     folder = model(template, end="<|eot|>", config={"eos_token_id": None})
     user = ChatTokenizer(folder).id_of("<|user|>")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [user]}))
     assert trained(folder, turns(*THREE)) == [f"{text}<|user|>" for text in THREE[1::2]]
     assert remarks(folder, turns(*THREE)) == {"STOP-MISSING"}
-
-
-def test_a_template_that_closes_with_nothing_is_told_and_given_the_model_s_end(model: Build) -> None:
-    """W1, SOLAR and Falcon."""
-    folder = model(loop("{{ '### ' + m.role + ': ' + m.content + '\\n\\n' }}", "### assistant: "), end="<|eot|>")
-    assert trained(folder, turns(*THREE))[-1] == " It is Sn.<|eot|>"  # one token with the header's space
-    assert "STOP-MISSING" in remarks(folder, turns(*THREE))
-
-
-def test_a_closing_token_that_stops_nothing_is_told_and_followed_by_one_that_does(model: Build) -> None:
-    folder = model(loop(TURN), end="<|eot|>")
-    assert trained(folder, turns(*THREE)) == [*ENDED[:2], "It is Sn.<|end|><|eot|>"]
-    assert remarks(folder, turns(*THREE)) == {"STOP-MISSING"}
-
-
-def test_a_chat_that_ends_otherwise_than_a_turn_trains_every_turn(model: Build) -> None:
-    """W2, Phi-3 and gpt-oss: a prefix of a chat is no chat."""
-    folder = model(
-        loop(TURN, "{% if add_generation_prompt %}<|assistant|>{% else %}<|eot|>{% endif %}"), special=["<|eot|>"]
-    )
-    assert trained(folder, turns(*THREE)) == ENDED
-    assert not remarks(folder, turns(*THREE))
-
-
-EMPTY_BLOCK = loop(
-    "{{ '<|' + m.role + '|>' }}{% if loop.last and m.role == 'assistant' and '</think>' not in m.content %}"
-    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|end|>' }}"
-)
-
-
-def test_an_empty_thinking_block_is_told(model: Build) -> None:
-    """W2b, Qwen3: the block stands in the last turn only, and every turn is trained."""
-    folder = model(EMPTY_BLOCK, special=["<think>", "</think>"])
-    assert trained(folder, turns(*THREE)) == [*ENDED[:2], "<think></think>It is Sn.<|end|>"]
-    assert remarks(folder, turns(*THREE)) == {"THINKING-EMPTY"}
 
 
 def test_a_call_that_the_template_does_not_write_is_an_error_and_no_empty_answer(model: Build) -> None:
@@ -146,28 +164,6 @@ def test_calls_without_words_are_found_also_where_a_name_is_written_twice(
     assert not remarks(folder, chat, tools=TOOLS)
 
 
-NO_THINKING = loop(
-    "{{ '<|' + m.role + '|>' + (m.content.split('</think>')[-1] if m.role == 'assistant' else m.content) + '<|end|>' }}"
-)
-
-
-def test_thinking_that_the_template_drops_is_told(model: Build) -> None:
-    """W5: inline and in a key of its own."""
-    folder = model(NO_THINKING)
-    inline = turns("Iron?", "<think>\nHm.\n</think>It is Fe.")
-    assert trained(folder, inline) == ["It is Fe.<|end|>"]
-    assert remarks(folder, inline) == {"TEXT-LOST"}
-    apart = turns("Iron?", {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."})
-    assert remarks(folder, apart) == {"TEXT-LOST"}
-
-
-def test_thinking_that_the_template_writes_is_trained(model: Build) -> None:
-    thinking = "{{ '<think>' + m.thinking + '</think>' if m.thinking }}"
-    folder = model(loop("{{ '<|' + m.role + '|>' }}" + thinking + "{{ m.content + '<|end|>' }}"))
-    chat = turns("Iron?", {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."})
-    assert (trained(folder, chat), remarks(folder, chat)) == (["<think>Hm.</think>It is Fe.<|end|>"], set())
-
-
 OPENS_THINKING = "{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"
 
 
@@ -194,43 +190,6 @@ def test_what_is_asked_for_may_depend_on_the_chat(model: Build, first: int) -> N
         assert [identifier for identifier, _ in row.remarks] == (["OPENING-DIFFERS"] if asked else [])
 
 
-def test_a_generation_prompt_that_always_stands_is_never_trained(model: Build) -> None:
-    """W7, Command-A."""
-    folder = model(loop(TURN, "<|assistant|>"))
-    assert trained(folder, turns(*THREE)) == ENDED
-
-
-def test_a_system_message_that_is_left_out_is_told(model: Build) -> None:
-    """W8."""
-    folder = model(loop("{% if m.role != 'system' %}" + TURN + "{% endif %}"))
-    chat = turns({"role": "system", "content": "Be brief."}, "Iron?", "It is Fe.")
-    assert remarks(folder, chat) == {"TEXT-LOST"}
-    assert trained(folder, chat) == ["It is Fe.<|end|>"]
-
-
-def test_a_template_is_told_one_date(model: Build) -> None:
-    """W9: a validation has one, whatever the clock says."""
-    folder = model(loop(TURN, before="{{ strftime_now('%d %B %Y') }}"))
-    for day in (date(2026, 1, 31), date(2026, 2, 1)):
-        row = renderer(ChatTokenizer(folder, day)).render(parse_row({"messages": turns("Iron?", "It is Fe.")}))
-        assert row.text.startswith(day.strftime("%d %B %Y"))
-
-
-def test_a_template_that_needs_tools_can_be_asked_about_and_says_so(model: Build) -> None:
-    """W11: nothing but the row that lacks them is refused; the stop tokens are known all the same."""
-    folder = model(loop(TURN, before="{% for t in tools %}{{ t.function.name }}{% endfor %}"))
-    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
-    assert trained(folder, turns("Iron?", "It is Fe."), tools=TOOLS) == ["It is Fe.<|end|>"]
-    assert ChatTokenizer(folder).stop_ids == {0}
-
-
-def test_a_closing_token_that_no_file_names_is_known_to_stop(model: Build) -> None:
-    """W12: special in tokenizer.json alone."""
-    folder = model(loop("{{ '<|' + m.role + '|>' + m.content + '<turn|>' }}"), special=["<turn|>"], end="<|eot|>")
-    tokenizer = ChatTokenizer(folder)
-    assert tokenizer.stop_ids == {tokenizer.id_of("<turn|>"), tokenizer.id_of("<|eot|>")}
-
-
 @pytest.mark.parametrize(
     ("text", "ids"),
     [("<s>Iron", "<s>Iron<|eot|>"), ("Iron<|end|>\n", "Iron<|end|>\n"), ("Iron<|eot|>", "Iron<|eot|>")],
@@ -242,17 +201,6 @@ def test_a_text_that_is_templated_already_begins_and_ends_once(model: Build, tex
     assert tokenizer.spell(text_ids(text, tokenizer)) == ids
 
 
-def test_a_stop_token_s_spelling_in_a_message_is_told(model: Build) -> None:
-    """W13: the tokenizer makes it the token."""
-    assert remarks(EMBEDDED, turns("What is <|end|>?", "A token.")) == {"STOP-IN-TEXT"}
-
-
-def test_an_answer_that_begins_with_a_newline_is_trained(model: Build) -> None:
-    """W14: the tokenizer may merge it with the header's last character."""
-    folder = model(loop("{{ '[' + m.role + ']' + m.content + '<|end|>' }}", "[assistant]"))
-    assert trained(folder, turns("Iron?", "\n\nIt is Fe.")) in (["\n\nIt is Fe.<|end|>"], ["]\n\nIt is Fe.<|end|>"])
-
-
 def test_an_assistant_may_speak_first_a_turn_of_weight_0_is_only_read_and_a_developer_is_a_system() -> None:
     wrong: Message = {"role": "assistant", "content": "Wrong.", "weight": 0}
     chat: list[Message] = [{"role": "assistant", "content": "Hello."}, *turns("Iron?", wrong, "Iron?", "It is Fe.")]
@@ -261,16 +209,14 @@ def test_an_assistant_may_speak_first_a_turn_of_weight_0_is_only_read_and_a_deve
     assert (row.text.startswith("<|system|>Be brief."), row.remarks) == (True, ())
 
 
-def test_a_template_that_wants_parts_gets_parts(model: Build) -> None:
-    folder = model(loop("{{ '<|' + m.role + '|>' }}{% for p in m.content %}{{ p.text }}{% endfor %}{{ '<|end|>' }}"))
-    assert trained(folder, turns(*THREE)) == ENDED
-
-
 def test_what_the_sandbox_forbids_is_not_the_data_s_fault(model: Build) -> None:
     folder = model(loop(TURN, before="{% set seen = [] %}{% set _ = seen.append(1) %}"))
     assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
     assert remarks(model("{% for m in messages %}"), turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
     assert remarks(model_with(folder.parent / "bare", None), turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+    needs = model(loop(TURN, before="{% for t in tools %}{{ t.function.name }}{% endfor %}"))  # W11
+    assert remarks(needs, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+    assert trained(needs, turns("Iron?", "It is Fe."), tools=TOOLS) == ENDED[:1]
     changing = model(loop("{{ '<|' + m.role + '|>' + (m.content | upper) + '<|end|>' }}"))
     assert remarks(changing, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
 
@@ -295,7 +241,6 @@ def test_a_chat_of_300_turns_takes_well_under_a_second(model: Build) -> None:
     assert time.perf_counter() - began < 20
 
 
-SYSTEM: Message = {"role": "system", "content": "s"}
 ANSWER: Message = {"role": "assistant", "content": "a"}
 USER: Message = {"role": "user", "content": "q"}
 

@@ -1,18 +1,14 @@
 """`safetrain validate FILE --fix OUT`: everything that can be put right is, and every change is told."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.data import repair as repair_module
 from safetrain.data.checks import invisible_character
 from safetrain.data.command import refuse_idle
-from safetrain.data.forms import checked_columns
-from safetrain.data.json_rows import Placed
 from safetrain.data.repair import repair
 from tests.conftest import chat
 
@@ -81,15 +77,6 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
     assert done.log.read_bytes() == b""
 
 
-def test_columns_of_one_s_own_are_brought_to_the_usual_form_and_done_with(tmp_path: Path) -> None:
-    source, into = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
-    done = repair(source, into, checked_columns({"prompt": "frage", "completion": "antwort"}))
-    assert lines(into) == [{"prompt": "q", "completion": "a"}]
-    assert "set data.columns=null" in done.summary()
-    assert "data.columns" not in repair(into, tmp_path / "c.jsonl").summary()
-
-
 def test_what_validation_finds_of_characters_is_gone_from_the_copy(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     pairs = {
@@ -124,22 +111,6 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, into = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    source.write_text('{"text": "a"}\n')
-    real = repair_module.rows_of
-
-    def slow(path: Path) -> Iterator[Placed]:
-        into.write_text("mine")
-        return real(path)
-
-    monkeypatch.setattr(repair_module, "rows_of", slow)
-    with pytest.raises(DataError, match=r"File exists(.|\n)*interrupted repair"):
-        repair(source, into)
-    assert into.read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "b.jsonl.log.jsonl"]
-
-
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv", ".parquet"])
 def test_the_copy_has_the_format_of_its_name_and_reads_as_the_same_rows(tmp_path: Path, suffix: str) -> None:
     source, into = tmp_path / "a.jsonl", tmp_path / f"b{suffix}"
@@ -157,15 +128,3 @@ def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
         refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")
     refuse_idle({"--drop": "", "--drop-bad": False}, "Without")
-
-
-@pytest.mark.parametrize("depth", [200, 2000])
-def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int) -> None:
-    deep = "[" * depth + "]" * depth
-    source = tmp_path / "a.jsonl"
-    message = f'{{"role": "assistant", "content": "a", "x": {deep}}}'
-    source.write_text(f'{{"text": "a"}}\n{{"text": "b", "x": {deep}}}\n{{"messages": [{message}]}}\n')
-    done = repair(source, tmp_path / "b.jsonl", drop_bad=True)
-    assert done.read == 3
-    assert done.written >= 1
-    assert len(lines(done.log)) == sum(done.changes.values())

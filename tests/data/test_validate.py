@@ -139,18 +139,6 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     assert "messages (and system, tools); or prompt" in run(path, "--columns", "frage=prompt").stderr
 
 
-def test_the_json_has_every_place(write_jsonl: Write) -> None:
-    rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
-    path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
-    done = run(path, "--model", EMBEDDED, "--json")
-    places = {item["id"]: item["where"] for item in json.loads(done.stdout)["findings"]}
-    assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
-    assert places["ROW-UNREADABLE"] == [f"{path}:{line}:2" for line in range(61, 73)]
-    assert places["REPEATED-ROWS"] == [f"{path}:{line} matches {path}:{line - 30}" for line in range(31, 61)]
-    found = {item["id"]: item["places"] for item in json.loads(done.stdout)["findings"]}
-    assert found["REPEATED-ROWS"][0] == {"file": str(path), "line": 31, "beside": {"file": str(path), "line": 1}}
-
-
 def test_notes_are_counted_in_one_line_and_the_model_that_counts_is_named(write_jsonl: Write) -> None:
     path = write_jsonl("a.jsonl", [{"question": f"q {n}", "answer": "a", "id": n} for n in range(3)])
     said = run(path, "--model", EMBEDDED).stdout

@@ -1,13 +1,20 @@
 """A temporary clone of the working tree with a home of its own, in which tests run the real commands."""
 
+import importlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from safetrain.cli import app
 from tests.conftest import ROOT
 from tests.support.random_models import TINY, build_model
 
@@ -70,6 +77,26 @@ class Workspace:
             check=False,
             timeout=TIMEOUT_SECONDS,
         )
+
+    def stage(self, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """Run a stage to its end in this process, where the libraries are open already."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
+            patched.chdir(self.folder)
+            patched.setattr(sys, "argv", [f"stages/{name}.py", *overrides])
+            with pytest.raises(SystemExit) as ended:
+                importlib.import_module(f"stages.{name}").main()
+        return subprocess.CompletedProcess(
+            [name, *overrides], int(ended.value.code or 0), out.getvalue(), err.getvalue()
+        )
+
+    def cli(self, *words: str, lines: str | None = None) -> str:
+        """What a command of safetrain that succeeds prints, in this process."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.chdir(self.folder)
+            done = CliRunner().invoke(app, list(words), input=lines, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""

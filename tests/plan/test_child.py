@@ -20,7 +20,7 @@ sys.exit(run_to_its_end([sys.executable, sys.argv[1]]))
 SLOW_TO_SAVE = """
 import signal, sys, time
 def save(number, frame):
-    time.sleep(1.5)
+    time.sleep(0.5)
     print("saved", flush=True)
     sys.exit(128 + number)
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -93,34 +93,22 @@ def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "growing_child"
 
 
-def test_a_child_beyond_its_cap_is_asked_to_end_and_what_it_said_is_kept(growing: str, tmp_path: Path) -> None:
+def test_a_child_beyond_its_cap_is_asked_to_end_or_killed_and_what_it_said_is_kept(
+    growing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on macOS, where nothing else holds a dry run back from swapping the desktop."""
     word = tmp_path / "word"
     lines, ended = run_lines(growing, ["listens", str(word), str(200 * MIB)], 30, 100 * MIB)
     assert (lines, ended) == (["before"], f"{PASSED_CAP} 100.0 MiB")
     assert word.read_text() == "ended"
     assert run_lines(growing, ["small", str(tmp_path), str(MIB)], 30, 100 * MIB) == (["before"], "")
-
-
-def test_a_child_beyond_its_cap_that_does_not_listen_is_killed(
-    growing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("safetrain.plan.child.GRACE_SECONDS", 0.2)
     began = time.monotonic()
-    _, ended = run_lines(growing, ["deaf", str(tmp_path), str(200 * MIB)], 30, 100 * MIB)
-    assert ended.startswith(PASSED_CAP)
+    assert run_lines(growing, ["deaf", str(word), str(200 * MIB)], 30, 100 * MIB)[1].startswith(PASSED_CAP)
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize(
-    ("ended", "expected"),
-    [
-        ("killed by signal 11", True),
-        ("killed by signal 9", True),
-        ("killed by signal 15", False),
-        ("exit code 1: [malloc] Unable to allocate 8 bytes", True),
-        ("exit code 1: ImportError", False),
-    ],
-)
-def test_what_speaks_of_memory(ended: str, expected: bool) -> None:
-    assert ran_out_of_memory(ended) == expected
+def test_what_speaks_of_memory() -> None:
+    for ended in ("killed by signal 11", "killed by signal 9", "exit code 1: [malloc] Unable to allocate 8 bytes"):
+        assert ran_out_of_memory(ended)
+    assert not any(map(ran_out_of_memory, ("killed by signal 15", "exit code 1: ImportError")))

@@ -13,21 +13,20 @@ from safetrain.core.memory.estimate import memory_of_run, total_bytes
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.records.reports import Machine, read_machine
-from safetrain.core.records.settings import Recommendation, planned_memory, resolve
+from safetrain.core.records.settings import Recommendation, resolve
 from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import compute_dtype_of, usual_dtype
 from safetrain.plan.estimate import estimate_of
 from safetrain.plan.machine import Probe, machine_of, read_machine_now, read_profile, settle
 from safetrain.plan.remedies import what_would_fit
 from tests.conftest import EMBEDDED
-from tests.core.readings import GPUS
+from tests.core.readings import T4
 from tests.plan.test_estimate import PROFILES
 from tests.plan.test_published_runs import MISTRAL
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, plan
 
 GIB = 2**30
-T4_FREE = next(reading.free_bytes for reading in GPUS if reading.name == "T4 on Colab, 2026")
-NATIVE = machine(cuda_budget_bytes(T4_FREE) / GIB, "cuda")
+NATIVE = machine(cuda_budget_bytes(T4.device_bytes) / GIB, "cuda")
 EMULATED = dataclasses.replace(NATIVE, compute_dtype="float32", quantized_compute_dtype="float32")
 PINNED = {name: dataclasses.replace(OPEN, compute_dtype=name) for name in ("float32", "bfloat16", "float16")}
 
@@ -105,24 +104,9 @@ def test_sixteen_bits_on_a_cpu_are_refused_before_anything_is_spent() -> None:
     assert memory_of_run(model, settings, chosen.largest_update, "cuda", budget, None).peak_bytes > 0
 
 
-def test_a_dry_run_in_another_type_does_not_speak_for_this_one(mistral: ModelFiles) -> None:
-    chosen = plan(model=mistral, machine=EMULATED, data=data(longest=250))
-    measured = dataclasses.replace(chosen, verified=True, measured_peak_bytes=10 * GIB)
-    settings = resolve(OPEN, NO_LORA_PINS, measured)
-    found = planned_memory(settings, measured)
-    assert found is not None
-    assert found.covers(settings, measured.largest_update)
-    other = dataclasses.replace(settings, compute_dtype="bfloat16")
-    found = planned_memory(other, measured)
-    assert found is not None
-    assert not found.covers(other, measured.largest_update)
-    less = memory_of_run(mistral, other, measured.largest_update, "cuda", measured.memory_budget, found)
-    assert less.peak_bytes < 10 * GIB
-
-
 def test_what_was_found_slow_stays_so_on_this_device_with_this_mlx(tmp_path: Path) -> None:
     slow = Probe(
-        "cuda", "Tesla T4", 0, 15 * GIB, T4_FREE, 2**28, "", False, "", 4000.0, compute_dtype="float32",
+        "cuda", "Tesla T4", 0, 15 * GIB, T4.device_bytes, 2**28, "", False, "", 4000.0, compute_dtype="float32",
         quantized_compute_dtype="float32",
     )  # fmt: skip
     before = read_machine_now(slow)

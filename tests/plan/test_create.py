@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -64,27 +65,15 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(("name", "size"), PRESETS.items())
 def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
     assert parameters_named(name) == size
-    for vocabulary in (None, 1000, 8192):
+    for vocabulary in (None, 8192):
         shape = shape_for(ShapeRequest(size, vocabulary=vocabulary))
         assert shape.parameters == pytest.approx(size, rel=0.03)
         assert vocabulary in (None, shape.vocabulary)
         assert shape.heads * shape.head == shape.hidden
         assert shape.heads % shape.key_heads == shape.hidden % 64 == shape.feed_forward % 64 == 0
         assert shape.feed_forward == pytest.approx(8 / 3 * shape.hidden, rel=0.05)
-
-
-def test_models_of_any_size_are_near_it_and_wide_ones_share_keys_and_values() -> None:
-    for size, most_off in {"300k": 0.1, "1m": 0.1, "7.5m": 0.1, "50m": 0.03, "500m": 0.03, "2.5b": 0.03}.items():
-        shape = shape_for(ShapeRequest(parameters_named(size)))
-        assert shape.parameters == pytest.approx(parameters_named(size), rel=most_off)
-        assert most_off > 0.03 or shape.key_heads < shape.heads
-    assert shape_for(ShapeRequest(85_000_000, vocabulary=64_000)).embedding < 85_000_000 / 2
-
-
-def test_what_is_asked_is_kept() -> None:
-    shape = shape_for(ShapeRequest(hidden=192, layers=6, heads=6, vocabulary=2048, context=512))
-    assert (shape.hidden, shape.layers, shape.heads, shape.head, shape.feed_forward) == (192, 6, 6, 32, 512)
-    assert shape.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
+    asked = shape_for(ShapeRequest(hidden=192, layers=6, heads=6, vocabulary=2048, context=512))
+    assert asked.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
 
 
 def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
@@ -146,7 +135,9 @@ def test_weights_follow_the_rule() -> None:
     assert shares == pytest.approx([0.6827, 0.9545, 0.9973], abs=0.005)
 
 
-def test_bfloat16_is_float32_rounded_to_nearest(tmp_path: Path, made: Path) -> None:
+def test_bfloat16_is_float32_rounded_to_nearest_and_shards_hold_the_same(
+    tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny(tmp_path / "half", dtype="bfloat16")
     with (made / "model.safetensors").open("rb") as whole, (tmp_path / "half/model.safetensors").open("rb") as half:
         for file in (whole, half):
@@ -155,9 +146,6 @@ def test_bfloat16_is_float32_rounded_to_nearest(tmp_path: Path, made: Path) -> N
     back = (rounded.astype("<u4") << 16).view("<f4")
     assert (np.abs(back - exact) <= np.abs(exact) / 256).all()
     assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
-def test_shards_hold_the_same_weights(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create, "SHARD_BYTES", 200_000)
     tiny(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 1
@@ -180,18 +168,6 @@ def _loaded(made: Path) -> None:
     TOKENIZER[Path()] = ChatTokenizer(made)
 
 
-def test_digits_can_be_tokens_of_their_own(tmp_path: Path) -> None:
-    text = tmp_path / "numbers.txt"
-    text.write_text("in 1234 or 1999, 1234 times 1234\n" * 400)
-    for split, tokens, longest in ((False, 276, 4), (True, 264, 1)):
-        asked = dataclasses.replace(TINY, vocabulary=tokens)
-        folder = tmp_path / str(split)
-        create_model(folder, asked, of_text(text, split_digits=split), 1)
-        known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-        bare = [token.removeprefix("Ġ") for token in known]
-        assert max(len(token) for token in bare if token.isdecimal() and token.isascii()) == longest
-
-
 def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> None:
     chats = [
         [("system", "Be short."), ("user", "What is the moon?"), ("assistant", "A rock."), ("user", "Really?"),
@@ -212,13 +188,6 @@ def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> 
     )
 
 
-def test_commands_take_it(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    for words in (["info", str(made)], ["estimate", str(made), "--machine", "m1-8gb", "--tokens", "64"]):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-
-
 def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
     asked = dataclasses.replace(TINY, vocabulary=None)
     create_model(tmp_path / "new", asked, SHIPPED, 1)
@@ -233,32 +202,20 @@ def test_texts_of_all_forms_are_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}, '
         '{"role": "assistant", "content": "three"}]}\n')  # fmt: skip
     (tmp_path / "table.csv").write_text("prompt,completion\nfour,five\n")
-    (tmp_path / "plain.txt").write_text("six\nseven é\n")
+    (tmp_path / "plain.txt").write_text("six\n<|endoftext|>\nseven é\n")  # divides documents, and is no text
     with gzip.open(tmp_path / "packed.txt.gz", "wt") as file:
         file.write("eight\n")
     read = sample_of(sorted(tmp_path.iterdir()), 2**20)
     words = ["one", "two", "three", "four", "five", "six", "seven", "é", "eight"]
     assert sorted(" ".join(read.texts).split()) == sorted(words)
-    assert read.sample_bytes == read.total_bytes
     in_folder = sample_of([tmp_path], 2**20)
     assert " ".join(in_folder.texts).split() == ["eight", "six", "seven", "é"]
     assert f"rows.jsonl and 1 more in {tmp_path} is not read" in capsys.readouterr().out
+    for name in ("Tiny-train.txt", "Tiny-valid.txt"):  # only what is trained on is read
+        (tmp_path / "named" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "named" / name).write_text(name)
+    assert sample_of([tmp_path / "named"], 2**20).texts == ("Tiny-train.txt",)
     assert len(sample_of([EXAMPLE], 2**30).texts) == len(sample_of([EXAMPLE / "train.jsonl"], 2**30).texts)
-
-
-def test_of_plain_texts_only_those_to_train_on_are_read(tmp_path: Path) -> None:
-    for number, names in enumerate((("train/a.txt", "valid/b.txt"), ("Tiny-train.txt", "Tiny-valid.txt"))):
-        for name, text in zip(names, ("trained", "held out"), strict=True):
-            (tmp_path / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / str(number) / name).write_text(text)
-        assert sample_of([tmp_path / str(number)], 2**20).texts == ("trained",)
-
-
-def test_lines_that_divide_documents_are_no_text(tmp_path: Path) -> None:
-    documents = ["one\n\ntwo <|endoftext|>", "<|endoftext|> three", "a line of a book\n" * 5000]
-    (tmp_path / "a.txt").write_text("\n <|endoftext|> \r\n".join(documents) + "\n<|endoftext|>")
-    read = sample_of([tmp_path / "a.txt"], 2**20)
-    assert "\n".join(read.texts).split() == " ".join(documents).split()
 
 
 def test_a_corpus_of_tokens_has_no_text(tmp_path: Path) -> None:
@@ -296,7 +253,7 @@ def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: byte
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
 
 
-def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="does not exist"):
         create_model(tmp_path / "new", TINY, of_text(tmp_path / "missing.txt"), 1)
     with pytest.raises(ConfigError, match="type of weights"):
@@ -309,17 +266,10 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     huge = ShapeRequest(5 * 10**12, vocabulary=300)
     with pytest.raises(DiskFullError, match="no room"):
         create_model(tmp_path / "new", huge, of_text(EXAMPLE), 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_rule: InitialWeights, _tensor: TensorHeader) -> bytes:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(InitialWeights, "of", full)
+    monkeypatch.setattr(InitialWeights, "of", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(DiskFullError):
         tiny(tmp_path / "new")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:

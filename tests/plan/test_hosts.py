@@ -95,15 +95,6 @@ def test_a_hostfile_of_another_number_of_ranks_is_refused_and_nobody_is_asked(ss
     assert where is None
 
 
-def test_ranks_on_this_machine_alone_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    checks, where = host_checks(dataclasses.replace(OPEN, ranks=2), EMBEDDED)
-    assert [check.id for check in checks] == ["HOSTS-FILE"]
-    assert where is not None
-    assert where.ranks_here == 2
-    assert not is_shared(OPEN)
-
-
 def test_what_differs_is_named_with_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = {**facts_here(EMBEDDED), "data/validated": "a1 b2"}

@@ -63,26 +63,18 @@ def test_this_installation_passes() -> None:
     assert all(check.source or not check.needed for check in checks), "a threshold says where its value comes from"
 
 
-def test_a_model_that_does_not_load_fails_with_its_reason_and_remedy() -> None:
-    check = preflight.load_check(
-        dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported."), "probe"
-    )
-    assert (check.status, check.critical) == ("fail", True)
-    assert "xyz" in check.found
-    assert check.remedy
-
-
-def test_a_model_without_a_gradient_fails_by_its_family_s_name() -> None:
+def test_a_model_that_does_not_load_or_has_no_gradient_fails_with_its_reason_and_remedy() -> None:
     why = "mlx-lm's model has no gradient here: [Primitive::vjp] Not implemented for CustomKernel."
-    check = preflight.train_check(MODEL, dataclasses.replace(CPU, loads=True, trains=False, train_error=why))
-    assert (check.status, check.critical, check.found) == ("fail", True, f"llama: {why}")
-    assert check.remedy
-    assert preflight.train_check(MODEL, dataclasses.replace(CPU, loads=True, trains=True)).status == "pass"
-    assert preflight.train_check(MODEL, CPU).status == "skip"
-
-
-def test_what_was_not_tried_is_not_called_passed() -> None:
-    assert preflight.load_check(CPU, "quick").status == "skip"
+    broken = dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported.")
+    frozen = dataclasses.replace(CPU, loads=True, trains=False, train_error=why)
+    for check, said in (
+        (preflight.load_check(broken, "probe"), "xyz"), (preflight.train_check(MODEL, frozen), f"llama: {why}"),
+    ):  # fmt: skip
+        assert (check.status, check.critical, said in check.found, bool(check.remedy)) == ("fail", True, True, True)
+    untried = preflight.load_check(CPU, "quick"), preflight.train_check(MODEL, CPU)
+    assert [check.status for check in untried] == ["skip", "skip"], "not called passed"
+    strange = preflight.model_checks(dataclasses.replace(MODEL, model_type="mamba9"), "probe")[1]
+    assert (strange.status, "a dry run measures it" in strange.found) == ("warn", True), "no closed form"
 
 
 def test_memory_that_is_not_there_fails() -> None:
@@ -115,18 +107,6 @@ def test_data_warnings_warn_and_empty_splits_fail() -> None:
     assert files(dataclasses.replace(data(), test=dataclasses.replace(data().test, rows=0))) == "fail"
     long = preflight.data_checks(data(longest=900), 512)[1]
     assert (long.status, long.needed) == ("warn", "at most 512 tokens")
-
-
-def test_an_architecture_without_a_closed_form_is_measured_only() -> None:
-    strange = preflight.model_checks(dataclasses.replace(MODEL, model_type="mamba9"), "probe")[1]
-    assert strange.status == "warn"
-    assert "a dry run measures it" in strange.found
-
-
-def test_a_disk_has_two_thresholds(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    verdicts = [preflight.disk_check(tmp_path, need).status for need in (2**60, free - 2**29, 1)]
-    assert verdicts == ["fail", "warn", "pass"]
 
 
 def test_a_limit_on_the_shell_is_told() -> None:
@@ -191,48 +171,29 @@ def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None
     report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5)
     assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
     text = render(report)
-    assert "1 passed, 1 failed (1 critical), 1 warning, 0 skipped" in text
-    assert "do: free some space" in text
-    assert "needed: 1,073,741,824.00 GiB for checkpoints" in text
-    assert "no patchelf" in text
+    for said in ("1 passed, 1 failed (1 critical), 1 warning, 0 skipped", "do: free some space", "no patchelf",
+                 "needed: 1,073,741,824.00 GiB for checkpoints"):  # fmt: skip
+        assert said in text
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert preflight.disk_check(tmp_path, free - 2**29).status == "warn"
 
 
-def test_a_failure_is_exit_1_an_open_question_2_a_warning_0() -> None:
+def test_a_failure_is_exit_1_an_open_question_2_a_warning_0_and_names_can_be_lowered(tmp_path: Path) -> None:
     good, bad = Check("A", "a", "pass", True, ""), Check("B", "b", "fail", True, "")
     warning, unasked = Check("C", "c", "warn", False, ""), skipped("D", "d", "not at this level")
     assert summary(good, warning, unasked) == ("pass", 0)
     assert summary(good, bad) == ("fail", 1)
     assert summary(good, skipped("D", "d", "mlx does not work", critical=True)) == ("open", 2)
-
-
-def test_named_checks_become_warnings_and_unknown_names_are_refused(tmp_path: Path) -> None:
-    full = preflight.disk_check(tmp_path, 2**60)
-    [lowered] = downgrade([full], ["DISK-FREE"])
-    assert (lowered.status, lowered.critical) == ("warn", False)
-    assert "downgraded" in lowered.found
-    assert downgrade([full], ["HW-RAM"]) == [full]
+    [lowered] = downgrade([bad], ["B"])
+    assert (lowered.status, lowered.critical, "downgraded" in lowered.found) == ("warn", False, True)
+    assert downgrade([bad], ["HW-RAM"]) == [bad]
     with pytest.raises(ConfigError, match="did you mean DISK-FREE"):
         require_known(["disk-fre"], preflight.IDS)
-    with pytest.raises(ConfigError, match="Unknown check all"):
-        require_known(["all"], preflight.IDS)
 
 
-@pytest.mark.parametrize(
-    ("level", "free_percent", "status"),
-    [
-        (1, 54, "pass"),  # an idle M1 8 GB with 3.3 of 4 GB of swap in use
-        (2, 46, "pass"),  # level 2 stays on 8 GB Macs while there is room
-        (2, 14, "warn"),  # the same M1 while it trained
-        (4, 30, "warn"),
-        (0, 0, "pass"),  # a system that does not say
-    ],
-)
-def test_memory_is_short_by_pressure_and_not_by_swap(level: int, free_percent: int, status: str) -> None:
-    check = pressure_check(level, free_percent)
-    assert (check.id, check.status, check.critical) == ("ENV-SWAP", status, False)
-
-
-def test_a_mac_on_battery_or_with_kernel_panics_is_told() -> None:
+def test_a_mac_under_pressure_on_battery_or_with_kernel_panics_is_told() -> None:
+    pressure = {(1, 54): "pass", (2, 46): "pass", (2, 14): "warn", (4, 30): "warn", (0, 0): "pass"}  # not by swap
+    assert {at: pressure_check(*at).status for at in pressure} == pressure
     assert power_check(True, 100).status == "pass"
     assert (power_check(False, 41.6).status, power_check(False, 41.6).found) == ("warn", "battery, 42 %")
     assert "screen" in watchdog_check("26.6.2", []).found
@@ -267,11 +228,6 @@ def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> Non
     assert settle(now(1.4), before) == now(1.4)
     assert settle(dataclasses.replace(now(1.1), mlx="9"), before) == dataclasses.replace(before, mlx="9")
     assert settle(now(0.5), None) == now(0.5)
-
-
-def test_the_process_is_as_it_was_measured_with_room_to_grow() -> None:
-    before = read_machine_now(CPU)
     assert before.process_memory_bytes == 224 * 2**20  # 140 and 64, up to a multiple of 32
     a_little_more = read_machine_now(dataclasses.replace(CPU, process_bytes=170 * 2**20))
     assert settle(a_little_more, before).process_memory_bytes == before.process_memory_bytes
-    assert read_machine_now(dataclasses.replace(CPU, process_bytes=400 * 2**20)).process_memory_bytes > 450 * 2**20

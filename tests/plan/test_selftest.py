@@ -12,7 +12,6 @@ from safetrain.core.errors import MachineError
 from safetrain.plan.selftest import judge, report_lines, selftest
 from tests.conftest import ROOT
 
-MODULE = "safetrain.engine.probe"
 LABELS = ["system", "versions", "device", "product", "attention", "training"]
 
 
@@ -31,11 +30,6 @@ def test_a_wrong_gradient_fails() -> None:
         "layers_with_adapter": 2, "step_seconds": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1,
     }  # fmt: skip
     assert [verdict.name for verdict in judge(found) if not verdict.passed] == ["gradient"]
-
-
-def test_a_death_is_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="did not finish"):
-        selftest(MODULE, tmp_path / "nowhere", 1, 8)
 
 
 def test_the_command_says_what_it_found() -> None:
@@ -68,6 +62,8 @@ def test_a_section_that_dies_says_so_and_the_others_are_there(tmp_path: Path, mo
         "if section == 'training': raise OSError(f'{os.getcwd()}/secret is missing')\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(MachineError, match="did not finish"):
+        selftest("dying_child", tmp_path / "nowhere", 1, 8)
     lines = list(report_lines("dying_child", tmp_path))
     assert labels(lines) == LABELS
     assert "device     FAILED: the answer cannot be read" in lines

@@ -77,12 +77,6 @@ def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: f
     assert "No run has finished yet" in str(CliRunner().invoke(app, ["result"]).exception)
 
 
-def test_an_evaluation_of_an_older_version_is_named(output: Path) -> None:
-    change(paths.EVALUATION, improvement=None, another=1)
-    with pytest.raises(ConfigError, match=r"evaluation.json: TypeError"):
-        describe_result(read_run())
-
-
 @pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run", "dvc repro"])
 def test_next_steps_fit_the_way_it_was_run(output: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change(paths.DATA_REPORT, source="data/example")

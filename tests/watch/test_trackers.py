@@ -1,7 +1,5 @@
 """`safetrain track` with the real packages, offline: what was recorded is in the tracker."""
 
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -79,9 +77,9 @@ def test_what_was_sent_is_in_the_tracker(run: Path, tracker: str, read: Callable
     assert [value for name in ("test/tuned_loss", "result/steps") for _, value in found[name]] == [1.5, UPDATES]
 
 
-@pytest.mark.parametrize("name", ["../../evil", "/evil", ".."])
-def test_mistakes_are_named(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "without a slash" in str(CliRunner().invoke(app, ["track", "tensorboard", "--name", name]).exception)
+def test_mistakes_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("../../evil", "/evil", ".."):
+        assert "without a slash" in str(CliRunner().invoke(app, ["track", "tensorboard", "--name", name]).exception)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert "wandb is not installed" in str(CliRunner().invoke(app, ["track", "wandb"]).exception)
 
@@ -92,9 +90,3 @@ def test_a_server_that_does_not_answer_is_told_without_its_password(run: Path, m
     with pytest.raises(ConfigError, match="MLflow refused the run") as raised:
         export("mlflow", read_run(), f"http://me:{PASSWORD}@127.0.0.1:9")
     assert PASSWORD not in "".join(traceback.format_exception(raised.value))
-
-
-def test_no_tracker_is_imported_until_one_is_asked_for() -> None:
-    script = f"import sys, safetrain.watch.trackers\nprint(*set(sys.modules) & set({TRACKERS}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == ""

@@ -26,8 +26,6 @@ def test_where_time_is_short_each_part_keeps_its_first_pieces() -> None:
     half = general_text(ChatTokenizer(EMBEDDED), 2048, 512, int(whole.rows.lengths.sum()) // 2)
     assert collections.Counter(half.parts) == {"english": 12, "portuguese": 12, "code": 6}
     assert (half.rows[0].ids == whole.rows[0].ids).all()
-    least = general_text(ChatTokenizer(EMBEDDED), 2048, 512, 1)
-    assert collections.Counter(least.parts) == {"english": 6, "portuguese": 6, "code": 6}
 
 
 def test_pieces_with_letters_that_a_vocabulary_lacks_are_left_out(tmp_path: Path) -> None:
@@ -46,7 +44,4 @@ def test_pieces_with_letters_that_a_vocabulary_lacks_are_left_out(tmp_path: Path
     assert "portuguese" not in found.parts
     assert found.parts.count("english") >= 20
     assert found.left_out >= 24
-
-
-def test_tokens_that_the_model_does_not_have_are_not_asked_of_it() -> None:
-    assert len(general_text(ChatTokenizer(EMBEDDED), 100, 512).rows) == 0
+    assert len(general_text(ChatTokenizer(EMBEDDED), 100, 512).rows) == 0, "tokens that the model does not have"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from safetrain.core.data.row_order import Cursor, largest_update, largest_windows, row_order, rows_at
+from safetrain.core.data.row_order import Cursor, largest_update, rows_at
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.memory.estimate import largest_micro_batch
 from safetrain.core.memory.terms import padded
@@ -13,7 +13,6 @@ from tests.updates import worst_update
 LENGTHS = np.random.default_rng(3).lognormal(3.5, 0.8, 200).astype(int) + 8
 ROWS = TokenRows.of([token_row([1] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in LENGTHS.tolist()])
 NONE = TokenRows.of([])
-VALID = TokenRows.of([token_row([1] * 900, [True] * 900)])
 
 
 def sizes_of_run(seed: int, rows_per_update: int, epochs: int) -> list[tuple[int, int]]:
@@ -29,23 +28,8 @@ def test_no_update_of_the_orders_that_were_looked_at_is_larger(rows_per_update: 
     assert (found.rows, found.longest) == (rows_per_update, max(LENGTHS) - 1)
     assert found.tokens == max(tokens for tokens, _ in seen)
     assert found.labels == max(labels for _, labels in seen)
-    windows = [each.rows for each in largest_windows(ROWS, rows_per_update, 2, None)]
-    assert sum(len(ROWS[row]) - 1 for row in windows[0]) == found.tokens
-    assert sum(ROWS[row].trained_tokens for row in windows[-1]) == found.labels
     another = [tokens for seed in range(100, 110) for tokens, _ in sizes_of_run(seed, rows_per_update, 2)]
     assert max(another) < 1.25 * found.tokens
-
-
-def test_only_the_updates_of_the_run_count_and_a_longer_row_to_validate_on() -> None:
-    first = largest_update(ROWS, VALID, 16, 5, max_steps=1)
-    assert first.longest == 899
-    assert first.tokens == max(
-        sum(len(ROWS[int(row)]) - 1 for row in row_order(seed, 0, len(ROWS), int(LENGTHS.argmax()))[:16])
-        for seed in range(8)
-    )
-    assert first.tokens <= largest_update(ROWS, NONE, 16, 5, None).tokens
-    few = largest_update(ROWS[:3], NONE, 16, 1, None)
-    assert (few.rows, few.tokens) == (16, sum(LENGTHS[:3]) - 3)
 
 
 def test_a_micro_batch_holds_no_more_than_its_rows_have_room_for_or_than_the_update_has() -> None:

@@ -64,28 +64,6 @@ def test_the_digest_is_that_of_the_rows_alone(tmp_path: Path) -> None:
     assert len(set(found)) == 4
 
 
-def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "a") as writer:
-        writer.add(columns(ROWS[0], 1))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors does not exist yet[^$]*dvc repro validate_data"):
-        open_store(store_path(tmp_path, "train"))
-    assert read_made(tmp_path / "a") is None
-
-
-@pytest.mark.parametrize("left", [0, 5, 100, -1])
-def test_a_truncated_store_is_damaged(tmp_path: Path, left: int) -> None:
-    path = write_store(tmp_path / "a", ROWS)
-    content = path.read_bytes()
-    path.write_bytes(content[:left])
-    with pytest.raises(DataError, match="damaged"):
-        open_store(path)
-    assert read_made(path) is None
-
-
 def with_header(path: Path, **changes: object) -> Path:
     """The same arrays under another header."""
     content = path.read_bytes()
@@ -95,30 +73,35 @@ def with_header(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_store_of_another_version_or_another_kind_is_damaged(tmp_path: Path) -> None:
+def test_a_store_that_is_cut_off_changed_or_of_another_version_is_damaged(tmp_path: Path) -> None:
     made = json.dumps(dataclasses.asdict(MADE))
     metadata = {"version": str(VERSION), "digest": "", "made": made, "files": "[]", "label_bytes": "0"}
-    open_store(with_header(write_store(tmp_path / "whole", ROWS), __metadata__=metadata))
-    broken = [{"version": "0"}, {"made": "{"}, {"made": '{"stop_ids": []}'}, {"files": "["}]
-    for change in broken:
-        path = with_header(write_store(tmp_path / "a", ROWS), __metadata__={**metadata, **change})
-        with pytest.raises(DataError, match="damaged"):
-            open_store(path)
-    for entry in (None, {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}):
-        with pytest.raises(DataError, match="damaged"):
-            open_store(with_header(write_store(tmp_path / "a", ROWS), ids=entry))
-
-
-def test_row_ends_that_go_back_are_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "a", ROWS)
-    content = bytearray(path.read_bytes())
+    open_store(with_header(path, __metadata__=metadata))
+    content = path.read_bytes()
     ends = np.cumsum([len(row) for row in ROWS]).astype("<u8")
     place = content.index(ends.tobytes())
-    ends[3], ends[4] = ends[4], ends[3]
-    content[place : place + ends.nbytes] = ends.tobytes()
-    path.write_bytes(bytes(content))
-    with pytest.raises(DataError, match="damaged"):
-        open_store(path)
+    ends[3], ends[4] = ends[4], ends[3]  # a row that ends before it begins
+    damaged = [content[:left] for left in (0, 5, 100, -1)]
+    for each in (*damaged, content[:place] + ends.tobytes() + content[place + ends.nbytes :]):
+        path.write_bytes(each)
+        with pytest.raises(DataError, match="damaged"):
+            open_store(path)
+    for change in ({"version": "0"}, {"made": "{"}, {"made": '{"stop_ids": []}'}, {"files": "["}):
+        with pytest.raises(DataError, match="damaged"):
+            open_store(with_header(write_store(tmp_path / "b", ROWS), __metadata__={**metadata, **change}))
+    for entry in (None, {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}):
+        with pytest.raises(DataError, match="damaged"):
+            open_store(with_header(write_store(tmp_path / "c", ROWS), ids=entry))
+
+
+def test_what_is_missing_is_named_and_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "a") as writer:
+        writer.add(columns(ROWS[0], 1))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors does not exist yet[^$]*dvc repro validate_data"):
+        open_store(store_path(tmp_path, "train"))
+    assert read_made(tmp_path / "a") is None
 
 
 def test_rows_of_another_tokenizer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +145,3 @@ def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int, monkeypatch: p
         assert cut.cut_rows == sum(len(row) > size for row in plain)
         assert cut.lost_labels == sum(row.trained_tokens for row in plain) - int(cut.label_counts.sum())
     assert bool(beats) == (size < 80)
-
-
-def test_slices_and_choices_of_rows_share_the_tokens() -> None:
-    rows = TokenRows.of(ROWS)
-    assert all(same(found, row) for found, row in zip(rows[3:20:2], ROWS[3:20:2], strict=True))
-    assert [len(row) for row in rows.take([4, 4, 0])] == [len(ROWS[place]) for place in (4, 4, 0)]
-    assert same(rows[-1], ROWS[-1])
-    assert rows.longest == max(range(len(ROWS)), key=lambda row: len(ROWS[row]))
-    assert rows.by_length.tolist() == sorted(range(len(ROWS)), key=lambda row: (-len(ROWS[row]), row))
-    with pytest.raises(IndexError):
-        rows[len(ROWS)]
