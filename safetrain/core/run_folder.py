@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -22,7 +22,7 @@ from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.run_state import MANIFEST, RunState, checkpoints_in
+from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, read_or_none, write_record
@@ -54,26 +54,6 @@ class WrittenSample:
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
-    """The newest checkpoint with a manifest; only its hashes prove that it is whole."""
-
-    step: int
-    wall_seconds: float
-    folder: str
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The run's processes at this moment."""
-
-    is_locked: bool = False  # the supervisor or the training process is alive
-    worker_lives: bool = False
-    worker_is_stopped: bool = False  # by Ctrl-Z or a debugger
-    worker_footprint_bytes: int = 0
-    boot_id: str = ""
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything that a run's folder holds."""
 
@@ -90,11 +70,14 @@ class Run:
     postmortem: PostMortem | None = None
     journal: tuple[JournalEntry, ...] = ()  # of this run only
     samples: tuple[WrittenSample, ...] = ()
-    checkpoint: SavedCheckpoint | None = None
+    checkpoint: Checkpoint | None = None  # the newest one; only its hashes prove that it is whole
     marker: RunMarker | None = None
     header: FlightHeader | None = None
     flight: tuple[FlightRecord, ...] = ()
-    processes: Processes = Processes()
+    is_locked: bool = False  # the supervisor or the training process is alive
+    worker_lives: bool = False
+    worker_is_stopped: bool = False  # by Ctrl-Z or a debugger
+    worker_footprint_bytes: int = 0
     read_at_seconds: float = 0.0  # wall clock
     read_at_monotonic_seconds: float = 0.0
     unreadable: tuple[tuple[str, str], ...] = ()  # file, reason
@@ -109,7 +92,7 @@ class Run:
     @property
     def is_running(self) -> bool:
         """Whether a training is running in this folder."""
-        return self.marker is not None and self.processes.is_locked
+        return self.marker is not None and self.is_locked
 
     @property
     def is_finished(self) -> bool:
@@ -185,14 +168,14 @@ class RunReader:
             postmortem=self._record(POSTMORTEM, PostMortem),
             journal=journal,
             samples=self._part(SAMPLES, _samples) or (),
-            checkpoint=_newest_checkpoint(self.output) if self.output is not None else None,
+            checkpoint=next(iter(checkpoints_in(self.output)), None) if self.output is not None else None,
             marker=marker,
             header=header,
             flight=flight,
-            processes=_processes(self.output, header) if self.output is not None else Processes(),
             read_at_seconds=time.time(),
             read_at_monotonic_seconds=time.monotonic(),
             unreadable=tuple(self._unreadable),
+            **(_processes(self.output, header) if self.output is not None else {}),
         )
 
     def _read_steps(self) -> tuple[StepRecord, ...]:
@@ -258,31 +241,19 @@ def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: 
     return bool(marks) and not ended
 
 
-def _processes(output: Path, header: FlightHeader | None) -> Processes:
+def _processes(output: Path, header: FlightHeader | None) -> dict[str, Any]:
     """Find the run's processes. The lock shows whether they live: the kernel releases it when they die."""
-    boot = boot_id()
     if not is_locked(output):
-        return Processes(boot_id=boot)
-    process = living_process(header.pid) if header is not None and header.boot_id == boot else None
-    stopped, footprint = False, 0
+        return {}
+    process = living_process(header.pid) if header is not None and header.boot_id == boot_id() else None
     try:
-        if process is not None:
-            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            footprint = footprint_bytes(process.pid)
+        stopped = process is not None and process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:  # it has just ended
-        process = None
-    return Processes(True, process is not None, stopped, footprint, boot)
-
-
-def _newest_checkpoint(output: Path) -> SavedCheckpoint | None:
-    try:
-        for checkpoint in checkpoints_in(output):
-            manifest = checkpoint.folder / MANIFEST
-            if manifest.is_file():
-                return SavedCheckpoint(checkpoint.step, manifest.stat().st_mtime, checkpoint.folder.name)
-    except OSError:  # pruned meanwhile
-        pass
-    return None
+        process, stopped = None, False
+    return {
+        "is_locked": True, "worker_lives": process is not None, "worker_is_stopped": stopped,
+        "worker_footprint_bytes": footprint_bytes(process.pid) if process is not None else 0,
+    }  # fmt: skip
 
 
 def _samples(text: str) -> tuple[WrittenSample, ...]:

@@ -170,7 +170,7 @@ def memory_of(run: Run) -> dict[str, int]:
         "mlx_cache_bytes": last.allocator.cache_bytes if last else 0,
         "predicted_peak_bytes": max((record.predicted_peak_bytes for record in run.flight), default=0),
         "mlx_budget_bytes": run.job.memory_budget.mlx_bytes if run.job else 0,
-        "process_bytes": run.processes.worker_footprint_bytes or (last.footprint_bytes if last else 0),
+        "process_bytes": run.worker_footprint_bytes or (last.footprint_bytes if last else 0),
         "process_limit_bytes": limit.limit_bytes if limit else 0,
     }
 
@@ -239,7 +239,7 @@ def json_line(view: MonitorView) -> str:
         "stage": view.stage,
         "model": job.base if job else "",
         "device": header.device if header else "",
-        "pid": header.pid if header and run.processes.worker_lives else 0,
+        "pid": header.pid if header and run.worker_lives else 0,
         "ranks": job.ranks if job else 1,
         "phase": view.phase,
         "progress": position | speed_of(run.steps),
@@ -248,8 +248,8 @@ def json_line(view: MonitorView) -> str:
         | {"process_limit_name": limit.limit_name if limit else "", "available_bytes": view.available_bytes},
         "checkpoints": {
             "last_step": checkpoint.step if checkpoint else None,
-            "last_age_seconds": max(0.0, run.read_at_seconds - checkpoint.wall_seconds) if checkpoint else None,
-            "last_folder": checkpoint.folder if checkpoint else "",
+            "last_age_seconds": max(0.0, run.read_at_seconds - checkpoint.saved_seconds) if checkpoint else None,
+            "last_folder": checkpoint.folder.name if checkpoint else "",
         },
         "rung": len(job.rungs) + len(job.gpu_rungs) if job else 0,
         "rung_parts": batch_parts(job) if job else (),
@@ -281,9 +281,9 @@ def state_of(run: Run, stage: str = "") -> State:
 
 
 def _running_state(run: Run) -> State:
-    if not run.processes.worker_lives:
+    if not run.worker_lives:
         return State.ENDING
-    if run.processes.worker_is_stopped:
+    if run.worker_is_stopped:
         return State.PAUSED
     if phase_age(run).is_silent:
         return State.HUNG
@@ -305,9 +305,9 @@ def phase_age(run: Run) -> PhaseAge:
     starts = [next(records) for _, records in groupby(run.flight, lambda record: (record.phase, record.work.step))]
     longest = _longest_seconds(starts, lambda record: record.phase)
     verdict, allowed = run.postmortem, None
-    if run.is_running and run.processes.worker_lives:
+    if run.is_running and run.worker_lives:
         silence = run.read_at_monotonic_seconds - last.monotonic_seconds
-        if not run.processes.worker_is_stopped:  # a stopped process does not hang
+        if not run.worker_is_stopped:  # a stopped process does not hang
             longest_record = _longest_seconds(run.flight, lambda record: (record.phase, record.edge))
             allowed = allowed_seconds(last, floor, longest_record)
     else:  # until the training's end

@@ -43,7 +43,7 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     rows.append(("loss", _loss_text(view)))
     rows += _numbers(view) if view.verdict is None else []
     saved = view.run.checkpoint
-    age = duration_text(max(0.0, view.run.read_at_seconds - saved.wall_seconds)) if saved else ""
+    age = duration_text(max(0.0, view.run.read_at_seconds - saved.saved_seconds)) if saved else ""
     rows.append(("saved", f"step {saved.step}, {age} ago" if saved else "no checkpoint yet"))
     rows += [("unread", f"{LOOK}{file}: {reason}") for file, reason in view.run.unreadable]
     return [(name, printable(text)) for name, text in rows if text]

@@ -60,8 +60,7 @@ def drawn(view: MonitorView, width: int = 100, height: int = 40) -> str:
 def later(run: Run, seconds: float, **processes: object) -> Run:
     """The same records, read so long after the last one."""
     now = run.flight[-1].monotonic_seconds + seconds
-    changed = dataclasses.replace(run.processes, **processes)  # type: ignore[arg-type]
-    return dataclasses.replace(run, read_at_monotonic_seconds=now, processes=changed)
+    return dataclasses.replace(run, read_at_monotonic_seconds=now, **processes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,14 @@ class Checkpoint:
     folder: Path
     step: int
 
+    @property
+    def saved_seconds(self) -> float:
+        """Wall clock at its end; 0 if it has been pruned."""
+        try:
+            return (self.folder / MANIFEST).stat().st_mtime
+        except OSError:
+            return 0.0
+
 
 def name_of(epoch: int, step: int) -> str:
     """The folder's name."""
