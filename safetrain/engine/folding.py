@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
-from safetrain.core.records.adapter_files import adapter_scale
+from safetrain.core.records.adapter_files import lora_number
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.layers import dequantized
 from safetrain.engine.upstream.loading import errors_told, load, takes_bits
@@ -52,7 +52,7 @@ def open_to_fold(base: Path, adapter: Path | None) -> tuple[Any, dict[str, Any],
         module, config = load(base)
     if adapter is None:
         return module, config, Folds({}, {})
-    return module, config, folds_of(module, adapter_arrays(adapter), adapter_scale(adapter))
+    return module, config, folds_of(module, adapter_arrays(adapter), lora_number(adapter, "scale"))
 
 
 def folds_of(module: Any, weights: Mapping[str, mx.array], scale: float) -> Folds:

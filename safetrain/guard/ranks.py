@@ -23,7 +23,7 @@ from safetrain.core.errors import BadUpdateError
 from safetrain.core.events import Failed, parse_event
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.recorder import read_flight
-from safetrain.core.records.hostfile import as_launched, read_hostfile
+from safetrain.core.records.hostfile import read_hostfile
 from safetrain.core.run_folder import living_process
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.paths import ERROR, RECORDER, STACKS, rank_folder
@@ -244,7 +244,7 @@ def _start_launched(settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
     os.mkfifo(fifo)
     hosts = read_hostfile(hostfile)
     hostfile_here = settings.flight / HOSTS
-    write_text(hostfile_here, as_launched(hostfile))
+    write_text(hostfile_here, hosts.launched)
     shared = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(settings.environment)
     shared |= cores_of_each(max(hosts.names.count(name) for name in hosts.names))
     process = subprocess.Popen(

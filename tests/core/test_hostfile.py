@@ -8,7 +8,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import DATA_BESIDE_BYTES, MemoryBudget
-from safetrain.core.records.hostfile import Hosts, as_launched, backend_of_ranks, hosts_of, read_hostfile
+from safetrain.core.records.hostfile import Hosts, backend_of_ranks, hosts_of, read_hostfile
 from safetrain.core.records.settings import TrainJob, shared_by
 from tests.support.settings import SETTINGS
 
@@ -35,7 +35,7 @@ def test_a_file_of_mlx_launch_is_read_as_it_does_and_without_one_all_ranks_are_h
         ([HERE], "do not match"),
         ([THERE, HERE], "Rank 0 must be on this machine"),
         ([HERE, {"ssh": "second-mac.local"}], "second-mac.local has no address"),
-        ({"backend": "mpi", "hosts": [HERE, THERE]}, "a backend that is not supported"),
+        ({"backend": "mpi", "hosts": [HERE, THERE]}, "its backend is mpi"),
         ({"machines": []}, "cannot be read"),
         ("second-mac.local", "cannot be read"),
         (None, "cannot be read"),
@@ -73,7 +73,7 @@ def test_a_launcher_is_told_of_this_machine_by_one_name(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     entries = [{"ssh": "localhost", "ips": ["10.0.0.1", "10.0.0.2"]}, {"ssh": "b", "ips": ["10.0.0.3"]}]
     path.write_text(json.dumps({"envs": ["A=1"], "hosts": entries}))
-    launched = json.loads(as_launched(path))
+    launched = json.loads(read_hostfile(path).launched)
     assert [each["ssh"] for each in launched["hosts"]] == ["127.0.0.1", "b"]
     assert launched["envs"] == ["A=1"]
     assert read_hostfile(path).ports == 3

@@ -1,6 +1,5 @@
 """An adapter folder as files: its base model, its fingerprint, and how its answers begin and end."""
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -9,8 +8,10 @@ from typing import Any
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import dvc
+from safetrain.core.storage.files import read_record, write_record
 
 CHAT_FILE = "chat.json"
+LORA_DEFAULTS = {"scale": 1.0, "dropout": 0.0}
 BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json
 TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type has fewer words
 
@@ -28,21 +29,17 @@ class PromptFormat:
 
 def write_prompt_format(folder: Path, prompt_format: PromptFormat) -> None:
     """Write chat.json into an adapter folder that does not have its final name yet."""
-    text = json.dumps(dataclasses.asdict(prompt_format), indent=2, ensure_ascii=False)
-    (folder / CHAT_FILE).write_text(f"{text}\n", encoding="utf-8")
+    write_record(folder / CHAT_FILE, prompt_format)
 
 
 def read_prompt_format(folder: Path) -> PromptFormat | None:
     """Read chat.json; None for an adapter without one. Raises ModelError if it is unreadable."""
     path = folder / CHAT_FILE
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        stop_ids = tuple(int(stop) for stop in value["stop_ids"])
-        system, documents = str(value.get("system", "")), bool(value.get("documents", False))
-        return PromptFormat(stop_ids, str(value["opening"]), str(value["asked"]), system, documents)
+        return read_record(path, PromptFormat)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         again = "train it again, or remove the file: answers then begin and end as with the base model"
         raise ModelError(f"The adapter's prompt format cannot be read: {error}", where=str(path), do=again) from None
 
@@ -60,9 +57,8 @@ def require_weights(adapter: Path) -> None:
     """Raise ModelError unless the folder has an adapter's configuration and weights."""
     _configuration(adapter)
     if not (adapter / "adapters.safetensors").is_file():
-        raise ModelError(
-            "The adapter is missing: no adapters.safetensors.", where=str(adapter), do=f"train: {dvc()} repro"
-        )
+        what = "The adapter is missing: no adapters.safetensors."
+        raise ModelError(what, where=str(adapter), do=f"train: {dvc()} repro")
 
 
 def base_of(adapter: Path) -> Path:
@@ -73,10 +69,10 @@ def base_of(adapter: Path) -> Path:
     return Path(config["model"])
 
 
-def adapter_scale(adapter: Path) -> float:
-    """Read the factor of the product of the adapter's two matrices; raises ModelError."""
+def lora_number(adapter: Path, name: str) -> float:
+    """Read the scale or the dropout of an adapter; raises ModelError."""
     try:
-        return float(_configuration(adapter).get("lora_parameters", {}).get("scale", 1.0))
+        return float(_configuration(adapter).get("lora_parameters", {}).get(name, LORA_DEFAULTS[name]))
     except (ValueError, TypeError, AttributeError) as error:
         raise _unreadable(adapter, error) from None
 
@@ -85,12 +81,6 @@ def adapter_method(adapter: Path) -> str:
     """Read the method: lora, dora, full or pretrain; raises ModelError."""
     config = _configuration(adapter)
     return str(config.get(TRAINED_BY) or config.get("fine_tune_type", "lora"))
-
-
-def adapter_dropout(adapter: Path) -> float:
-    """Read the adapter's dropout rate in training; 0 if unknown."""
-    dropout = _configuration(adapter).get("lora_parameters", {}).get("dropout", 0.0)
-    return float(dropout) if isinstance(dropout, (int, float)) else 0.0
 
 
 def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:

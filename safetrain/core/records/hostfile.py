@@ -20,11 +20,12 @@ class Hosts:
     names: tuple[str, ...]  # names for ssh, rank 0 first
     backend: str = ""  # named in the file; empty: none
     ports: int = 0  # number of the ring's ports, one for each address
+    launched: str = ""  # the file for mlx.launch, which knows this machine by one name and reaches the others by ssh
 
     @property
     def all_here(self) -> bool:
         """Whether all ranks are on this machine."""
-        return all(is_here(name) for name in self.names)
+        return self.ranks_here == len(self.names)
 
     @property
     def ranks_here(self) -> int:
@@ -83,50 +84,22 @@ def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
 
 def read_hostfile(path: Path) -> Hosts:
     """Read a hostfile; raises ConfigError if mlx.launch could not use it."""
-    value, entries = _entries(path)
-    backend = value.get("backend", "") if isinstance(value, dict) else ""
-    if backend not in BACKENDS:
-        raise ConfigError(
-            "train.hostfile names a backend that is not supported.",
-            where=str(path),
-            expected=f"one of {', '.join(BACKENDS[1:])}",
-            got=str(backend),
-            do="name one of these, or none (NCCL on CUDA, else the ring)",
-        )
-    missing = next((entry["ssh"] for entry in entries if not _are_addresses(entry.get("ips"))), None)
-    if missing is not None:
-        raise ConfigError(
-            f"{missing} has no address for the other ranks.",
-            where=str(path),
-            expected=f'"ips", a list, in each entry, as in {FORMAT}',
-            do="add the machine's address in the network of the other ranks",
-        )
-    return Hosts(tuple(entry["ssh"] for entry in entries), backend, sum(len(entry["ips"]) for entry in entries))
-
-
-def as_launched(path: Path) -> str:
-    """Rewrite the hostfile for mlx.launch, which knows this machine by one name and reaches the others by ssh."""
-    value, entries = _entries(path)
-    renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
-    return json.dumps({**value, "hosts": renamed} if isinstance(value, dict) else renamed)
-
-
-def _entries(path: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """Parse a hostfile: its whole content, and its entries, each with a machine's name."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
-        entries = value["hosts"] if isinstance(value, dict) else value
-        if not entries or not all(isinstance(entry["ssh"], str) and entry["ssh"] for entry in entries):
-            raise ValueError('"ssh" is not a name')
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        rest, entries = (value, value["hosts"]) if isinstance(value, dict) else ({}, value)
+        backend, names = rest.get("backend", ""), tuple(str(entry["ssh"]) for entry in entries)
+        if not names or backend not in BACKENDS:
+            raise ValueError(f"its backend is {backend}, not one of {', '.join(BACKENDS[1:])}" if names else "no entry")
+        for entry in entries:
+            if not isinstance(entry.get("ips"), list) or not entry["ips"]:
+                raise ValueError(f'{entry["ssh"]} has no address ("ips")')
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"train.hostfile cannot be read: {error!r}",
+            f"train.hostfile cannot be read: {error}",
             where=str(path),
             expected=f"a JSON list such as {FORMAT}",
             do="write one entry for each rank, this machine first",
         ) from None
-    return value, entries
-
-
-def _are_addresses(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) and each for each in value)
+    renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
+    launched = json.dumps({**rest, "hosts": renamed} if rest else renamed)
+    return Hosts(names, backend, sum(len(entry["ips"]) for entry in entries), launched)

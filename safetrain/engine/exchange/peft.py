@@ -19,9 +19,8 @@ import numpy as np
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import (
-    adapter_dropout,
-    adapter_scale,
     fingerprint,
+    lora_number,
     read_prompt_format,
     require_base,
 )
@@ -127,7 +126,7 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
         same = imported.weights.keys() == arrays.keys() and all(
             mx.array_equal(value, imported.weights[name]).item() for name, value in arrays.items()
         )
-        if not same or np.float32(adapter_scale(job.adapter)) != np.float32(imported.shape.scale):
+        if not same or np.float32(lora_number(job.adapter, "scale")) != np.float32(imported.shape.scale):
             why = "its numbers differ after reloading"
         if why:
             where, do = str(job.adapter), "merge the adapter into its base instead: safetrain fuse OUT"
@@ -223,12 +222,12 @@ def write_peft(
 ) -> None:
     """Write ``adapter``, whose arrays these are, for PEFT into ``folder``; raises ModelError, OSError."""
     rank = max(value.shape[1] for name, value in arrays.items() if name.endswith(".lora_a"))
-    alpha = adapter_scale(adapter) * rank  # PEFT divides by the rank: the same scale up to the last bit of a double
+    alpha = lora_number(adapter, "scale") * rank  # PEFT divides by the rank; equal up to a last bit
     names, blocks = targets_of({name.rpartition(".")[0] for name in arrays}, {p: at.block for p, at in places.items()})
     config: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "revision": None,
         "inference_mode": True, "r": rank, "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "lora_dropout": adapter_dropout(adapter), "target_modules": names, "layers_to_transform": blocks,
+        "lora_dropout": lora_number(adapter, "dropout"), "target_modules": names, "layers_to_transform": blocks,
         "layers_pattern": None, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none", "fan_in_fan_out": False,
         "init_lora_weights": True, "modules_to_save": None, "use_dora": any(name.endswith(".m") for name in arrays),
         "use_rslora": False,
