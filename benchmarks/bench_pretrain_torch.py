@@ -27,8 +27,7 @@ from benchmarks.bench_pretrain import VOCABULARIES, articles, make_model, write_
 from benchmarks.machine import show_result, write_result
 from benchmarks.throughput_cases import ROOT
 from safetrain.core.data.row_order import Cursor, row_order
-from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
-from safetrain.core.data.windows import TokenWindows
+from safetrain.core.data.token_rows import TokenRow, TokenRows, TokenWindows, token_row
 from safetrain.core.memory.terms import MOST_SHARDS, usable_cores
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings

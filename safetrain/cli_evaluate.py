@@ -93,7 +93,7 @@ def _measured(
     max_questions: int | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure one model, or two that are compared: figures for JSON, sentences for a terminal."""
-    from safetrain.core.data.general_text import general_text
+    from safetrain.core.data.held_out import general_text
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.records.adapter_files import fingerprint
     from safetrain.core.records.evaluation import describe_evaluation

@@ -13,8 +13,7 @@ from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.storage import paths
 
 if TYPE_CHECKING:
-    from safetrain.core.data.chatting import Messages, Prompts
-    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.data.tokenizer import ChatTokenizer, Messages, Prompts
 
 AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
 ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
@@ -38,8 +37,7 @@ class TalkOptions:
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
     """Read everything but the weights, so that mistakes are found at once; raises SafetrainError."""
-    from safetrain.core.data.chatting import Prompts
-    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base, require_weights
 

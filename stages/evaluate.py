@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from safetrain.core.data.general_text import general_text
-from safetrain.core.data.held_out import held_out_in
+from safetrain.core.data.held_out import general_text, held_out_in
 from safetrain.core.data.store import open_split
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.formatting import print_text

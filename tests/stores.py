@@ -5,17 +5,17 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_path
+from safetrain.core.data.store import Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.model.files import tokenizer_hash
 
 MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
 
 
-def columns(row: TokenRow, line: int) -> Columns:
-    """One row as arrays."""
+def add_row(writer: StoreWriter, row: TokenRow, line: int) -> None:
+    """Add one row."""
     numbers = (len(row), row.trained_tokens, 0, line)
-    return Columns(row.ids, row.trained, *(np.array([number]) for number in numbers))
+    writer.add(row.ids, row.trained, *(np.array([number]) for number in numbers))
 
 
 def write_store(
@@ -24,7 +24,7 @@ def write_store(
     """A store of these rows; questions stand in the order of their rows."""
     with StoreWriter(path) as writer:
         for number, row in enumerate(rows):
-            writer.add(columns(row, number + 1))
+            add_row(writer, row, number + 1)
             for each in questions:
                 if each.row == number:
                     writer.add_question(each)

@@ -6,8 +6,7 @@ import pytest
 
 from models.recipe import example_data
 from models.recipe.text import TRAIN_WORDINGS, subjects
-from safetrain.core.data.chatting import Prompts
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from tests.conftest import EMBEDDED, ROOT
 
 SETS = {

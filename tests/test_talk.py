@@ -26,8 +26,7 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.data.chatting import Prompts
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.errors import ConfigError, DataError, ModelError
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
 from safetrain.core.records.settings import LoraSettings

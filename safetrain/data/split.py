@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_path
+from safetrain.core.data.store import Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.words import mixed
@@ -174,17 +174,18 @@ class SplitWriter(contextlib.ExitStack):
             return
         if self._has_questions:
             self._add_questions(rows)
-        columns = Columns(
-            ids=np.concatenate([row.tokens.ids for row in rows]),
-            trained=np.concatenate([row.tokens.trained for row in rows]),
-            lengths=np.array([len(row.tokens) for row in rows]),
-            label_counts=np.array([row.tokens.trained_tokens for row in rows]),
-            files=np.array([row.file for row in rows]),
-            lines=np.array([row.number for row in rows]),
-        )
+        lengths = np.array([len(row.tokens) for row in rows])
+        label_counts = np.array([row.tokens.trained_tokens for row in rows])
         self._lines.writelines(row.line.encode("utf-8") for row in rows)
-        self._store.add(columns)
-        self._figures.add(columns.lengths, columns.label_counts)
+        self._store.add(
+            np.concatenate([row.tokens.ids for row in rows]),
+            np.concatenate([row.tokens.trained for row in rows]),
+            lengths,
+            label_counts,
+            np.array([row.file for row in rows]),
+            np.array([row.number for row in rows]),
+        )
+        self._figures.add(lengths, label_counts)
         self._label_bytes += sum(row.label_bytes for row in rows)
 
     def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:

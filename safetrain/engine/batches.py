@@ -20,8 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.row_order import Cursor, rows_at
-from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.windows import TrainRows
+from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.memory.terms import WIDTH_STEP, padded
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel

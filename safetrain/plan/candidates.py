@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from safetrain.core.data.row_order import largest_update
-from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.token_rows import MOST_VALID_TOKENS, TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.data.windows import MOST_VALID_TOKENS, TrainRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import own_limit_bytes, within_data_limit
 from safetrain.core.memory.estimate import (

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, Protocol
 
-from safetrain.core.data.chatting import AnswerText, Prompts
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, printable
 from safetrain.core.signals import Terminated, handling

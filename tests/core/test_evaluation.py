@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from safetrain.core.data.general_text import GeneralText
-from safetrain.core.data.held_out import HeldOut
+from safetrain.core.data.held_out import GeneralText, HeldOut
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
 from safetrain.core.records.evaluation import (
     Evaluation,

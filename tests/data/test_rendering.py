@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.chatting import Prompts
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.data.forms import parse_row
 from safetrain.data.render import RenderError

@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.data.chatting import Prompts
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.model.files import read_model_files
 from safetrain.engine.comparison import in_random_order, in_time, tokens_to_hold
 from safetrain.engine.evaluation import answer

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.template import ChatTemplate
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.engine.exchange.gguf_text import Vocabulary, chat_of, modelfile, ollama_template, vocabulary_of

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.data.windows import TokenWindows
+from safetrain.core.data.token_rows import TokenRows, TokenWindows, token_row
 from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method
 from safetrain.core.records.run_state import RunIdentity

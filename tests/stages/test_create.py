@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.token_rows import TokenRows, TokenWindows
 from safetrain.core.data.training_rows import load_training_rows
-from safetrain.core.data.windows import TokenWindows
 from safetrain.core.model.files import read_model_files
 from safetrain.data.validate import training_texts
 from safetrain.plan.creation.create import TokenizerOfText, create_model

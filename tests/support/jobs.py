@@ -4,9 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity

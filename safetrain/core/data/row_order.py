@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.token_rows import TokenRows, UpdateRows
-from safetrain.core.data.windows import TokenWindows, TrainRows
+from safetrain.core.data.token_rows import TokenRows, TokenWindows, TrainRows, UpdateRows
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from safetrain.core.data.token_files import FileValues, OpenFile, Stretch, StretchIds, TokenFile
+from safetrain.core.data.token_files import Corpus, FileValues, OpenFile
 from safetrain.core.data.token_rows import Question, Questions, TokenRows, Values
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import dvc
@@ -57,14 +57,6 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The token files of a corpus, and the stretches of one split."""
-
-    files: tuple[TokenFile, ...]
-    stretches: tuple[Stretch, ...]
-
-
-@dataclass(frozen=True)
 class Store:
     """An open store. Its tokens stay on the disk and are read row by row."""
 
@@ -81,18 +73,6 @@ class Store:
         """``file:line`` of a row in the source data; ``file:row`` in a binary table."""
         file, line = (int(values[row : row + 1][0]) for values in (self.file_of_row, self.line_of_row))
         return f"{self.files[file]}:{line}"
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Rows as arrays: ``ids`` and ``trained`` of all tokens, and length, labels, file and line of each row."""
-
-    ids: np.ndarray  # (tokens,) uint32
-    trained: np.ndarray  # (tokens,) bool
-    lengths: np.ndarray  # (rows,)
-    label_counts: np.ndarray  # (rows,)
-    files: np.ndarray  # (rows,)
-    lines: np.ndarray  # (rows,) from 1
 
 
 def store_path(folder: Path, split: str) -> Path:
@@ -156,17 +136,20 @@ class StoreWriter(_Writer):
     def __len__(self) -> int:
         return self._rows
 
-    def add(self, rows: Columns) -> None:
-        """Add rows."""
-        raw, labels = rows.ids.astype("<u4").tobytes(), rows.trained.astype(np.bool_).tobytes()
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray, files: np.ndarray,
+        lines: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Add rows: ``ids`` and ``trained`` of all tokens; for each row its length, labels, file, and line from 1."""
+        raw, labels = ids.astype("<u4").tobytes(), trained.astype(np.bool_).tobytes()
         self._arrays["ids"].write(raw)
         self._arrays["trained"].write(labels)
         self._ids_digest.update(raw)
         self._labels_digest.update(labels)
-        self._labels += int(np.count_nonzero(rows.trained))
-        ends = self._ends["row_ends"] + np.cumsum(rows.lengths, dtype=np.uint64)
-        self._rows, self._ends["row_ends"] = self._rows + len(ends), self._ends["row_ends"] + int(rows.lengths.sum())
-        self._put(row_ends=ends, label_counts=rows.label_counts, files=rows.files, lines=rows.lines)
+        self._labels += int(np.count_nonzero(trained))
+        ends = self._ends["row_ends"] + np.cumsum(lengths, dtype=np.uint64)
+        self._rows, self._ends["row_ends"] = self._rows + len(ends), self._ends["row_ends"] + int(lengths.sum())
+        self._put(row_ends=ends, label_counts=label_counts, files=files, lines=lines)
 
     def add_question(self, question: Question) -> None:
         """Add the question of a row, in the order of the rows."""
@@ -262,12 +245,13 @@ def _documents(path: Path, text: str, arrays: Mapping[str, FileValues]) -> Token
         corpus = from_json(Corpus, json.loads(text))
     except (ValueError, KeyError, TypeError):
         raise _damaged(path) from None
-    ids, lengths = StretchIds(corpus.files, corpus.stretches), arrays["lengths"][:].astype(np.int64)
-    if len({*map(len, arrays.values())}) != 1 or not len(lengths) or int(lengths.sum()) != len(ids):
+    lengths = arrays["lengths"][:].astype(np.int64)
+    if len({*map(len, arrays.values())}) != 1 or not len(lengths) or int(lengths.sum()) != len(corpus):
         raise _damaged(path)
     for number in {stretch.file for stretch in corpus.stretches}:
         corpus.files[number].require_unchanged()
-    return TokenRows(ids, np.broadcast_to(np.True_, len(ids)), np.cumsum(lengths) - lengths, lengths, lengths - 1)
+    trained = np.broadcast_to(np.True_, len(corpus))
+    return TokenRows(corpus, trained, np.cumsum(lengths) - lengths, lengths, lengths - 1)
 
 
 def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]]:

@@ -3,10 +3,10 @@
 Files are neither mapped nor cached, so only tokens in use take memory.
 """
 
+import functools
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +28,14 @@ class OpenFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """Read ``size`` bytes; raises DataError if the file is too short or unreadable."""
-        parts, at, end = list[bytes](), offset, offset + size
         try:
-            while at < end and (part := os.pread(self._descriptor, end - at, at)):  # Linux gives 2 GiB at most
-                parts.append(part)
-                at += len(part)
+            content = os.pread(self._descriptor, size, offset)
         except OSError as error:
             raise DataError(f"The tokens cannot be read: {error.strerror}.", where=str(self._path)) from None
-        if at < end:
+        if len(content) < size:
             what, do = "A token file has become shorter.", "restore it and run the same command, which resumes"
-            raise DataError(what, where=str(self._path), expected=f"{end} bytes or more", do=do)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            raise DataError(what, where=str(self._path), expected=f"{offset + size} bytes or more", do=do)
+        return content
 
 
 class FileValues:
@@ -114,12 +111,16 @@ def sampled_digest(path: Path) -> str:
     return state.hexdigest()
 
 
-class StretchIds:
-    """The ids of several stretches in sequence, read when they are sliced."""
+@dataclass(frozen=True)
+class Corpus:
+    """The token files of a corpus, and the stretches of one split: their ids in sequence are read when sliced."""
 
-    def __init__(self, files: Sequence[TokenFile], stretches: Sequence[Stretch]) -> None:
-        self._files, self._stretches = files, stretches
-        self._ends = np.cumsum([stretch.end - stretch.begin for stretch in stretches], dtype=np.int64)
+    files: tuple[TokenFile, ...]
+    stretches: tuple[Stretch, ...]
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([stretch.end - stretch.begin for stretch in self.stretches], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -128,8 +129,8 @@ class StretchIds:
         start, stop, _ = place.indices(len(self))
         number, parts = int(np.searchsorted(self._ends, start, side="right")), list[np.ndarray]()
         while start < stop:
-            end, stretch = int(self._ends[number]), self._stretches[number]
+            end, stretch = int(self._ends[number]), self.stretches[number]
             begin, count = stretch.end - (end - start), min(stop, end) - start
-            parts.append(self._files[stretch.file].ids(begin, begin + count))
+            parts.append(self.files[stretch.file].ids(begin, begin + count))
             start, number = start + count, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.uint32), *parts])

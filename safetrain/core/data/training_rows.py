@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.store import open_split
-from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
+from safetrain.core.data.token_rows import MOST_VALID_TOKENS, TokenRows, TokenWindows, TrainRows
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
 

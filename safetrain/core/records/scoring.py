@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.general_text import LEAST_PIECES, GeneralText
-from safetrain.core.data.held_out import HeldOut
+from safetrain.core.data.held_out import LEAST_PIECES, GeneralText, HeldOut
 from safetrain.core.data.token_rows import Question
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetrain.core.data.chatting import AnswerText, Prompts
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
 from tests.conftest import EMBEDDED

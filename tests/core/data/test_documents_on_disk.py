@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.core.data.store import Corpus, DocumentWriter, Store, open_store
-from safetrain.core.data.token_files import Stretch, TokenFile, sampled_digest
+from safetrain.core.data.store import DocumentWriter, Store, open_store
+from safetrain.core.data.token_files import Corpus, Stretch, TokenFile, sampled_digest
+from safetrain.core.data.token_rows import TokenWindows
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
 from safetrain.data.corpus import byte_lengths
 from tests.conftest import EMBEDDED

@@ -5,7 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
-from safetrain.core.data.general_text import FILE, MOST_TOKENS, general_text
+from safetrain.core.data.held_out import FILE, MOST_TOKENS, general_text
 from safetrain.core.data.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED
 

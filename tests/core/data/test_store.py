@@ -14,7 +14,7 @@ from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.model.files import tokenizer_hash
-from tests.stores import MADE, columns, write_store, write_stores
+from tests.stores import MADE, add_row, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
 QUESTIONS = [
@@ -97,7 +97,7 @@ def test_a_store_that_is_cut_off_changed_or_of_another_version_is_damaged(tmp_pa
 
 def test_what_is_missing_is_named_and_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "a") as writer:
-        writer.add(columns(ROWS[0], 1))
+        add_row(writer, ROWS[0], 1)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors does not exist yet[^$]*dvc repro validate_data"):
         open_store(store_path(tmp_path, "train"))

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.token_rows import TokenRows, TokenWindows, token_row
 from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
 
 END = 0
