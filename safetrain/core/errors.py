@@ -8,8 +8,11 @@ class SafetrainError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", expected: str = "", got: str = "", do: str = "") -> None:
+    def __init__(
+        self, what: str, *, where: str = "", expected: str = "", got: str = "", do: str = "", exit_code: int = 0
+    ) -> None:
         self.what, self.where, self.expected, self.got, self.do = what, where, expected, got, do
+        self.exit_code = exit_code or self.exit_code
         parts = [what]
         for label, text in (("where", where), ("expected", expected), ("got", got), ("do", do)):
             if text:
@@ -27,11 +30,9 @@ def broken_yaml(error: Exception) -> ConfigError:
     """Make the error for a configuration file that is not YAML; PyYAML's ``error`` knows the line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
     name = Path(mark.name).name if mark is not None else "params.yaml"
-    what, do = (
-        f"{name} is not valid YAML.",
-        "check the brackets, quotes and indentation of this line and the one above",
-    )
-    return ConfigError(what, where=f"{name}:{mark.line + 1}" if mark is not None else name, got=problem, do=do)
+    where = f"{name}:{mark.line + 1}" if mark is not None else name
+    do = "check the brackets, quotes and indentation of this line and the one above"
+    return ConfigError(f"{name} is not valid YAML.", where=where, got=problem, do=do)
 
 
 class DataError(SafetrainError):
@@ -62,10 +63,6 @@ class MachineError(SafetrainError):
 
 class PreflightError(SafetrainError):
     """Preflight does not pass. ``exit_code``: 1 if a check failed, 2 if one could not be determined."""
-
-    def __init__(self, exit_code: int, what: str, *, do: str) -> None:
-        super().__init__(what, do=do)
-        self.exit_code = exit_code
 
 
 class AlreadyRunningError(SafetrainError):
@@ -101,14 +98,9 @@ FREE_AND_CONTINUE = "free some space and run the same command: it continues from
 class RunDied(SafetrainError):
     """The training process was killed or hung; the verdict says why. ``exit_code``: 128 plus the signal, or 124."""
 
-    def __init__(self, exit_code: int, what: str) -> None:
-        super().__init__(what)
-        self.exit_code = exit_code
-
 
 class InterruptedRun(SafetrainError):
     """A signal ended the run after its state was saved. ``exit_code`` is 128 plus the signal, never 0."""
 
     def __init__(self, signal_number: int, what: str, **details: str) -> None:
-        super().__init__(what, **details)
-        self.exit_code = 128 + signal_number
+        super().__init__(what, **details, exit_code=128 + signal_number)

@@ -4,17 +4,11 @@ import difflib
 import os
 import re
 import shlex
-import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TextIO
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
-KEPT = re.compile(  # on one line: what is quoted, what a comment follows, a command
-    r"`[^`]+`|(?<!\w)'[^']+'(?!\w)|.+(?= # )|# .+"
-    r"|\b(?:safetrain|dvc|git)(?: stage| exp)? [a-z]+(?: (?:-|\S+[=/]|[A-Z]{2})\S*)*"
-)
 RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
 EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
@@ -46,30 +40,15 @@ def printable(text: str) -> str:
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:
-    """Print on stdout, or on ``stream``; on a terminal, wrap at spaces and indent what follows to the last column."""
-    stream, text = stream or sys.stdout, printable(text)
-    print(re.sub(".+", _wrapped, text) if stream.isatty() else text, file=stream, flush=True)
-
-
-def _wrapped(line: re.Match[str]) -> str:
-    glued = KEPT.sub(lambda piece: piece[0].replace(" ", "\0"), line[0])
-    indent = " " * max((gap.end() for gap in re.finditer(" {2,}", line[0][:40])), default=2)
-    return textwrap.fill(glued, shutil.get_terminal_size().columns, subsequent_indent=indent,
-                         break_long_words=False, break_on_hyphens=False).replace("\0", " ")  # fmt: skip
+    """Print on stdout, or on ``stream``."""
+    print(printable(text), file=stream or sys.stdout, flush=True)
 
 
 def similar_path(path: Path) -> str:
     """``did you mean data/example?`` for a missing path with a similar one next to it; empty without one."""
-    missing = path
-    while not missing.parent.exists():
-        missing = missing.parent
-    try:
-        entries = sorted(missing.parent.iterdir(), key=lambda entry: entry.suffix == missing.suffix)  # these win
-    except OSError:
-        return ""
-    names = {entry.stem: entry.name for entry in entries}
-    near = difflib.get_close_matches(missing.stem, names, 1)
-    return f"did you mean {missing.parent / names[near[0]] / path.relative_to(missing)}?" if near else ""
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
 def override(key: str, value: object) -> str:

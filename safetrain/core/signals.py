@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -47,6 +48,10 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code
 
 
+def _call(handler: Callable[[int], None], number: int, _frame: FrameType | None) -> None:
+    handler(number)
+
+
 class StopRequest:
     """The signal that asks the program to stop; 0 for none."""
 
@@ -75,24 +80,18 @@ def ending_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM))):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
-def handling(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[None]:
-    """Call these handlers with the signal's number inside the block."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        handlers[number](number)
-
-    before = {number: signal.signal(number, handle) for number in handlers}
+def handling(handlers: Mapping[int, Callable[[int], None] | None]) -> Iterator[None]:
+    """Call these handlers with the signal's number inside the block; None: the system ends the process."""
+    before = {}
+    for number, handler in handlers.items():
+        before[number] = signal.signal(number, partial(_call, handler) if handler else signal.SIG_DFL)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)

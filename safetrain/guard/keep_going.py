@@ -183,9 +183,9 @@ def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
     """Choose the error to end with; a message and exit code from the training process take precedence."""
     failed = ending.failed
     if failed is None or death.cause not in REPORTED:
-        return RunDied(death.exit_code, f"The training process died: {death.title}.\n{describe(death)}")
+        return RunDied(f"The training process died: {death.title}.\n{describe(death)}", exit_code=death.exit_code)
     if death.cause == "stopped":
         text = f"{failed.message.splitlines()[0]}\n  continue with: {death.next_command}"
         return InterruptedRun(failed.exit_code - 128, text)
     who = f"\n  who:      {describe_rank(death)}" if death.rank is not None else ""
-    return RunDied(failed.exit_code, failed.message + who)
+    return RunDied(failed.message + who, exit_code=failed.exit_code)

@@ -168,10 +168,10 @@ def failure(report: PreflightReport) -> PreflightError:
     failed = [check.id for check in report.checks if check.status == FAIL]
     unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
     if report.exit_code == 2:
-        return PreflightError(2, f"Checks not possible: {', '.join(unanswered)}.", do="see their lines above")
+        return PreflightError(f"Checks not possible: {', '.join(unanswered)}.", do="see their lines above", exit_code=2)
     matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
     anyway = f", or make it a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
-    return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
+    return PreflightError(f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
 
 
 def render(report: PreflightReport) -> str:
