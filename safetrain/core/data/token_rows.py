@@ -14,7 +14,6 @@ from safetrain.core.errors import DataError
 
 MOST_VALID_TOKENS = 2**17  # for validation: gives the loss to a hundredth in less than an hour
 SAMPLED_WINDOWS = 2**10  # whose pieces are a sample of all, to choose row widths on a GPU
-STRETCH = 2**16  # tokens of a block in which labels are counted together
 
 
 class Values(Protocol):
@@ -89,7 +88,7 @@ class TokenRows(Sequence[TokenRow]):
 
         ``numbers`` (rows,): the number of each row in messages; None: its index.
         """
-        self._ids, self._trained, self._numbers = ids, trained, numbers
+        self.ids, self.trained, self._numbers = ids, trained, numbers
         self.starts = starts.astype(np.int64, copy=False)
         self.lengths = lengths.astype(np.int32, copy=False)
         self.label_counts = label_counts.astype(np.int32, copy=False)
@@ -116,10 +115,10 @@ class TokenRows(Sequence[TokenRow]):
     def __getitem__(self, index: slice) -> "TokenRows": ...
     def __getitem__(self, index: int | slice) -> "TokenRow | TokenRows":
         if isinstance(index, slice):
-            return self._part(index)
+            return self.take(index)
         place = range(len(self))[index]
         start, length = int(self.starts[place]), int(self.lengths[place])
-        return TokenRow(self._ids[start : start + length], self._trained[start : start + length])
+        return TokenRow(self.ids[start : start + length], self.trained[start : start + length])
 
     @property
     def documents(self) -> "TokenRows":
@@ -131,16 +130,6 @@ class TokenRows(Sequence[TokenRow]):
         places = np.asarray(rows, dtype=np.int64)
         return (places if self._numbers is None else self._numbers[places]).tolist()
 
-    def token_at(self, place: int) -> int:
-        """The token at an index into all tokens."""
-        return int(self._ids[place : place + 1][0])
-
-    def stretches(self, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> "TokenRows":
-        """Other rows of the same tokens, with these ``starts``, ``lengths`` and ``numbers``; reads their labels."""
-        places = zip((starts + 1).tolist(), (starts + lengths).tolist(), strict=True)
-        counts = np.array([np.count_nonzero(self._trained[begin:end]) for begin, end in places], dtype=np.int32)
-        return TokenRows(self._ids, self._trained, starts, lengths, counts, numbers)
-
     def shapes(self) -> np.ndarray:
         """The input lengths by which rows are laid out in batches; (rows,)."""
         return self.inputs()
@@ -150,13 +139,10 @@ class TokenRows(Sequence[TokenRow]):
         places = np.asarray(rows, dtype=np.int64)
         return UpdateRows(self, places[np.lexsort((places, -self.lengths[places]))].tolist())
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> "TokenRows":
+    def take(self, rows: Sequence[int] | np.ndarray | slice) -> "TokenRows":
         """A selection of rows, in this order."""
-        return self._part(np.asarray(rows, dtype=np.int64))
-
-    def _part(self, places: slice | np.ndarray) -> "TokenRows":
-        part = (self.starts[places], self.lengths[places], self.label_counts[places])
-        return TokenRows(self._ids, self._trained, *part)
+        places = rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
+        return TokenRows(self.ids, self.trained, self.starts[places], self.lengths[places], self.label_counts[places])
 
     def sample(self, most_tokens: int) -> np.ndarray:
         """Indices of all rows, or of evenly spaced rows with about ``most_tokens`` tokens in all."""
@@ -166,37 +152,22 @@ class TokenRows(Sequence[TokenRow]):
     def cut(self, max_seq_length: int, beat: Callable[[], None] = lambda: None) -> "TokenRows":
         """Truncate rows to their first ``max_seq_length`` tokens, or to as many around the first label if later.
 
-        Reads the labels of longer rows; ``beat`` is called before each block.
+        Reads the labels of longer rows; ``beat`` is called before each of them.
         """
-        long = np.flatnonzero(self.lengths > max_seq_length)
-        starts, lengths, labels = self.starts, self.lengths, self.label_counts
-        if len(long):
-            starts, lengths, labels = starts.copy(), lengths.copy(), labels.copy()
-        by_place = long[np.argsort(starts[long], kind="stable")]
-        borders = np.flatnonzero(np.diff(starts[by_place] // STRETCH)) + 1
-        for rows in np.split(by_place, borders) if len(long) else ():
+        starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()
+        long = np.flatnonzero(lengths > max_seq_length)
+        for row in long.tolist():
             beat()
-            begins, counts = self._window(rows, max_seq_length)
-            starts[rows] += begins
-            lengths[rows] = np.minimum(lengths[rows] - begins, max_seq_length)
-            labels[rows] = counts
-        shorter = TokenRows(self._ids, self._trained, starts, lengths, labels)
+            trained = self.trained[starts[row] + 1 : starts[row] + lengths[row]]
+            label = 1 + int(trained.argmax())
+            begin = label - max_seq_length // 2 if label >= max_seq_length and trained.any() else 0
+            starts[row] += begin
+            lengths[row] = min(lengths[row] - begin, max_seq_length)
+            labels[row] = np.count_nonzero(trained[begin : begin + max_seq_length - 1])
+        shorter = TokenRows(self.ids, self.trained, starts, lengths, labels)
         shorter.cut_rows = len(long)
         shorter.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
         return shorter
-
-    def _window(self, rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first token to keep and the labels from there, for neighbouring ``rows`` longer than ``size``."""
-        starts = self.starts[rows]
-        ends = starts + self.lengths[rows]
-        first, last = int(starts[0]), int(ends.max())
-        places = np.flatnonzero(self._trained[first:last]) + first  # of labels
-        next_label = np.searchsorted(places, starts + 1)
-        has_one = next_label < np.searchsorted(places, ends)
-        labels = np.where(has_one, np.append(places, 0)[next_label], starts)
-        begins = np.where(labels - starts >= size, labels - starts - size // 2, 0)
-        stops = np.minimum(starts + begins + size, ends)
-        return begins, np.searchsorted(places, stops) - np.searchsorted(places, starts + begins + 1)
 
     @functools.cached_property
     def longest(self) -> int:
@@ -276,7 +247,9 @@ class TokenWindows:
         """Divide windows into rows; each has the number of its document."""
         pieces = [piece for window in windows for piece in self._pieces_of(int(window))]
         starts, stops, numbers = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
-        return self.documents.stretches(starts, stops - starts, numbers)
+        ids, trained = self.documents.ids, self.documents.trained
+        counts = np.array([np.count_nonzero(trained[begin + 1 : end]) for begin, end, _ in pieces], dtype=np.int32)
+        return TokenRows(ids, trained, starts, stops - starts, counts, numbers)
 
     def some(self, most_tokens: int) -> TokenRows:
         """The pieces of evenly spaced windows with at most ``most_tokens`` tokens in all; at least one window."""
@@ -292,7 +265,7 @@ class TokenWindows:
         piece = begin
         for following in range(document + 1, int(np.searchsorted(starts, last, side="right"))):
             border = int(starts[following])
-            opens = bool(np.isin(self.documents.token_at(border - 1), self._end_ids))
+            opens = bool(np.isin(self.documents.ids[border - 1 : border], self._end_ids).any())
             if border - piece > 1:
                 yield piece, border, following - 1
             piece = border - 1 if opens else border

@@ -130,8 +130,7 @@ def plain_cut(row: TokenRow, size: int) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("size", [8, 33, 2000])
-def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safetrain.core.data.token_rows.STRETCH", 64)
+def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int) -> None:
     rows = [random_row(int(tokens), share) for tokens in SOURCE.integers(2, 80, 100) for share in (0.3, 0.0)]
     beats: list[int] = []
     whole = open_store(write_store(tmp_path / "a", rows)).rows
