@@ -23,17 +23,12 @@ METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
 # Memory left to macOS, in addition to wired memory: macOS compresses and swaps the rest on demand.
 METAL_RESERVE_BYTES, METAL_RESERVE_SHARE = 3 * GIB // 2, 0.1  # the share applies above 16 GiB
 LARGE_MACHINE_BYTES = 16 * GIB
-TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = (
-    8 * GIB // 5,
-    3 * GIB,
-)  # used if no reading is available; the second above 8 GiB
+TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # if no reading is available; the second above 8 GiB
 LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: below this, macOS has no memory left to give
 # A CUDA context takes 0.13 to 0.75 GiB; cuBLAS workspaces and fragmentation take the rest (published: readings.py).
 CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
 PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, unless measured (measured, Linux CPU: 140)
-DATA_BESIDE_BYTES = (
-    GIB // 10
-)  # private memory outside mlx and PROCESS_BYTES (measured, Linux CPU: 0.3 GiB including those)
+DATA_BESIDE_BYTES = GIB // 10  # private memory outside mlx and PROCESS_BYTES (measured, Linux CPU: 0.3 GiB with those)
 ADDRESSES_BESIDE_BYTES = GIB  # address space that is reserved but never used: libraries, thread arenas
 
 

@@ -7,6 +7,7 @@ out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB resident with 4.7 
 which Activity Monitor shows as "Memory", includes both.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,64 +16,52 @@ import resource
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
+LIMIT, USED = ("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")  # versions 2 and 1
+KILLS = ("memory.events", "memory.oom_control")
 REPORTS = Path("/Library/Logs/DiagnosticReports")
-RETIRED = "Retired"  # the subfolder to which macOS moves older reports
 PRESSURE_LEVEL = "kern.memorystatus_vm_pressure_level"  # XNU kern_memorystatus_notify.c, readable by all users
 FREE_PERCENT = "kern.memorystatus_level"  # free memory in percent, as `memory_pressure -Q` prints it
 WARNING, CRITICAL = 2, 4  # pressure levels; 1 is normal, 0 is unknown
 # Kill reasons that are not about memory (XNU kern_memorystatus.c, memorystatus_kill_cause_name).
-NOT_FOR_MEMORY = ("vnode-limit", "idle-exit", "diagnostic", "disk-space-shortage", "jettisoned")
+NOT_FOR_MEMORY = ("", "vnode-limit", "idle-exit", "diagnostic", "disk-space-shortage", "jettisoned")
 POLL_SECONDS = 0.1
 STATUS = Path("/proc/self/status")
 RUSAGE_INFO_V4 = 4  # the first version with a lifetime peak, macOS 10.12
 RUSAGE_BYTES = 512  # larger than any version of the struct
 # XNU bsd/sys/resource.h, struct rusage_info_v4: uint8_t ri_uuid[16], then uint64_t fields, in which
 # ri_phys_footprint is the eighth and ri_lifetime_max_phys_footprint the 29th.
-UUID_BYTES, FOOTPRINT_FIELD, MOST_FIELD = 16, 7, 28
+UUID_BYTES, FOOTPRINT, MOST_FOOTPRINT = 16, 7, 28
 
 
 def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> list[Path]:
     """Folders of this process's memory cgroups (version 2 or 1), innermost first; empty without cgroups."""
-    if not mine.is_file():
-        return []
     groups: list[Path] = []
-    for line in mine.read_text().splitlines():
+    for line in _text(mine).splitlines():
         _, controllers, name = line.split(":", 2)
-        base = root / "memory" if "memory" in controllers.split(",") else root if not controllers else None
-        if base is None:
-            continue
-        folder = base / name.lstrip("/")
-        while folder != base.parent:  # in a container it may be the outer name: then only ``base`` exists
-            if (folder / "memory.max").is_file() or (folder / "memory.limit_in_bytes").is_file():
-                groups.append(folder)
-            folder = folder.parent
+        if not controllers or "memory" in controllers.split(","):
+            base = root / "memory" if controllers else root
+            folders = [base / name.lstrip("/"), *(base / name.lstrip("/")).parents]
+            groups += [each for each in folders if each.is_relative_to(base) and _first(each, LIMIT)]
     return groups
 
 
 def memory_limit_bytes(groups: list[Path]) -> int | None:
     """The smallest limit of these groups; None without a limit."""
-    limits = []
-    for group in groups:
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _text(group / name)
-            if text.isdigit() and int(text) < UNLIMITED:
-                limits.append(int(text))
-    return min(limits, default=None)
+    texts = [_first(group, LIMIT) for group in groups]
+    return min((int(text) for text in texts if text.isdigit() and int(text) < UNLIMITED), default=None)
 
 
 def memory_room_bytes(groups: list[Path]) -> int | None:
     """Memory that the groups still allow: the smallest limit minus use (file cache excluded); None without a limit."""
     rooms = []
     for group in groups:
-        limit = memory_limit_bytes([group])
-        used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
+        limit, used = memory_limit_bytes([group]), _first(group, USED)
         if limit is not None and used.isdigit():
             rooms.append(max(0, limit - int(used) + _file_cache_bytes(group)))
     return min(rooms, default=None)
@@ -80,12 +69,9 @@ def memory_room_bytes(groups: list[Path]) -> int | None:
 
 def _file_cache_bytes(group: Path) -> int:
     """Size of the file cache, which the kernel can reclaim; files read twice are on its active list."""
-    fields = dict(line.split(maxsplit=1) for line in _text(group / "memory.stat").splitlines() if " " in line)
-    for prefix in ("total_", ""):  # version 1 counts the groups inside only under total_
-        sizes = [fields.get(f"{prefix}{name}", "") for name in ("inactive_file", "active_file")]
-        if any(size.isdigit() for size in sizes):
-            return sum(int(size) for size in sizes if size.isdigit())
-    return 0
+    fields = _fields(_text(group / "memory.stat"))
+    prefix = "total_" if "total_active_file" in fields else ""  # version 1 counts the groups inside only under total_
+    return sum(int(fields.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
 
 
 def oom_kills(groups: list[Path]) -> int:
@@ -93,12 +79,16 @@ def oom_kills(groups: list[Path]) -> int:
 
     Outer groups would count the same kills again, and those of other groups.
     """
-    total = 0
-    for group in groups[:1]:
-        for name in ("memory.events", "memory.oom_control"):
-            fields = dict(line.split(maxsplit=1) for line in _text(group / name).splitlines() if " " in line)
-            total += int(fields.get("oom_kill", "0"))
-    return total
+    return int(_fields(_first(groups[0], KILLS)).get("oom_kill", "0")) if groups else 0
+
+
+def _fields(text: str) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+
+
+def _first(group: Path, names: tuple[str, ...]) -> str:
+    """The text of a group's file, by its name in version 2 or 1."""
+    return next((text for name in names if (text := _text(group / name))), "")
 
 
 def sysctl_number(name: str) -> int:
@@ -118,9 +108,13 @@ def sysctl_text(name: str) -> str:
 
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
-    """Reports written since a wall-clock time, sorted by name; hidden files and unreadable folders are left out."""
-    reports = [path for place in (folder, folder / RETIRED) for path in place.glob(pattern)]
-    return sorted(path for path in reports if path.name[0] != "." and _written(path) >= since_seconds)
+    """Reports written since a wall-clock time, sorted by name, also those that macOS has moved to a folder inside."""
+    found = []
+    for path in folder.rglob(pattern):
+        with contextlib.suppress(OSError):  # moved meanwhile
+            if path.name[0] != "." and path.stat().st_mtime >= since_seconds:
+                found.append(path)
+    return sorted(found)
 
 
 def killed_for_memory(
@@ -131,16 +125,13 @@ def killed_for_memory(
     macOS writes the report seconds after the kill: ``wait_seconds`` is the time to wait for one.
     """
     deadline = time.monotonic() + wait_seconds
-    while not (kills := tuple(_kills(pid, since_seconds, folder))) and time.monotonic() < deadline:
+    while True:
+        reports = reports_since("JetsamEvent-*.ips", since_seconds, folder)
+        kills = [(path.name, jetsam_reason(_text(path), pid)) for path in reports]
+        told = [f"{name}: process {pid} was killed ({why})" for name, why in kills if why not in NOT_FOR_MEMORY]
+        if told or time.monotonic() >= deadline:
+            return tuple(told)
         time.sleep(POLL_SECONDS)
-    return kills
-
-
-def _kills(pid: int, since_seconds: float, folder: Path) -> Iterator[str]:
-    for path in reports_since("JetsamEvent-*.ips", since_seconds, folder):
-        reason = jetsam_reason(_text(path), pid)
-        if reason and reason not in NOT_FOR_MEMORY:
-            yield f"{path.name}: process {pid} was killed ({reason})"
 
 
 def jetsam_reason(report: str, pid: int) -> str:
@@ -154,13 +145,6 @@ def jetsam_reason(report: str, pid: int) -> str:
         return next((str(each["reason"]) for each in processes if each.get("pid") == pid and each.get("reason")), "")
     except (ValueError, KeyError, TypeError, AttributeError):  # truncated, or in another format
         return ""
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # moved meanwhile
-        return 0.0
 
 
 def _text(path: Path) -> str:
@@ -192,11 +176,8 @@ def most_footprint_bytes() -> int:
 
 def parse_rusage(content: bytes) -> tuple[int, int]:
     """Read current and peak footprint, in bytes, from a struct rusage_info_v4 (or a later version)."""
-
-    def field(number: int) -> int:
-        return int(struct.unpack_from("<Q", content, UUID_BYTES + 8 * number)[0])
-
-    return field(FOOTPRINT_FIELD), field(MOST_FIELD)
+    now, most = (struct.unpack_from("<Q", content, UUID_BYTES + 8 * field)[0] for field in (FOOTPRINT, MOST_FOOTPRINT))
+    return int(now), int(most)
 
 
 def _ask_macos(pid: int) -> tuple[int, int]:
