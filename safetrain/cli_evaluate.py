@@ -14,12 +14,10 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import print_text, size_text
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import require_new
 
 if TYPE_CHECKING:
     from safetrain.core.data.held_out import HeldOut
     from safetrain.core.data.token_rows import TokenRows
-    from safetrain.core.model.files import ModelFiles
     from safetrain.core.records.metrics import RunShape
     from safetrain.core.records.scoring import ModelMeasures
     from safetrain.engine.comparison import Subject
@@ -34,8 +32,7 @@ def evaluate(
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
     base: Annotated[Path | None, typer.Option(help="model folder to compare with")] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
-    out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist yet")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
     max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
     max_questions: Annotated[
         int | None, typer.Option(min=1, help="answer N questions; default: half a minute's worth")
@@ -50,67 +47,43 @@ def evaluate(
     Measures the loss on rows and on general text, and scores answers.
 
     With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
-    the project's test rows, their length and the data section of params.yaml; it changes no pipeline file.
+    the project's test rows, their length and the data section of params.yaml; it writes no file.
     """
-    from safetrain.core.model.files import read_model_files
-    from safetrain.core.storage.files import full_disk_named, write_json
-    from safetrain.engine.cpu.blas import load_fast_blas
-    from safetrain.watch.progress import still_working
-
-    folder = _model_of(model, adapter, base)
-    if out is not None:
-        require_new(out, "choose another name, or remove it")
-    files = read_model_files(folder)
-    length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
-    with still_working("reading rows"):
-        rows = _rows(data, folder, max_examples, length)
-    for remark in rows.remarks(length, max_new_tokens):
-        print_text(remark, sys.stderr)
-    load_fast_blas()  # before anything imports mlx
-    subjects = _subjects(folder, adapter, base)
-    with ending_at_once():
-        results, lines = _measured(files, subjects, rows, length, max_new_tokens, max_questions)
-    report = {
-        "model": str(folder), "adapter": str(adapter or ""), "base": str(subjects[0].folder) if subjects[1:] else "",
-        "data": str(data or TEST_ROWS), "alone": None, "beside_base": None, **results,
-    }  # fmt: skip
-    if out is not None:
-        with full_disk_named("The disk is full; nothing was written.", out.parent, "free some space"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_json(out, report)
-    if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
-    else:
-        print_text("\n".join(lines))
-
-
-def _measured(
-    files: "ModelFiles",
-    subjects: Sequence["Subject"],
-    rows: "HeldOut",
-    length: int,
-    max_new_tokens: int,
-    max_questions: int | None,
-) -> tuple[dict[str, Any], list[str]]:
-    """Measure one model, or two that are compared: figures for JSON, sentences for a terminal."""
     from safetrain.core.data.held_out import general_text
     from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import fingerprint
     from safetrain.core.records.evaluation import describe_evaluation
     from safetrain.core.records.scoring import evaluation_of
-    from safetrain.engine.comparison import Examination
-    from safetrain.watch.progress import EvaluationProgress, say_on_terminal
+    from safetrain.engine.cpu.blas import load_fast_blas
+    from safetrain.watch.progress import EvaluationProgress, say_on_terminal, still_working
 
-    tokenizer, progress = ChatTokenizer(files.folder), EvaluationProgress(say_on_terminal)
+    subjects = _subjects(model, adapter, base)
+    files = read_model_files(subjects[-1][1])
+    length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
+    with still_working("reading rows"):
+        rows = _rows(data, files.folder, max_examples, length)
+    for remark in rows.remarks(length, max_new_tokens):
+        print_text(remark, sys.stderr)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.comparison import Examination
+
+    tokenizer, run = ChatTokenizer(files.folder), _run_shape(subjects, length)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
-    run = _run_shape(subjects, length)
-    found = Examination(rows, general, run, max_new_tokens, max_questions, SECONDS, progress).measure(*subjects)
-    if len(found) == 1:
-        figures, lines = _alone(rows, general.rows, found[0], tokenizer.decode)
-        return {"alone": figures}, lines
-    adapter = fingerprint(subjects[1].adapter) if subjects[1].adapter else ""
-    evaluation = evaluation_of(rows, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
-    return {"beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
+    progress = EvaluationProgress(say_on_terminal)
+    with ending_at_once():
+        found = Examination(rows, general, run, max_new_tokens, max_questions, SECONDS, progress).measure(*subjects)
+    report: dict[str, Any] = {
+        "model": str(files.folder), "adapter": str(adapter or ""), "base": str(subjects[0][1]) if found[1:] else "",
+        "data": str(data or TEST_ROWS), "alone": None, "beside_base": None,
+    }  # fmt: skip
+    if found[1:]:
+        name = fingerprint(adapter) if adapter else ""
+        evaluation = evaluation_of(rows, general, files.vocab_size, found[0], found[1], tokenizer.decode, name)
+        report["beside_base"], lines = dataclasses.asdict(evaluation), describe_evaluation(evaluation, MORE)
+    else:
+        report["alone"], lines = _alone(rows, general.rows, found[0], tokenizer.decode)
+    print_text("\n".join(lines)) if not as_json else print(json.dumps(report, indent=2, ensure_ascii=False))
 
 
 def _alone(
@@ -120,20 +93,20 @@ def _alone(
     from safetrain.core.records.evaluation import describe_answered, shortened
     from safetrain.core.records.scoring import SAMPLES, mean_loss, score
 
-    asked = [(rows.questions[number], decode(ids).strip()) for number, ids in sorted(model.answers.items())]
     samples = [
-        {"question": question.text, "expected": decode(question.answer).strip(), "answer": answer,
+        {"question": question.text, "expected": decode(question.answer).strip(), "answer": decode(ids).strip(),
          "where": rows.where(question.row)}
-        for question, answer in asked
+        for question, ids in ((rows.questions[number], ids) for number, ids in sorted(model.answers.items()))
     ]  # fmt: skip
     answers, expected = ([each[key] for each in samples] for key in ("answer", "expected"))
-    scores = dataclasses.asdict(score(mean_loss(model.losses, rows.rows.label_counts), answers, expected))
+    own = score(mean_loss(model.losses, rows.rows.label_counts), answers, expected)
     general_loss = mean_loss(model.general, general.label_counts) if len(general) else None
-    lines = [f"Test loss {scores['loss']:.3f} nats per token, perplexity {scores['perplexity']:.2f}."]
+    lines = [f"Test loss {own.loss:.3f} nats per token, perplexity {own.perplexity:.2f}."]
     if samples:
-        exact, low, high = (100 * scores[f"exact_match{end}"] for end in ("", "_low", "_high"))
-        lines.append(f"Exact match {exact:.1f} % (95 %: {low:.1f} to {high:.1f}).")
-        lines.append(f"Token F1 {scores['token_f1']:.3f}, chrF {scores['chrf']:.3f}.")
+        exact, low, high = (
+            100 * (each or 0.0) for each in (own.exact_match, own.exact_match_low, own.exact_match_high)
+        )
+        lines.append(f"Exact match {exact:.1f} % (95 %: {low:.1f} to {high:.1f}), token F1 {own.token_f1:.3f}.")
     if general_loss is not None:
         lines.append(f"Loss on general text {general_loss:.3f} nats per token.")
     if remark := describe_answered(len(samples), rows.questions_available, MORE):
@@ -141,23 +114,11 @@ def _alone(
     for sample in samples[:3]:
         lines.append(f"  {shortened(sample['question'])}\n    answer: {shortened(sample['answer'])}")
     figures = {
-        "score": scores, "general_loss": general_loss, "rows": len(rows.rows), "cut_rows": rows.rows.cut_rows,
-        "questions": rows.questions_available, "answered": len(samples), "samples": samples[:SAMPLES],
+        "score": dataclasses.asdict(own), "general_loss": general_loss, "rows": len(rows.rows),
+        "cut_rows": rows.rows.cut_rows, "questions": rows.questions_available, "answered": len(samples),
+        "samples": samples[:SAMPLES],
     }  # fmt: skip
     return figures, lines
-
-
-def _model_of(model: Path | None, adapter: Path | None, base: Path | None) -> Path:
-    from safetrain.core.records.adapter_files import base_of
-
-    if adapter is not None and base is not None:
-        raise ConfigError(
-            "--adapter and --base are two ways to compare.",
-            do="leave --base out: a model with an adapter is compared with itself without it",
-        )
-    if model is None and adapter is None:
-        raise ConfigError("There is nothing to measure.", do="name a model folder: safetrain evaluate --model FOLDER")
-    return model or base_of(adapter or Path())
 
 
 def _trained_length() -> int:
@@ -186,24 +147,31 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)
 
 
-def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
+def _subjects(model: Path | None, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
     """One model, or base and tuned; raises ConfigError if tokenizers differ, ModelError if the adapter's base does."""
     from safetrain.core.model.files import make_same_tokens, read_model_files
-    from safetrain.core.records.adapter_files import require_base
-    from safetrain.engine.comparison import Subject
+    from safetrain.core.records.adapter_files import base_of, require_base
 
+    if adapter is not None and base is not None:
+        raise ConfigError(
+            "--adapter and --base are two ways to compare.",
+            do="leave --base out: a model with an adapter is compared with itself without it",
+        )
     if adapter is not None:
+        folder = model or base_of(adapter)
         require_base(adapter, folder, read_model_files(folder).fingerprint)
-        return Subject("base", folder), Subject("tuned", folder, adapter)
+        return ("base", folder, None), ("tuned", folder, adapter)
+    if model is None:
+        raise ConfigError("There is nothing to measure.", do="name a model folder: safetrain evaluate --model FOLDER")
     if base is None:
-        return (Subject("model", folder),)
-    if not make_same_tokens(base, folder):
+        return (("model", model, None),)
+    if not make_same_tokens(base, model):
         raise ConfigError(
             "The two models have different tokenizers, so their losses count different tokens.",
-            where=f"{folder}, {base}",
+            where=f"{model}, {base}",
             do="measure them one at a time: leave --base out",
         )
-    return Subject("base", base), Subject("tuned", folder)
+    return ("base", base, None), ("tuned", model, None)
 
 
 def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
@@ -213,7 +181,7 @@ def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
     from safetrain.engine.backend import room_bytes
 
     room = room_bytes()
-    files = max((read_model_files(each.folder) for each in subjects), key=lambda files: files.static_bytes)
+    files = max((read_model_files(folder) for _, folder, _ in subjects), key=lambda files: files.static_bytes)
     if files.static_bytes > room:
         raise MachineError(
             "The model does not fit into memory.",
@@ -222,12 +190,5 @@ def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
             got=f"{size_text(room)} available",
             do="close other programs, or quantize it: safetrain convert",
         )
-    return RunShape(
-        batch_size=1,
-        max_seq_length=length,
-        dequantize_base=False,
-        compute_dtype=None,
-        peak_memory_bytes=room,
-        predicted_peak_bytes=room,
-        elapsed_seconds=0.0,
-    )
+    return RunShape(batch_size=1, max_seq_length=length, dequantize_base=False, compute_dtype=None,
+                    peak_memory_bytes=room, predicted_peak_bytes=room, elapsed_seconds=0.0)  # fmt: skip

@@ -141,9 +141,9 @@ def result(
         thresholds = gate_of(dict(params().get("gate") or {}))
     except ConfigError as error:
         sys.exit(exit_code_of(error))
-    verdict = results.gate(read_run(), thresholds)
-    print_text("\n".join([verdict.title, *verdict.reasons]))
-    sys.exit(verdict.exit_code)
+    code, title, reasons = results.gate(read_run(), thresholds)
+    print_text("\n".join([title, *reasons]))
+    sys.exit(code)
 
 
 def diagnose(

@@ -47,14 +47,14 @@ def main(config: Pipeline) -> None:
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.comparison import Examination, Subject
+    from safetrain.engine.comparison import Examination
 
     examination = Examination(
         held_out, general, run, settings.max_new_tokens, settings.max_examples, ANSWERS * seconds,
         EvaluationProgress(say_on_terminal),
     )  # fmt: skip
     with ending_at_once():
-        found = examination.measure(Subject("base", base), Subject("tuned", base, paths.ADAPTERS))
+        found = examination.measure(("base", base, None), ("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)
     evaluation = evaluation_of(held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
     require_other_loss(evaluation.base.loss, evaluation.tuned.loss, "test rows", str(paths.ADAPTERS))

@@ -41,7 +41,7 @@ SAID_FIELDS = frozenset(
     step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes
     footprint_bytes peak_footprint_bytes measured_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
     source remedy status total_seconds step_seconds padding_share plus_minus loss disk_bytes predicted_peak_bytes
-    template_date stop_tokens memory_rungs gpu_rungs verified token_f1 chrf exact_match exact_match_low warnings
+    template_date stop_tokens memory_rungs gpu_rungs verified token_f1 exact_match exact_match_low warnings
     adapter where ended_seconds went_on rank row_ids cut_rows
     """)
 )  # fields of records with self-explanatory names

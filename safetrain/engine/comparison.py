@@ -1,12 +1,12 @@
 """Compares models: loss on each held-out row and on general text, and answers to the rows' questions."""
 
-import dataclasses
 import gc
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,18 +27,10 @@ from safetrain.engine.weight_files import apply_adapter
 
 FIRST_QUESTIONS = MOST_ROWS  # always answered: fewer save little time and are not informative
 CACHE_COPIES = 2  # of keys and values: a growing cache is copied
-LOGIT_ROWS = 2  # float32 numbers per logit alive while a token is chosen
+LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 Answers = dict[int, list[int]]  # ids, by the question's number
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to measure."""
-
-    name: str  # base, tuned
-    folder: Path
-    adapter: Path | None = None  # to load onto it
+Subject = tuple[str, Path, Path | None]  # a model to measure: base or tuned, its folder, the adapter to load onto it
 
 
 @dataclass(frozen=True)
@@ -56,36 +48,35 @@ class Examination:
     def measure(self, *subjects: Subject) -> list[ModelMeasures]:
         """Measure models one after the other; later models get the questions that earlier ones answered.
 
-        A quantized base is dequantized if memory allows: its numbers are the same. An adapter reuses the base that is
-        already open. Raises TrainingError if a loss is not a number.
+        An adapter reuses the base that is already open. Raises TrainingError if a loss is not a number.
         """
         order = in_random_order(len(self.held_out.questions))[: self.max_questions]
-        found, model, plain = list[ModelMeasures](), None, None  # plain: whose folder it is, without an adapter
-        for subject in subjects:
-            files = read_model_files(subject.folder)
-            if model is None or subject.adapter is None or subject.folder != plain:
+        seconds = self.seconds / len(subjects) if self.max_questions is None else math.inf
+        measures, model, plain = list[ModelMeasures](), None, None  # plain: whose folder it is, without an adapter
+        for name, folder, adapter in subjects:
+            files = read_model_files(folder)
+            if model is None or adapter is None or folder != plain:
                 model = None
                 gc.collect()
                 model, limit_bytes = self._open(files)
-            if subject.adapter is not None:
-                apply_adapter(model, subject.adapter)
-            plain = subject.folder if subject.adapter is None else None
-            losses = self._losses(subject.name, model, self.held_out.rows, "test rows", "test rows read")
-            general = self._losses(subject.name, model, self.general.rows, "general text", "general texts read")
-            ask = self._asker(subject.name, model, files, limit_bytes)
+            if adapter is not None:
+                apply_adapter(model, adapter)
+            plain = folder if adapter is None else None
+            losses = self._losses(name, model, self.held_out.rows, "test rows", "test rows read")
+            general = self._losses(name, model, self.general.rows, "general text", "general texts read")
             first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * self.max_new_tokens)))
-            seconds = self.seconds / len(subjects) if self.max_questions is None else math.inf
-            found.append(ModelMeasures(losses, in_time(ask, order, first, seconds), general))
-            order = list(found[-1].answers)
-        return [dataclasses.replace(each, answers={number: each.answers[number] for number in order}) for each in found]
+            ask = partial(self._answers, name, model, files, limit_bytes)
+            measures.append(ModelMeasures(losses, in_time(ask, order, first, seconds), general))
+            order = list(measures[-1].answers)
+        return measures
 
     def _open(self, files: ModelFiles) -> tuple[BaseModel, int]:
-        """The model, in the memory that its training took, and how much that is."""
-        run = self.run
-        dequantize = files.quantization_bits is not None and not run.dequantize_base and dequantize_to_answer(files)
-        limit_bytes = run.mlx_limit_bytes + (FLOAT32 * files.parameters if dequantize else 0)
+        """The model, dequantized if memory allows, and the memory limit: that of its training."""
+        run, dequantize = self.run, self.run.dequantize_base
+        limit_bytes = run.mlx_limit_bytes
+        if files.quantization_bits is not None and not dequantize and dequantize_to_answer(files):
+            dequantize, limit_bytes = True, limit_bytes + FLOAT32 * files.parameters
         set_limits(limit_bytes)
-        dequantize = run.dequantize_base or dequantize
         return open_base(files.folder, dequantize=dequantize, compute_dtype=run.compute_dtype), limit_bytes
 
     def _losses(self, name: str, model: BaseModel, rows: TokenRows, text_name: str, work: str) -> np.ndarray:
@@ -100,21 +91,17 @@ class Examination:
         require_number(float(losses.sum()), name, text_name)
         return losses
 
-    def _asker(
-        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int
-    ) -> Callable[[Sequence[int], int], Answers]:
-        """What answers some questions, after so many others."""
-
-        def ask(part: Sequence[int], done: int) -> Answers:
-            most = tokens_to_hold(files, self.max_new_tokens, limit_bytes - mx.get_active_memory())
-            prompts = [self.held_out.questions[number].prompt for number in part]
-            ids = answer(
-                model, prompts, self.held_out.stop_ids, self.max_new_tokens, most,
-                lambda made: self.beat(name, "questions answered", done + len(part), done + made),
-            )  # fmt: skip
-            return dict(zip(part, ids, strict=True))
-
-        return ask
+    def _answers(
+        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int, part: Sequence[int], done: int
+    ) -> Answers:
+        """Answer the questions of ``part`` after ``done`` others."""
+        most = tokens_to_hold(files, self.max_new_tokens, limit_bytes - mx.get_active_memory())
+        prompts = [self.held_out.questions[number].prompt for number in part]
+        ids = answer(
+            model, prompts, self.held_out.stop_ids, self.max_new_tokens, most,
+            lambda made: self.beat(name, "questions answered", done + len(part), done + made),
+        )  # fmt: skip
+        return dict(zip(part, ids, strict=True))
 
 
 def tokens_to_hold(model: ModelFiles, max_new_tokens: int, room_bytes: int) -> int:
@@ -138,16 +125,14 @@ def in_time(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answers:
-    """Answer as many questions of ``order`` as ``seconds`` allow, but at least the ``first`` ones.
+    """Answer the ``first`` questions of ``order``, then as many as ``seconds`` allow.
 
-    Questions are answered in growing parts. A larger part takes at most proportionally longer than the last one, and
-    starts only if that much time is left.
+    More questions take at most proportionally longer than the first ones.
     """
-    answers: Answers = {}
-    end, size = clock() + seconds, first
-    while size and len(answers) < len(order):
-        part, began = order[len(answers) : len(answers) + size], clock()
-        answers |= ask(part, len(answers))
-        parts_left = (end - clock()) / max(1e-9, clock() - began)
-        size = int(min(2.0, parts_left) * len(part)) if parts_left >= 1 else 0
+    began = clock()
+    answers = ask(order[:first], 0)
+    times = (began + seconds - clock()) / max(1e-9, clock() - began)
+    if times >= 1 and len(order) > first:
+        most = first + int(min(times * first, len(order)))
+        answers |= ask(order[first:most], first)
     return answers

@@ -120,7 +120,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
 
 def _empty_answers(scores: Evaluation) -> str:
     """``7 of its 8 recorded answers are empty``, where most of the tuned model's are; otherwise empty."""
-    samples = {(each.where, each.question): each for each in (*scores.samples, *scores.worst, *scores.most_changed)}
+    samples = {(each.where, each.question): each for each in (*scores.samples, *scores.worst)}
     empty = [not each.tuned.strip() for each in samples.values() if each.expected.strip()]
     return f"{sum(empty)} of its {len(empty)} recorded answers are empty" if 2 * sum(empty) > len(empty) else ""
 

@@ -25,7 +25,7 @@ MLFLOW_BATCH = 100  # steps per request: MLflow accepts 1000 numbers
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # default: 5 minutes
 CREDENTIALS = re.compile(r"//[^/\s]*@")  # in a URL
 MACHINE_FACTS = ("backend", "chip", "device", "system", "mlx", "mlx_lm", "total_memory_bytes")
-SCORES = ("loss", "exact_match", "token_f1", "chrf")
+SCORES = ("loss", "exact_match", "token_f1")
 GIB = 2**30
 
 Settings = dict[str, Any]

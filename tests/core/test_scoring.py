@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from safetrain.core.records.scoring import chrf, improvement, score, t95, token_f1, wilson_interval
+from safetrain.core.records.scoring import improvement, score, t95, token_f1, wilson_interval
 
 
 def test_intervals_match_published_tables() -> None:
@@ -38,16 +38,15 @@ def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected", "by_characters", "by_words"),  # the first by sacrebleu.sentence_chrf(...).score / 100
+    ("answer", "expected", "by_words"),
     [
-        ("The capital of Japan is Tokyo.", "The capital of Japan is Tokyo.", 1.0, 1.0),
-        ("The capital of Japan is Kyoto.", "The capital of Japan is Tokyo.", 0.77234, 5 / 6),
-        ("O símbolo é Fe.", "O símbolo químico do elemento ferro é Fe.", 0.28300, 2 / 3),
-        ("日本の首都", "日本の首都は東京", 0.52501, 10 / 13),  # a script without spaces: each letter is a word
-        ("a b", "ab", 1.0, 0.0),
-        ("", "something", 0.0, 0.0),
+        ("The capital of Japan is Tokyo.", "The capital of Japan is Tokyo.", 1.0),
+        ("The capital of Japan is Kyoto.", "The capital of Japan is Tokyo.", 5 / 6),
+        ("O símbolo é Fe.", "O símbolo químico do elemento ferro é Fe.", 2 / 3),
+        ("日本の首都", "日本の首都は東京", 10 / 13),  # a script without spaces: each letter is a word
+        ("a b", "ab", 0.0),
+        ("", "something", 0.0),
     ],
 )
-def test_nearness_of_answers(answer: str, expected: str, by_characters: float, by_words: float) -> None:
-    assert chrf(answer, expected) == pytest.approx(by_characters, abs=1e-4)
+def test_nearness_of_answers(answer: str, expected: str, by_words: float) -> None:
     assert token_f1(answer, expected) == pytest.approx(by_words)

@@ -46,13 +46,12 @@ def test_answers_are_those_of_each_prompt_alone(
     family: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts of any lengths together; random numbers are never equally likely."""
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 8)
-    monkeypatch.setattr(generation, "CACHE_STEP", 4)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 64)
     model = open_base(build_family(tmp_path / "model", family), dequantize=False)
     assert (generation.padding_refusal(model.module) == "") == padded
     prompts = prompts_of(1, 2, 9, 30, 30, 17)
     expected = [one_by_one(model, prompt, 12) for prompt in prompts]
-    for most_tokens in (2**20, 90, 1):  # all together, two, each alone
+    for most_tokens in (2**20, 600, 1):  # all together, two, each alone
         found = answer(model, prompts, frozenset(), 12, most_tokens)
         assert found == [ended(model, ids) for ids in expected]
     stops = frozenset(ids[3 + row % 4] for row, ids in enumerate(expected))  # rows leave one after the other

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import sample_utils, server, tokenizer_utils
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import base, cache, gated_delta, llama, switch_layers
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -25,7 +25,6 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import functions
 from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
-from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.layers import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts
 from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.probing import few_blocks, head_size, trunk_of
@@ -50,7 +49,8 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "layers.py"),
         (base.scaled_dot_product_attention, parameters(packed_attention), "functions.py"),
         (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "functions.py"),
-        (cache.make_prompt_cache, ["model"], "generation.py"),
+        (cache.make_prompt_cache, ["model"], "conversation.py"),
+        (BatchGenerator.insert, ["self", "prompts", "max_tokens"], "generation.py"),
         (cache.can_trim_prompt_cache, ["cache"], "conversation.py"),
         (cache.trim_prompt_cache, ["cache", "num_tokens"], "conversation.py"),
         (sample_utils.make_sampler, ["temp", "top_p"], "conversation.py"),
@@ -136,17 +136,6 @@ def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch)
     assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}functions.py"
     assert isinstance(base.create_attention_mask(mx.zeros((3, 1, 4)), ours), SlidingWindow)
     assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7).size == 7
-
-
-@pytest.mark.parametrize("kind", [cache.KVCache, cache.BatchKVCache])
-def test_prompt_caches_grow_by_steps_and_show_their_state(kind: Any) -> None:
-    padded = kind is cache.BatchKVCache
-    read = Continuations(build(LLAMA), [[1, 2, 3, 4]] * 2, padded=padded)
-    first = read._caches[0]
-    assert type(first) is kind, f"{MOVED}generation.py"
-    assert first.size() == 3
-    assert isinstance(kind.step, int)
-    assert first.state[0].shape[2] < kind.step
 
 
 def test_experts_have_what_is_read_of_them() -> None:

@@ -64,7 +64,7 @@ def told(folder: Path) -> str:
 
 def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path) -> None:
     first, other = sample("What is it?"), sample("Where is it?", 2)
-    found = dataclasses.replace(evaluation((first,)), worst=(first, other), most_changed=(other, first))
+    found = dataclasses.replace(evaluation((first,)), worst=(first, other))
     make_run(tmp_path, found=found, valid_rows=50, valid_rows_available=2000)
     source = page(tmp_path)
     text = Parsed(source).text

@@ -35,7 +35,6 @@ class Score:
     exact_match: float | None = None  # share of the answered questions
     loss: float  # nats per label
     token_f1: float | None = None  # mean over the answered questions, 0 to 1
-    chrf: float | None = None  # mean over the answered questions, 0 to 1
     perplexity: float
     exact_match_low: float | None = None  # 95 % interval
     exact_match_high: float | None = None
@@ -74,8 +73,6 @@ class PartLoss:
     name: str  # English, Portuguese, code
     nats_per_token: float | None
     plus_minus: float | None  # half of the 95 % interval
-    base_loss: float | None
-    pieces: int
 
 
 @dataclass(frozen=True)
@@ -104,17 +101,15 @@ class Evaluation:
     adapter: str  # fingerprint of the measured adapter
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # highest loss of the tuned model
-    most_changed: tuple[Sample, ...]  # largest difference between the two losses
     groups: tuple[GroupScore, ...]  # the largest; empty if no row has a category
 
 
 def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_examples") -> list[str]:
     """Sentences for a terminal, and a table of the categories. ``more`` is the option for more questions."""
-    base, tuned = evaluation.base, evaluation.tuned
     lines = [describe_loss(evaluation)]
     if evaluation.answered:
         lines.append(describe_exact_match(evaluation))
-        lines.append(f"Token F1 {base.token_f1:.3f} → {tuned.token_f1:.3f}, chrF {base.chrf:.3f} → {tuned.chrf:.3f}")
+        lines.append(f"Token F1 {evaluation.base.token_f1:.3f} → {evaluation.tuned.token_f1:.3f}")
     lines.append(describe_forgetting(evaluation.forgetting))
     if remark := describe_answered(evaluation.answered, evaluation.questions, more):
         lines.append(remark)
@@ -125,9 +120,8 @@ def describe_answered(answered: int, questions: int, more: str) -> str:
     """Say how many questions were answered; empty if all were."""
     if not questions:
         return "Answers not measured: the test file has no questions"
-    return (
-        "" if answered == questions else f"{answered} of {questions} questions answered (seed 0): set {more} for more"
-    )
+    sample = f"{answered} of {questions} questions answered (seed 0): set {more} for more"
+    return "" if answered == questions else sample
 
 
 def describe_loss(evaluation: Evaluation) -> str:
@@ -147,10 +141,9 @@ def describe_exact_match(evaluation: Evaluation) -> str:
 def describe_improvement(improvement: Improvement, of: str = "") -> str:
     """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token. ``of``: `` of N`` if the rows are a sample."""
     gain, half = improvement.nats_per_label, improvement.plus_minus
-    word = "better" if gain > 0 else "worse"
+    word, places = "better" if gain > 0 else "worse", _places(half)
     if half is None:
         return f"{word} by {abs(gain):.2f} on one row: no interval"
-    places = _places(half)
     size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {improvement.rows:,}{of} rows)"
     return size if abs(gain) > half else f"no clear difference, {size}"
 
@@ -186,22 +179,17 @@ def _places(half: float | None) -> int:
 def _table_of_groups(groups: tuple[GroupScore, ...]) -> list[str]:
     lines = ["category              questions  base exact  tuned exact (95 %)       gain in loss"] if groups else []
     for group in groups:
-        low, high = 100 * group.tuned_exact_match_low, 100 * group.tuned_exact_match_high
-        exact = f"{100 * group.tuned_exact_match:.1f} % ({low:.1f} to {high:.1f})"
-        gain, half = group.improvement.nats_per_label, group.improvement.plus_minus
-        gained = f"{gain:.2f}" if half is None else f"{gain:.2f} ± {half:.2f}"
-        name, base = shortened(group.name, 20), 100 * group.base_exact_match
-        lines.append(f"{name:<20}  {group.questions:>9}  {base:>8.1f} %  {exact:<23}  {gained}")
+        base, tuned, low, high = (
+            100 * each for each in (group.base_exact_match, group.tuned_exact_match, group.tuned_exact_match_low,
+                                    group.tuned_exact_match_high)
+        )  # fmt: skip
+        exact, gain = f"{tuned:.1f} % ({low:.1f} to {high:.1f})", group.improvement
+        gained = f"{gain.nats_per_label:.2f}" + ("" if gain.plus_minus is None else f" ± {gain.plus_minus:.2f}")
+        lines.append(f"{shortened(group.name, 20):<20}  {group.questions:>9}  {base:>8.1f} %  {exact:<23}  {gained}")
     return lines
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether the tuned model is better. ``exit_code``: 0 yes, 1 no, 2 it forgets or the data cannot decide."""
-
-    exit_code: int
-    title: str
-    reasons: tuple[str, ...]
+Verdict = tuple[int, str, list[str]]  # exit code: 0 better, 1 not, 2 forgets or undecided; a title; reasons
 
 
 def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Gate) -> Verdict:
@@ -209,30 +197,33 @@ def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits:
 
     Forgetting must stay below its threshold; it is ignored if it was not measured.
     """
-    gain = _interval(improvement.nats_per_label, improvement.plus_minus)
-    measures = [_compare("gain in loss, nats per token", *gain, limits.least_gain)]
+    measures = [
+        _compare("gain in loss, nats per token", _ends(improvement.nats_per_label, improvement.plus_minus),
+                 limits.least_gain)
+    ]  # fmt: skip
     if limits.least_exact_match is not None:
-        ends = tuned.exact_match_low, tuned.exact_match_high
-        measures.append(_compare("exact match", *ends, limits.least_exact_match))
-    title_of = ["better", "not better", "could not be determined"]
+        measures.append(_compare("exact match", (tuned.exact_match_low, tuned.exact_match_high),
+                                 limits.least_exact_match))  # fmt: skip
+    undecided = "could not be determined"
     if limits.most_forgotten is not None and forgotten.plus_minus is None:
         measures.append((0, describe_forgetting(forgotten)))
     elif limits.most_forgotten is not None:
-        more = _interval(forgotten.nats_per_token, forgotten.plus_minus)
-        code, reason = _compare("forgetting, nats per token", *more, limits.most_forgotten)
+        ends = _ends(forgotten.nats_per_token, forgotten.plus_minus)
+        code, reason = _compare("forgetting, nats per token", ends, limits.most_forgotten)
         measures.append((0 if code == 1 else 2, reason))
-        title_of[2] = "forgets" if code == 0 else title_of[2]
+        undecided = "forgets" if code == 0 else undecided
     codes = [code for code, _ in measures]
     code = 1 if 1 in codes else max(codes)
-    return Verdict(code, title_of[code], tuple(reason for _, reason in measures))
+    return code, ("better", "not better", undecided)[code], [reason for _, reason in measures]
 
 
-def _interval(middle: float | None, half: float | None) -> tuple[float | None, float | None]:
+def _ends(middle: float | None, half: float | None) -> tuple[float | None, float | None]:
     return (None, None) if middle is None or half is None else (middle - half, middle + half)
 
 
-def _compare(name: str, low: float | None, high: float | None, limit: float) -> tuple[int, str]:
+def _compare(name: str, ends: tuple[float | None, float | None], limit: float) -> tuple[int, str]:
     """Compare an interval with ``limit``: 0 above, 1 not above, 2 undecided; and a sentence about it."""
+    low, high = ends
     if low is None or high is None:
         return 2, f"{name}: no interval to compare with {limit:g}"
     code = 0 if low > limit else 1 if high <= limit else 2

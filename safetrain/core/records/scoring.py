@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
-SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst`` and in ``most_changed``
+SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst``
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
@@ -39,22 +39,18 @@ def evaluation_of(
     adapter: str,
 ) -> Evaluation:
     """Compare two models that answered the same questions. ``vocabulary``: tokens that the model knows."""
-    labels, samples = held_out.rows.label_counts, list[Sample]()
-    for number in sorted(tuned.answers):
-        question = held_out.questions[number]
-        expected, by_base, by_tuned = (
-            decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])
-        )
-        base_loss, tuned_loss = (
-            float(each.losses[question.row] / max(1, labels[question.row])) for each in (base, tuned)
-        )
-        where = held_out.where(question.row)
-        samples.append(Sample(question.text, expected, by_base, by_tuned, where, base_loss, tuned_loss))
-    answers = [sample.expected for sample in samples]
+    labels, order = held_out.rows.label_counts, sorted(tuned.answers)
+    samples = list[Sample]()
+    for number, question in ((number, held_out.questions[number]) for number in order):
+        texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
+        row, count = question.row, max(1, labels[question.row])
+        losses = [float(each.losses[row] / count) for each in (base, tuned)]
+        samples.append(Sample(question.text, texts[0], texts[1], texts[2], held_out.where(row), losses[0], losses[1]))
+    expected = [sample.expected for sample in samples]
     return Evaluation(
         improvement=improvement(base.losses, tuned.losses, labels),
-        tuned=score(mean_loss(tuned.losses, labels), [sample.tuned for sample in samples], answers),
-        base=score(mean_loss(base.losses, labels), [sample.base for sample in samples], answers),
+        tuned=score(mean_loss(tuned.losses, labels), [sample.tuned for sample in samples], expected),
+        base=score(mean_loss(base.losses, labels), [sample.base for sample in samples], expected),
         forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
         rows=len(labels),
         rows_available=held_out.rows_available,
@@ -64,8 +60,7 @@ def evaluation_of(
         adapter=adapter,
         samples=tuple(samples[:SAMPLES]),
         worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
-        most_changed=tuple(sorted(samples, key=lambda each: -abs(each.base_loss - each.tuned_loss))[:SHOWN]),
-        groups=_groups([held_out.questions[number] for number in sorted(tuned.answers)], samples, base, tuned, labels),
+        groups=_groups([held_out.questions[number] for number in order], samples, base, tuned, labels),
     )
 
 
@@ -97,12 +92,11 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
     parts, known_rows = list[PartLoss](), list[int]()
     for part, name in PARTS.items():
         rows = [row for row, each in enumerate(text.parts) if each == part]
-        loss = mean_loss(base[rows], labels[rows]) if rows else None
-        if loss is None or len(rows) < LEAST_PIECES or loss > MOST_OF_CHANCE * chance:
-            parts.append(PartLoss(name, None, None, loss, len(rows)))
+        if len(rows) < LEAST_PIECES or mean_loss(base[rows], labels[rows]) > MOST_OF_CHANCE * chance:
+            parts.append(PartLoss(name, None, None))
             continue
         more = improvement(tuned[rows], base[rows], labels[rows])
-        parts.append(PartLoss(name, more.nats_per_label, more.plus_minus, loss, len(rows)))
+        parts.append(PartLoss(name, more.nats_per_label, more.plus_minus))
         known_rows += rows
     if known_rows:
         more = improvement(tuned[known_rows], base[known_rows], labels[known_rows])
@@ -128,10 +122,9 @@ def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score
     pairs = [(answer.strip(), expected_text.strip()) for answer, expected_text in zip(answers, expected, strict=True)]
     right, total = sum(answer == expected_text for answer, expected_text in pairs), len(pairs)
     low, high = wilson_interval(right, total)
-    return Score(
-        loss=loss, perplexity=perplexity, exact_match=right / total, exact_match_low=low, exact_match_high=high,
-        token_f1=sum(token_f1(*pair) for pair in pairs) / total, chrf=sum(chrf(*pair) for pair in pairs) / total,
-    )  # fmt: skip
+    f1 = sum(token_f1(*pair) for pair in pairs) / total
+    return Score(loss=loss, perplexity=perplexity, exact_match=right / total, exact_match_low=low,
+                 exact_match_high=high, token_f1=f1)  # fmt: skip
 
 
 def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:
@@ -173,27 +166,5 @@ def token_f1(answer: str, expected: str) -> float:
     split = int(words.bounds[1])
     if not len(words.hashes):
         return float(answer == expected)
-    return _f_score(*_overlap(words.hashes[:split].tolist(), words.hashes[split:].tolist()), weight=1.0)
-
-
-def chrf(answer: str, expected: str) -> float:
-    """F2 of n-grams of up to six characters without white space, 0 to 1 (Popović 2015, aclanthology.org/W15-3049)."""
-    texts = ["".join(text.split()) for text in (answer, expected)]
-    sizes = range(1, 1 + min(6, *map(len, texts)))
-    if not sizes:
-        return float(texts[0] == texts[1])
-    shares = [_overlap(*([text[i : i + n] for i in range(len(text) - n + 1)] for text in texts)) for n in sizes]
-    precision, recall = (sum(each) / len(sizes) for each in zip(*shares, strict=True))
-    return _f_score(precision, recall, weight=2.0)
-
-
-def _overlap(one_set: Iterable[Hashable], other_set: Iterable[Hashable]) -> tuple[float, float]:
-    """Precision and recall of a multiset."""
-    one, other = Counter(one_set), Counter(other_set)
-    common = (one & other).total()
-    return common / max(1, one.total()), common / max(1, other.total())
-
-
-def _f_score(precision: float, recall: float, *, weight: float) -> float:
-    square = weight**2
-    return (1 + square) * precision * recall / (square * precision + recall) if precision and recall else 0.0
+    one, other = Counter(words.hashes[:split].tolist()), Counter(words.hashes[split:].tolist())
+    return 2 * (one & other).total() / (one.total() + other.total())
