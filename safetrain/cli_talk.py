@@ -117,13 +117,13 @@ def chat(
         raise ConfigError("Use either --base or --compare.", do="--compare shows the base beside the tuned model")
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.upstream.conversation import Conversation, Sampling, open_both, open_tuned
+    from safetrain.engine.upstream.conversation import Conversation, open_both, open_tuned
     from safetrain.watch.chat import Chat, Side, describe, say
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    sampling = max_new_tokens, temperature, top_p, seed
     opened = open_both(asked.folder, adapter) if compare else (open_tuned(asked.folder, asked.adapter),)
     sides = [
-        Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, sampling))
+        Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, *sampling))
         for label, each in zip(("base", "tuned") if compare else ("",), opened, strict=True)
     ]
     by_training = asked.system if system is None else ""

@@ -1,22 +1,17 @@
 """A chat in a terminal or a pipe: lines in, answers out. The models are given."""
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from signal import SIGINT
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, printable
 from safetrain.core.signals import Terminated, handling
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-WIDE = 100  # columns of a terminal in which two answers stand side by side
 HELP = "Ctrl-C stops an answer. Commands: /system TEXT, /reset, /help, /exit"
 
 
@@ -130,11 +125,8 @@ class Chat:
         self._stopped, self._turns = False, self._turns + 1
         sides = [side for side in self._sides if self._prepare(side, question)]
         with handling({SIGINT: self._stop}) if self._in_terminal else nullcontext():
-            if len(sides) > 1 and sys.stdout.isatty() and shutil.get_terminal_size().columns >= WIDE:
-                self._side_by_side(sides)
-            else:
-                for side in sides:
-                    self._one_after_the_other(side)
+            for side in sides:
+                self._answer(side)
         full = f"the model's context of {self._context} tokens is full. /reset begins a new chat"
         remarks = {"stopped": "stopped", "context": full, "length": "cut off: raise --max-new-tokens"}
         for side in sides:
@@ -169,30 +161,15 @@ class Chat:
         )
         return False
 
-    def _pieces(self, side: Side) -> Iterator[str]:
+    def _answer(self, side: Side) -> None:
+        print(f"{side.label + ':':<7}" if side.label else "", end="", flush=True)
         answer = AnswerText(self._tokenizer)
         for token in side.speaker.answer(side.prompt, lambda: self._stopped):
-            yield answer.add(token)
+            print(printable(answer.add(token)), end="", flush=True)
             side.text = answer.text
-        yield answer.rest()
+        print(printable(answer.rest()), end="")
         side.text = answer.text
-
-    def _one_after_the_other(self, side: Side) -> None:
-        print(f"{side.label + ':':<7}" if side.label else "", end="", flush=True)
-        for piece in self._pieces(side):
-            print(printable(piece), end="", flush=True)
         print("" if side.text or self._stopped else EMPTY_ANSWER, flush=True)
-
-    def _side_by_side(self, sides: Sequence[Side]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        console, answers = Console(highlight=False, markup=False), [self._pieces(side) for side in sides]
-        with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
-            while answers:
-                answers = [pieces for pieces in answers if next(pieces, None) is not None]
-                live.update(_columns(sides), refresh=True)
-        console.print(_columns(sides, empty=EMPTY_ANSWER))
 
     def _stop(self, _number: int) -> None:
         self._stopped = True
@@ -207,14 +184,3 @@ def describe(model: str, system: str, context: int | None) -> str:
     """The lines printed before a chat."""
     lines = [model, f"system prompt shared by all training rows: {system}" if system else ""]
     return "\n".join(filter(None, [*lines, f"Context: {counted(context, 'token')}." if context else "", HELP]))
-
-
-def _columns(sides: Sequence[Side], empty: str = "") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*(side.label for side in sides), box=None, expand=True, padding=(0, 2, 0, 0))
-    for column in table.columns:
-        column.ratio = 1
-    table.add_row(*(Text(printable(side.text) or empty) for side in sides))
-    return table

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import require_base
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.loading import errors_told
-from safetrain.engine.weight_files import apply_adapter, require_effect
+from safetrain.engine.weight_files import apply_adapter
 
 STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
 PREFILL_TOKENS = 512  # of a prompt that are read at a time
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings: temperature 0 takes the most likely token."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None  # set once, before the first answer
 
 
 class _StoppedReading(Exception):
@@ -42,13 +31,22 @@ class Conversation:
     ``ended`` says how the last answer ended: stop, length, context or stopped.
     """
 
-    def __init__(self, model: BaseModel, stop_ids: frozenset[int], context: int | None, sampling: Sampling) -> None:
-        """``context``: the model's context length in tokens, None if unknown."""
+    def __init__(
+        self,
+        model: BaseModel,
+        stop_ids: frozenset[int],
+        context: int | None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        """``context``: the model's context length in tokens, None if unknown. Temperature 0 is greedy."""
         model.module.eval()
         self._module, self._ends, self._context = model.module, stop_ids | model.eos_ids, context
-        self._most, self._choose = sampling.max_new_tokens, make_sampler(sampling.temperature, top_p=sampling.top_p)
-        if sampling.seed is not None:
-            mx.random.seed(sampling.seed)
+        self._most, self._choose = max_new_tokens, make_sampler(temperature, top_p=top_p)
+        if seed is not None:
+            mx.random.seed(seed)
         self.ended, self.kept_tokens = STOP, 0  # tokens of the last prompt that had been read before
         self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
 
@@ -97,7 +95,9 @@ class Conversation:
 
 def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
     """Open the base, with or without an adapter, ready to answer; raises ModelError."""
-    files = _fitting(base, adapter)
+    files = read_model_files(base)
+    if adapter is not None:
+        require_base(adapter, base, files.fingerprint)
     model = open_base(base, dequantize=dequantize_to_answer(files))
     if adapter is not None:
         apply_adapter(model, adapter)
@@ -106,17 +106,8 @@ def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
 
 def open_both(base: Path, adapter: Path) -> tuple[BaseModel, BaseModel]:
     """Open the base and the tuned model; memory holds their shared weights once. Raises ModelError."""
-    files = _fitting(base, adapter)
-    model = open_base(base, dequantize=dequantize_to_answer(files))
+    model = open_tuned(base, None)
     shared: dict[int, Any] = {id(value): value for _, value in tree_flatten(model.module.parameters())}
     tuned = copy.deepcopy(model, shared)
     apply_adapter(tuned, adapter)
     return model, tuned
-
-
-def _fitting(base: Path, adapter: Path | None) -> ModelFiles:
-    files = read_model_files(base)
-    if adapter is not None:
-        require_base(adapter, base, files.fingerprint)
-        require_effect(adapter)
-    return files

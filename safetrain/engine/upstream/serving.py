@@ -6,11 +6,9 @@ formats chats and sets their stop tokens.
 """
 
 import argparse
-import errno
 import ipaddress
 import json
 import os
-import shlex
 import signal
 import socket
 import socketserver
@@ -46,7 +44,6 @@ USUAL: dict[str, Any] = {
     "prefill_step_size": 512, "prompt_cache_size": 10, "prompt_cache_bytes": None, "kv_bits": None,
     "kv_group_size": 64, "quantized_kv_start": 0, "adapter_path": None,
 }  # fmt: skip
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # address at which this machine reaches itself
 IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str, Any]], list[int]]
 
 
@@ -73,8 +70,8 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
     set_limits(room)
     weight_bytes = FLOAT32 * files.parameters if dequantize_to_answer(files) else files.static_bytes
     provider = OneModel(job, served_cache_bytes(weight_bytes, room))
-    host = ANY_ADDRESS.get(job.host, job.host)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{listening.server_port}/v1"
+    host = "127.0.0.1" if job.host == "0.0.0.0" else f"[{job.host}]" if ":" in job.host else job.host
+    address = f"http://{host}:{listening.server_port}/v1"
     try:
         with handling({signal.SIGTERM: _interrupt}):
             generator = ResponseGenerator(provider, kept_prompts(provider))
@@ -88,9 +85,8 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
             listening.RequestHandlerClass = handler
             listening.server_activate()
             say(f"{job.name} answers at {address}; Ctrl-C ends it. Try it from another terminal:")
-            body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
-            content_type = "-H 'Content-Type: application/json'"
-            say(f"curl -s {shlex.quote(f'{address}/chat/completions')} {content_type} -d '{body}'")
+            body = """{"messages": [{"role": "user", "content": "Hello"}]}"""
+            say(f"curl -s {address}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
             listening.serve_forever()
     except KeyboardInterrupt:
         say("\nstopped")
@@ -105,10 +101,7 @@ def _interrupt(_number: int) -> None:
 
 
 def served_cache_bytes(weight_bytes: int, room_bytes: int) -> int:
-    """Bytes for a server's key-value caches: half of ``room_bytes`` minus ``weight_bytes``.
-
-    The other half is for reading a prompt and for buffers that mlx keeps.
-    """
+    """Bytes for the key-value caches: half of what the weights leave; prompts that are read need the other half."""
     return max(0, room_bytes - weight_bytes) // 2
 
 
@@ -170,18 +163,16 @@ class _Handler(APIHandler):
 
     def parse_request(self) -> bool:
         """Refuse a Host header of another name: a web page whose name leads here (DNS rebinding) could read answers."""
-        if not super().parse_request():
+        is_read = bool(super().parse_request())
+        if is_read and not may_name(self.headers.get("Host", ""), self._host):
+            self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
             return False
-        if may_name(self.headers.get("Host", ""), self._host):
-            return True
-        self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
-        return False
+        return is_read
 
     def handle_models_request(self) -> None:
         """List the one model; mlx-lm's server lists the hub's cache, and fails without one."""
         model = {"id": self._name, "object": "model", "created": self.created, "owned_by": "safetrain"}
-        one = self.path.rstrip("/").count("/") > 2  # /v1/models/NAME
-        content = json.dumps(model if one else {"object": "list", "data": [model]}).encode()
+        content = json.dumps({"object": "list", "data": [model]}).encode()
         self._set_completion_headers(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -217,29 +208,25 @@ class _Listening(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind like any server, but skip the lookup of this machine's name, which can be slow."""
-        try:
-            socketserver.TCPServer.server_bind(self)
-        except OSError:
-            self.server_close()
-            raise
+        socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
 def _listening(host: str, port: int) -> _Listening:
     """Bind the port; raises ConfigError if it is not available."""
+    listening = None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         _Listening.address_family = family
         listening = _Listening((str(address[0]), port), APIHandler, bind_and_activate=False)
         listening.server_bind()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            do = f"choose another with --port {port + 1 if port < 65535 else 8080}, or end the other program"
-            raise ConfigError("The port is in use.", where=f"{host}:{port}", do=do) from None
+        if listening is not None:
+            listening.server_close()
         raise ConfigError(
             f"Nothing can be served at this address: {error.strerror or error}.",
             where=f"{host}:{port}",
-            expected="an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for all who reach it; port above 1023",
+            expected="a free port above 1023 and an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for all",
             do="choose them with --host and --port",
         ) from None
     return listening
