@@ -10,7 +10,6 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,13 +40,7 @@ MOST_TIMED = 6  # updates
 RATE = 1e-6  # small: the weights are discarded
 
 
-@dataclass(frozen=True)
-class MeasuredUpdate:
-    """Time and memory of an update."""
-
-    peak_bytes: int  # of mlx's allocator
-    seconds: float
-    tokens: int
+Measured = tuple[int, float, int]  # an update's peak of mlx's allocator in bytes, its seconds, its tokens
 
 
 def main(job_path: str, scratch: str) -> int:
@@ -75,27 +68,27 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     from safetrain.engine.backend import device
     from safetrain.engine.saving import record, save
 
-    run, made, own = _open(job, scratch), list[MeasuredUpdate](), list[MeasuredUpdate]()
+    run, made, own = _open(job, scratch), list[Measured](), list[Measured]()
     largest_updates = _largest_updates(run)
     for largest, is_own in largest_updates:
         made.append(_make(run, largest))
         own += made[-1:] if is_own else []
-        if made[0].seconds > DRY_RUN_SLOW_SECONDS:
+        if made[0][1] > DRY_RUN_SLOW_SECONDS:
             break
     record(run, RATE, validate=True)
     save(run)
     rows = job.train
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), job.settings.rows_per_update)
-    if made[-1].seconds / made[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
+    _, seconds, tokens = made[-1]
+    if seconds / tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
         timed = _time_updates(run)
     else:
         timed = [_make(run, largest)] if device().compiles else made[1:] or made  # the first one compiles
-    update_seconds = mean_tokens * statistics.median(each.seconds / each.tokens for each in timed)  # others ran, too
+    update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
     own_order, own_seconds = None, time.monotonic() - start
     if len(made) == len(largest_updates):
-        own_peak = max(each.peak_bytes for each in [*own, *timed])
-        own_order = OwnOrder(own_largest_update(job, device().name), own_peak)
-    peak = max(each.peak_bytes for each in [*made, *timed])
+        own_order = OwnOrder(own_largest_update(job, device().name), max(peak for peak, _, _ in [*own, *timed]))
+    peak = max(peak for peak, _, _ in [*made, *timed])
     return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
 
 
@@ -103,21 +96,16 @@ def _open(job: Job, scratch: Path) -> "TrainingRun":
     """Open the training with its memory limits and only the longest validation rows."""
     from safetrain.engine.run import Watcher, open_run
 
-    output = scratch / "output"
+    output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
     output.mkdir()
-    settings = dataclasses.replace(job.settings, max_loss_jump=None)
+    rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size]))
     trial = dataclasses.replace(
-        job,
-        settings=settings,
-        trace=False,
-        rows=dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size])),
-        output=output,
-        adapters=scratch / "adapters",
+        job, settings=settings, trace=False, rows=rows, output=output, adapters=scratch / "adapters"
     )
     return open_run(trial, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
-def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
+def _make(run: "TrainingRun", update: "Update") -> Measured:
     """Make and count an update."""
     import mlx.core as mx
 
@@ -130,33 +118,32 @@ def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
     seconds = time.perf_counter() - began
     count(run, update, result, seconds)
-    return MeasuredUpdate(mx.get_peak_memory(), seconds, update.input_tokens)
+    return mx.get_peak_memory(), seconds, update.input_tokens
 
 
-def _time_updates(run: "TrainingRun") -> list[MeasuredUpdate]:
+def _time_updates(run: "TrainingRun") -> list[Measured]:
     """Time ordinary updates; on a GPU each runs twice, because the first time compiles its shapes."""
     from safetrain.engine.backend import device
     from safetrain.engine.training import update_of
 
-    updates = list[MeasuredUpdate]()
+    updates = list[Measured]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))
         if device().compiles:
             _make(run, update)
         updates.append(_make(run, update))
-        if sum(each.seconds for each in updates) > DRY_RUN_TIMED_SECONDS:
+        if sum(seconds for _, seconds, _ in updates) > DRY_RUN_TIMED_SECONDS:
             break
     return updates
 
 
 def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
-    """The largest micro-batches of some updates, each as a separate update, and whether it is one of the training's
-    own order of rows; the one that computes most comes first.
+    """The largest micro-batches as separate updates, and whether each is one of the training's own order of rows.
 
-    The updates are that with the longest row, and those with most tokens and most labels, in the training's own order
-    and in several. Where an update has several micro-batches, one of a single row precedes it: gradients then add up
-    in memory as in the training.
+    They come from the updates with the longest row, most tokens and most labels, in the training's own order and in
+    several; the one that computes most comes first. Where an update has several micro-batches, one of a single row
+    precedes it: gradients then add up in memory as in the training.
     """
     from safetrain.engine.batches import fill, update_of_rows
 

@@ -1,9 +1,8 @@
 """Probes mlx's device and a model, in a separate process because a probe may crash.
 
 ``python -m safetrain.engine.probe [FOLDER [LIMIT]]`` prints one JSON object about the machine and, with a model's
-folder, whether it can be trained; ``--pass FOLDER ROWS TOKENS [LIMIT]`` compares a pass with mlx-lm's own;
-``--report SECTION FOLDER`` prints figures for people: on each line the section, a tab, a text. Memory is limited as
-in training, and to LIMIT.
+folder, whether it can be trained; ``--pass FOLDER ROWS TOKENS [LIMIT]`` compares a pass with mlx-lm's own. Memory is
+limited as in training, and to LIMIT.
 """
 
 import json
@@ -18,26 +17,18 @@ from safetrain.engine.cpu.blas import Blas, load_fast_blas
 
 def main(arguments: list[str]) -> None:
     """Print the requested result."""
-    if arguments[:1] in (["--pass"], ["--report"]):
-        die_with_parent(os.getppid())
-        prefer_for_oom_kill()
     blas = load_fast_blas()  # before anything imports mlx
-    match arguments:
-        case ["--report", section, folder]:
-            from safetrain.engine.backend import keep_to_room
-            from safetrain.engine.selftest import report
+    if arguments[:1] != ["--pass"]:
+        print(json.dumps(probe(blas, *arguments)))
+        return
+    die_with_parent(os.getppid())
+    prefer_for_oom_kill()
+    from safetrain.engine.backend import keep_to_room
+    from safetrain.engine.selftest import examine
 
-            keep_to_room()
-            for text in report(section, Path(folder)):
-                print(f"{section}\t{text}", flush=True)
-        case ["--pass", folder, rows, tokens, *limit]:
-            from safetrain.engine.backend import keep_to_room
-            from safetrain.engine.selftest import examine
-
-            keep_to_room(int(limit[0]) if limit else None)
-            print(json.dumps(examine(Path(folder), int(rows), int(tokens))))
-        case _:
-            print(json.dumps(probe(blas, *arguments)))
+    _, folder, rows, tokens, *limit = arguments
+    keep_to_room(int(limit[0]) if limit else None)
+    print(json.dumps(examine(Path(folder), int(rows), int(tokens))))
 
 
 def probe(blas: Blas, folder: str = "", limit: str = "") -> dict[str, object]:
@@ -61,7 +52,7 @@ def probe(blas: Blas, folder: str = "", limit: str = "") -> dict[str, object]:
         "blas": blas.name,
         "blas_is_fast": blas.fast,
         "blas_reason": blas.reason,
-        "gemm_gflops": round(product_gflops(1024, "float32"), 1),
+        "gemm_gflops": round(product_gflops(1024), 1),
         "compute_dtype": probed_dtype(info, metal=metal, quantized=False),
         "quantized_compute_dtype": probed_dtype(info, metal=metal, quantized=True),
     }

@@ -5,7 +5,6 @@ holds two models, nor anything that only training needs (gradient, optimizer, ac
 """
 
 import gc
-import time
 from collections.abc import Callable
 
 from safetrain.core.errors import InterruptedRun
@@ -24,7 +23,6 @@ from safetrain.engine.tuned import TunedModel, sample_of
 from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
 
-SAY_EVERY_SECONDS = 10.0
 LEAST_TOKENS, MOST_TOKENS = 2**9, 2**12  # of validation rows, evenly spread: three passes through them
 TRAINED_TO_PROVED = 100  # with so many times fewer tokens than were trained, a hundredth of the time
 
@@ -41,8 +39,7 @@ def remember_best(run: TrainingRun) -> TunedModel:
         set_adapter_weights(run.model, load_arrays(best))
     rows = sample_of(job.valid, read_model_files(job.base_folder), run.model, proved_tokens(job))
     with run.watcher.recorder.phase(Phase.VERIFY, Work(state.step)):
-        beat = _beats("tuned model", run.watcher, state.step)
-        keep_head = job.settings.method == PRETRAIN
+        beat, keep_head = _beat(run.watcher, state.step), job.settings.method == PRETRAIN
         return TunedModel.of(run.model, rows, run.layout.most_tokens, beat, keep_head=keep_head)
 
 
@@ -58,19 +55,19 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
         model = open_base(job.base_folder, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
         by_mlx_lm = holds_adapters(model.module, settings.method)
 
-    def compared(subject: str) -> ComparedWith:
+    def compared() -> ComparedWith:
         with recorder.phase(Phase.VERIFY, work):
-            like = tuned.likeness_of(model, _beats(subject, watcher, step))
+            like = tuned.likeness_of(model, _beat(watcher, step))
         return ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows)))
 
-    base = compared("base model")
+    base = compared()
     with recorder.phase(Phase.LOAD_MODEL, work):
         if by_mlx_lm:
             adapt_for_a_consumer(model.module, job.adapters)
         else:
             apply_adapter(model, job.adapters)
-    opened, opened_by = compared("saved adapter"), "mlx-lm" if by_mlx_lm else "safetrain"
-    proof = Proof(len(tuned.rows), len(tuned.keys), float(tuned.losses.mean()), base, opened, opened_by)
+    loss, opened_by = float(tuned.losses.mean()), "mlx-lm" if by_mlx_lm else "safetrain"
+    proof = Proof(len(tuned.rows), len(tuned.keys), loss, base, compared(), opened_by)
     backend = backend_of(
         read_model_files(job.base_folder), device().name, settings.dequantize_base, settings.method,
         compute_dtype=settings.compute_dtype,
@@ -89,20 +86,11 @@ def passes_over(job: Job) -> float:
     return 3 * min(1.0, proved_tokens(job) / max(1, job.valid.tokens))
 
 
-def _beats(subject: str, watcher: Watcher, step: int) -> Callable[[], None]:
-    """A callback for each micro-batch of one of the three passes.
-
-    It shows the supervisor that the check is alive, reports progress of a long pass, and stops it on a signal.
-    """
-    said_seconds, micro_batches = time.monotonic(), 0
+def _beat(watcher: Watcher, step: int) -> Callable[[], None]:
+    """For each micro-batch: show the supervisor that the check is alive, and stop it on a signal."""
 
     def beat() -> None:
-        nonlocal said_seconds, micro_batches
         watcher.recorder.write(Phase.VERIFY, Edge.BEFORE, Work(step))
-        if time.monotonic() - said_seconds > SAY_EVERY_SECONDS:
-            said_seconds = time.monotonic()
-            watcher.say(f"checking the adapter: {subject}, micro-batch {micro_batches + 1}")
-        micro_batches += 1
         if stop := watcher.stop():
             what = f"Stopped after step {step}, the last one, while checking the adapter."
             raise InterruptedRun(stop, what, do="run the same command again to finish")

@@ -1,8 +1,6 @@
 """Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures this machine's speed."""
 
-import functools
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,14 @@ from mlx.utils import tree_flatten
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import SafetrainError
-from safetrain.core.formatting import size_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings
 from safetrain.core.storage.files import with_traceback
 from safetrain.engine.adapters import adapted_names
 from safetrain.engine.backend import device
-from safetrain.engine.batches import GRADIENT_KERNEL, attention_graph, training_layout, update_at
+from safetrain.engine.batches import training_layout, update_at
 from safetrain.engine.dtypes import time_operation
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.row_attention import Block, block_attention
 from safetrain.engine.update import equip, prepare
 from safetrain.engine.upstream.layers import add_lora
 from safetrain.engine.upstream.loading import NO_MEMORY, plain_model, training_refusal
@@ -31,8 +27,7 @@ from safetrain.engine.upstream.probing import Refusal, are_close, asked, few_blo
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
-TRIED_TOKENS, ATTENDED_TOKENS = 8, 2048
-REPORT_ROWS, REPORT_TOKENS = 3, 64
+TRIED_TOKENS = 8
 
 
 def load(folder: Path) -> dict[str, object]:
@@ -200,45 +195,8 @@ def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
     )  # fmt: skip
 
 
-def report(section: str, folder: Path) -> Iterator[str]:
-    """Measure a section of `safetrain selftest --report`, in small sizes on a CPU, where large ones take minutes."""
-    small = device().measures_small
-    if section == "product":
-        width = 1024 if small else 4096
-        for name in ("float32",) if small else ("float32", "float16", "bfloat16"):
-            yield f"{width:,} x {width:,} {name}: {product_gflops(width, name):,.0f} GFLOP/s"
-    elif section == "attention":
-        yield from attention(*((2, 64) if small else (32, 128)), tokens=ATTENDED_TOKENS)
-    else:
-        found = examine(folder, REPORT_ROWS, REPORT_TOKENS)
-        loss, gradient, speed = (found[key] for key in ("loss_difference", "gradient_difference", "tokens_per_second"))
-        yield f"{folder.name}: loss and gradient within {max(loss, gradient):.1e} of mlx-lm's own"
-        yield f"{found['step_seconds']:.3f} s, {speed:,.0f} tokens/s, peak {size_text(found['peak_memory_bytes'])}"
-
-
-def product_gflops(width: int, dtype: str) -> float:
-    """Speed of a square matrix product."""
-    matrix = mx.random.normal((width, width)).astype(getattr(mx, dtype))
+def product_gflops(width: int) -> float:
+    """Speed of a square matrix product in float32."""
+    matrix = mx.random.normal((width, width))
     mx.eval(matrix)
     return 2e-9 * width**3 / time_operation(mx.matmul, matrix, matrix)[0]
-
-
-def attention(heads: int, head_dim: int, tokens: int) -> Iterator[str]:
-    """Causal attention of one row, forward and with the gradient: safetrain's tiles, then mlx's own."""
-
-    def costs(name: str, attend: Callable[..., mx.array], *shape: int) -> Iterator[str]:
-        inputs = [mx.random.normal(shape).astype(getattr(mx, dtype)) for _ in range(3)]
-        mx.eval(inputs)
-        gradient = mx.grad(lambda *parts: attend(*parts).sum(), argnums=(0, 1, 2))
-        for way, operation in (("forward", attend), ("gradient", gradient)):
-            seconds, peak_bytes = time_operation(operation, *inputs)
-            yield f"{name} {way}: {1000 * seconds:,.1f} ms, peak {size_text(peak_bytes)}"
-
-    dtype, scale = "float32" if device().computes_in_float32 else "bfloat16", head_dim**-0.5
-    graph = attention_graph(tokens, head_dim, getattr(mx, dtype), GRADIENT_KERNEL)
-    used = "mx.fast" if GRADIENT_KERNEL in graph else "safetrain"
-    yield f"{heads} heads of size {head_dim}, {tokens:,} tokens, {dtype}; training uses {used}"
-    tiles = block_attention(Block(0, tokens, 1, tokens, way=device().attention_ways[0]), scale, None)
-    yield from costs("safetrain", tiles, tokens, heads, 1, head_dim)
-    fused = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")
-    yield from costs("mx.fast", fused, 1, heads, tokens, head_dim)

@@ -13,13 +13,13 @@ import psutil
 
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import counted, size_text
-from safetrain.plan.child import ChildFailed, room_bytes, run_json, run_lines, version_of
+from safetrain.plan.child import ChildFailed, room_bytes, run_json, version_of
 from safetrain.plan.machine import Probe, chip_name, read_machine_now
 
 TIMEOUT_SECONDS, SECTION_SECONDS = 1800.0, 120.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
 PACKAGES = ("mlx", "mlx-lm", "safetrain")
-SECTIONS = ("product", "attention", "training")
+PASS = ("3", "64")  # rows and tokens
 COLUMNS, LABEL = 80, 11
 FENCE = "```"  # keeps the columns aligned in an issue
 
@@ -72,7 +72,7 @@ def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
 
 
 def report_lines(probe: str, model: Path) -> Iterator[str]:
-    """Yield the report line by line; ``python -m probe`` measures each section."""
+    """Yield the report line by line; ``python -m probe`` measures."""
     yield FENCE
     yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
     last = ""
@@ -84,7 +84,7 @@ def report_lines(probe: str, model: Path) -> Iterator[str]:
 
 
 def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts. A section reports that its child failed; lines without its label come from libraries."""
+    """Yield labels and texts; a child that fails says how."""
     is_macos, cores = sys.platform == "darwin", psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     system = f"macOS {platform.mac_ver()[0]}" if is_macos else f"{platform.system()} {platform.release()}"
     yield "system", f"{system}, {platform.machine()}, {chip_name()}, {counted(cores, 'core')}"
@@ -94,11 +94,15 @@ def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
         yield "device", _device(Probe(**run_json(probe, [], SECTION_SECONDS, room_bytes())))
     except ChildFailed as error:
         yield "device", _failed(str(error))
-    for section in SECTIONS:
-        lines, ended = run_lines(probe, ["--report", section, str(model)], SECTION_SECONDS, room_bytes())
-        yield from ((section, line.partition("\t")[2]) for line in lines if line.startswith(f"{section}\t"))
-        if ended:
-            yield section, _failed(ended)
+    try:
+        found = run_json(probe, ["--pass", str(model), *PASS], SECTION_SECONDS, room_bytes())
+    except ChildFailed as error:
+        yield "training", _failed(str(error))
+        return
+    difference = max(found["loss_difference"], found["gradient_difference"])
+    yield "training", f"{model.name}: loss and gradient within {difference:.1e} of mlx-lm's own"
+    speed, peak = f"{found['tokens_per_second']:,.0f} tokens/s", size_text(found["peak_memory_bytes"])
+    yield "training", f"{found['step_seconds']:.3f} s, {speed}, peak {peak}"
 
 
 def _device(probe: Probe) -> str:
@@ -114,7 +118,8 @@ def _device(probe: Probe) -> str:
     }
     limits = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
     dtype = f", bfloat16 emulated: {machine.compute_dtype}" if machine.compute_dtype else ""
-    return f"{machine.backend}, {machine.device or probe.blas}{dtype}; {limits}"
+    speed = f"matrix products {probe.gemm_gflops:,.0f} GFLOP/s"
+    return f"{machine.backend}, {machine.device or probe.blas}{dtype}; {limits}; {speed}"
 
 
 def _failed(ended: str) -> str:

@@ -63,15 +63,6 @@ def test_a_run_that_was_killed_at_it_comes_to_the_same(tiny_model: Build, tmp_pa
     assert first == again
 
 
-def test_a_long_proof_says_how_far_it_is(tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, said = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=1)), list[str]()
-    result = run(job)
-    monkeypatch.setattr("safetrain.engine.proof.SAY_EVERY_SECONDS", -1.0)
-    prove(job, result.tuned, dataclasses.replace(watcher(job), say=said.append), 1)
-    assert said[0] == "checking the adapter: base model, micro-batch 1"
-    assert "checking the adapter: saved adapter, micro-batch 1" in said
-
-
 def test_few_tokens_of_many_rows_are_compared(tiny_model: Build, tmp_path: Path) -> None:
     job = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=1))
     many = with_rows(job, valid=rows(300, 4))

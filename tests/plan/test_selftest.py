@@ -12,7 +12,7 @@ from safetrain.core.errors import MachineError
 from safetrain.plan.selftest import judge, report_lines, selftest
 from tests.conftest import ROOT
 
-LABELS = ["system", "versions", "device", "product", "attention", "training"]
+LABELS = ["system", "versions", "device", "training"]
 
 
 def command(*words: str) -> str:
@@ -46,20 +46,16 @@ def test_the_report_is_one_screen_without_names() -> None:
     assert max(map(len, lines)) <= 80
     assert labels(lines) == LABELS
     assert "FAILED" not in said
-    for way in ("safetrain forward", "safetrain gradient", "mx.fast forward", "mx.fast gradient"):
-        assert f"{way}: " in said
     assert float(said.partition("within ")[2].split()[0]) < 1e-5  # of mlx-lm's own loss and gradient
     for name in (str(Path.home()), str(ROOT), platform.node(), sys.prefix):
         assert name not in said
 
 
-def test_a_section_that_dies_says_so_and_the_others_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying_child.py").write_text(
         "import os, sys\n"
-        "section = sys.argv[2] if len(sys.argv) > 1 else 'device'\n"
-        "print(f'a banner\\n{section}\\t12.3 ms', flush=True)\n"
-        "if section == 'attention': os.kill(os.getpid(), 9)\n"
-        "if section == 'training': raise OSError(f'{os.getcwd()}/secret is missing')\n"
+        "print('a banner', flush=True)\n"
+        "if len(sys.argv) > 1: raise OSError(f'{os.getcwd()}/secret is missing')\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(MachineError, match="did not finish"):
@@ -67,8 +63,6 @@ def test_a_section_that_dies_says_so_and_the_others_are_there(tmp_path: Path, mo
     lines = list(report_lines("dying_child", tmp_path))
     assert labels(lines) == LABELS
     assert "device     FAILED: the answer cannot be read" in lines
-    assert "product    12.3 ms" in lines
-    assert lines[lines.index("attention  12.3 ms") + 1] == "           FAILED: killed by signal 9"
     text = "\n".join(lines)
     assert "FAILED: exit code 1: OSError\n" in text
     assert "secret" not in text
