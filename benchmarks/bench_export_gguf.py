@@ -20,8 +20,9 @@ import numpy as np  # noqa: E402
 
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
-from safetrain.engine.exchange.gguf_export import QUANTIZER, GgufJob, export_gguf  # noqa: E402
+from safetrain.engine.exchange.gguf_export import QUANTIZER, export_gguf  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
+from safetrain.engine.tuned import ExportJob  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.llama_judge import LlamaJudge, divergence  # noqa: E402
 from tests.support.tokenizers_made import CORPUS, SPECIAL  # noqa: E402
@@ -159,14 +160,13 @@ class Family:
     def row(self, kind: str) -> list[object]:
         """As one type of file."""
         file = self.folder.with_name(f"{self.folder.name}-{kind}.gguf")
-        report = export_gguf(GgufJob(self.folder, None, file, self.measured, 256, 2**30, kind, 1.0), print)
+        report = export_gguf(ExportJob(self.folder, None, file, self.measured, 256, 2**30, 1.0), kind, print)
         self.tokens = self.tokens or same_tokens(file, self.folder)
         answers = zip(answers_of_llama(file, self.prompts), self.expected, strict=True)
-        assert report.read_back is not None
         apart, same = self.in_llama(file)
         return [
-            f"{self.name} ({report.tokenizer})", self.tokens, kind, f"{report.size_bytes / 1024:.0f}",
-            f"{report.read_back.divergence:.1e}", f"{apart:.1e}", f"{100 * same:.1f} %",
+            self.name, self.tokens, kind, f"{report.size_bytes / 1024:.0f}",
+            f"{report.written.divergence:.1e}", f"{apart:.1e}", f"{100 * same:.1f} %",
             f"{sum(one == two for one, two in answers)} of {len(self.prompts)}",
         ]  # fmt: skip
 

@@ -2,19 +2,22 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from safetrain.cli_project import model_of_params
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import counted, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
+if TYPE_CHECKING:
+    from safetrain.engine.tuned import ExportJob
+
 export = typer.Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
 import_ = typer.Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
 
-OFTEN_THE_SAME = 0.9  # share of answers: if fewer are equal, a message says so
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 SUFFIX = ".gguf"
 OutFolder = Annotated[Path, typer.Argument(help="folder to write; must not exist yet")]
@@ -80,21 +83,14 @@ def fuse(
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
-    material = _material(out, adapter, model)
-    from safetrain.engine.fuse import FuseJob, fuse_adapter
+    job = _export_job(out, adapter, model, may_lose)
+    from safetrain.engine.folding import FLOAT
+    from safetrain.engine.fuse import fuse_adapter
 
-    job = FuseJob(**material, bits=bits, as_float=as_float, may_lose=may_lose / 100)
     with still_working(f"writing and measuring {out}"):
-        report = fuse_adapter(job, print_text)
-    chosen, like = report.tried[-1], report.tried[-1].likeness
-    share = f"keeps {100 * chosen.kept:.1f} % of the improvement"
-    print_text(f"{out} is written: {chosen.name}, {size_text(chosen.size_bytes)}, {share}; figures: {out / REPORT}")
-    if like.same_answers < OFTEN_THE_SAME:
-        others = report.rows - round(like.same_answers * report.rows)
-        print_text(
-            f"{others} of {report.rows} answers differ in wording from the tuned model's; the number of correct ones "
-            "is within chance. To keep more: --may-lose 0.5, or --bits 6"
-        )
+        report = fuse_adapter(job, print_text, FLOAT if as_float else bits)
+    share = f"keeps {100 * (report.kept or 0.0):.1f} % of the improvement"
+    print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}; figures: {out / REPORT}")
     print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
         card(out, adapter, job.base, replace=True)
@@ -134,25 +130,21 @@ def export_peft(
 
     The written adapter is compared with the tuned model on validation rows.
     """
-    from safetrain.core.model.files import hub_id_of
+    from safetrain.core.model.files import hub_id_of, read_model_files
     from safetrain.core.records.fusing import EXPORT_REPORT
     from safetrain.watch.progress import still_working
 
-    material = _material(out, adapter, model)
-    from safetrain.engine.exchange.peft import PeftExportJob, export_peft
+    job = _export_job(out, adapter, model)
+    from safetrain.engine.exchange.peft import export_peft
 
-    name = base_name or hub_id_of(material["base"]) or str(material["base"])
+    name = base_name or hub_id_of(job.base) or str(job.base)
     with still_working(f"writing and measuring {out}"):
-        report = export_peft(PeftExportJob(**material, base_name=name), print_text)
-    like, bits = report.exported, report.base_bits
-    print_text(
-        f"{out} is written and read again: {like.divergence:.1e} nats per label from the tuned model, "
-        f"the same answer on {round(like.same_answers * report.rows)} of {report.rows} rows, loss {like.loss:.4f}; "
-        f"{out / EXPORT_REPORT} has the figures"
-    )
+        report = export_peft(job, name, print_text)
+    like, bits = report.written, read_model_files(job.base).quantization_bits
+    same = f"the same answer on {round(like.same_answers * report.rows)} of {report.rows} rows"
+    print_text(f"{out} is written and read again: {same}, loss {like.loss:.4f}; {out / EXPORT_REPORT} has the figures")
     if bits is not None:
-        print_text(f"The adapter was trained on a {bits}-bit base, and the figures are for that base, dequantized.")
-        print_text("On the float model that it was quantized from, results differ slightly.")
+        print_text(f"The figures are for the {bits}-bit base, dequantized; on the float model they differ slightly.")
     if bits is not None and base_name is None:
         print_text(f"PEFT cannot open a quantized MLX model, and the base is {name}. Name the float one: --base-name")
     else:
@@ -170,10 +162,9 @@ def export_gguf(
     model: BaseFolder = None,
     fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
 ) -> None:
-    """Write the base and adapter as one GGUF file, with a Modelfile, for llama.cpp, Ollama and LM Studio.
+    """Write the base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio.
 
-    The file is compared with the tuned model on validation rows; NAME.gguf.json has the figures. A file that loses too
-    much is refused.
+    The file is compared with the tuned model on validation rows. A file that loses too much is refused.
     """
     import importlib.util
 
@@ -185,14 +176,13 @@ def export_gguf(
         raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}{SUFFIX}")
     if fused is not None and model is not None:
         raise ConfigError("A fused model has no base.", do="leave out --model, or --fused")
-    material = _material(out, adapter, model, fused)
-    from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of
+    job = _export_job(out, adapter, model, may_lose, fused)
+    from safetrain.engine.exchange.gguf_export import export_gguf, report_of
 
-    job = GgufJob(**material, kind=kind.value, may_lose=may_lose / 100)
     with still_working(f"writing and measuring {out}"):
-        report = export_gguf(job, print_text)
+        report = export_gguf(job, kind.value, print_text)
     print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
-    print_text(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
+    print_text(f"Ask it: llama-cli -m {out}, or a Modelfile with FROM {out} and ollama create NAME -f Modelfile")
 
 
 @import_.command("peft")
@@ -207,26 +197,28 @@ def import_peft(
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
-    base = model or _model_of_params()
+    base = model or model_of_params()
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.exchange.peft import import_peft
     from safetrain.watch.progress import still_working
 
     with still_working(f"reading {source} and trying it on {base}"):
-        imported, moved, largest = import_peft(source, base, out)
-    lora, shape = imported.lora, imported.shape
-    if shape.base_name:
-        print_text(f"PEFT trained this adapter on {shape.base_name}; here its base is {base}.")
-    kind = "DoRA" if shape.dora else "rsLoRA" if shape.by_root else "LoRA"
+        imported = import_peft(source, base, out)
+    lora, config = imported.lora, imported.config
+    if trained_on := config.get("base_model_name_or_path"):
+        print_text(f"PEFT trained this adapter on {trained_on}; here its base is {base}.")
+    kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
     print_text(
         f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
-        f"{counted(lora.num_layers, 'block')}; it changes logits by up to {moved:.2g}; the largest is {largest:.2g}"
+        f"{counted(lora.num_layers, 'block')}"
     )
     print_text(f'Use it: safetrain ask "..." --adapter {out}')
 
 
-def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None = None) -> dict[str, Any]:
-    """Gather what every export needs, by the names in ExportJob, and load the BLAS for mlx."""
+def _export_job(
+    out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0, fused: Path | None = None
+) -> "ExportJob":
+    """Gather what every export needs, and load the BLAS for mlx. ``may_lose`` is in percent."""
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import read_run_shape
@@ -236,28 +228,19 @@ def _material(out: Path, adapter: Path, model: Path | None, fused: Path | None =
     run = read_run_shape(paths.SUMMARY)
     rows = load_valid_rows(_tokens_of(base), run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
-    return {
-        "base": base, "adapter": None if fused else adapter, "out": out, "rows": rows, "most_tokens": run.most_tokens,
-        "mlx_limit_bytes": run.mlx_limit_bytes, "compute_dtype": run.compute_dtype,
-    }  # fmt: skip
+    from safetrain.engine.tuned import ExportJob
+
+    limits = run.most_tokens, run.mlx_limit_bytes, may_lose / 100
+    return ExportJob(base, None if fused else adapter, out, rows, *limits, run.compute_dtype)
 
 
 def _tokens_of(folder: Path) -> Path:
     """The folder whose tokenizer made the rows: a fused model's base, because fuse adds stop tokens."""
     from safetrain.core.model.files import make_same_tokens
-    from safetrain.core.records.fusing import REPORT, FuseReport
+    from safetrain.core.records.fusing import REPORT, ExportReport
     from safetrain.core.storage.files import read_record
 
     if not (folder / REPORT).is_file():
         return folder
-    base = Path(read_record(folder / REPORT, FuseReport).base_model)
+    base = Path(read_record(folder / REPORT, ExportReport).base_model)
     return base if base.is_dir() and make_same_tokens(base, folder) else folder
-
-
-def _model_of_params() -> Path:
-    """Read model.path from params.yaml; raises ConfigError outside a project."""
-    from omegaconf import OmegaConf
-
-    if not Path("params.yaml").is_file():
-        raise ConfigError("The adapter's base model is not known.", do="name its folder with --model")
-    return Path(OmegaConf.load("params.yaml").model.path)

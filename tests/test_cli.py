@@ -104,7 +104,7 @@ def test_a_gguf_file_is_measured_on_the_same_rows(
     said = invoke("export", "gguf", "out.gguf")
     assert "on 9 validation rows" in said
     assert "out.gguf is written: q8_0" in said
-    assert "ollama create NAME -f out.Modelfile" in said
+    assert "llama-cli -m out.gguf" in said
     said = invoke("export", "gguf", "alone.gguf", "--fused", str(base), "--type", "f16")
     assert "alone.gguf is written: f16" in said
     invoke("fuse", "fused", "--may-lose", "30")

@@ -7,7 +7,7 @@ time, so memory never holds a float copy of the model.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,13 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.adapter_files import lora_number
 from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.layers import dequantized
-from safetrain.engine.upstream.loading import errors_told, load, takes_bits
+from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.weight_files import adapter_arrays
 
 Fold = Callable[[mx.array, slice], mx.array]  # (float32 rows of a weight, their places) -> rows of the tuned weight
-AFFINE, GROUP_SIZE, FLOAT = "affine", 64, 0  # FLOAT: a number of bits that means no quantization
-
-
-@dataclass(frozen=True)
-class LayerStorage:
-    """How a layer's weight is stored, as mlx-lm's config.json says it."""
-
-    group_size: int
-    bits: int
-    mode: str = AFFINE
-
-
-Plan = Mapping[str, LayerStorage | None]  # by a layer's path; None: float. Other layers do not change
+Storage = dict[str, Any]  # group_size, bits and mode of a quantized layer, as in mlx-lm's config.json
+Plan = Mapping[str, Storage | None]  # by a layer's path; None: float. Other layers do not change
+FLOAT = 0  # a number of bits that means no quantization
 
 
 @dataclass(frozen=True)
@@ -94,34 +84,37 @@ def as_it_is(weight: mx.array, _rows: slice) -> mx.array:
     return weight
 
 
-def stored_as(layer: Any) -> LayerStorage | None:
-    """How a layer is stored; None for float."""
-    return LayerStorage(layer.group_size, layer.bits, getattr(layer, "mode", AFFINE)) if "scales" in layer else None
-
-
 def inputs_of(layer: Any) -> int:
     """Input width of a layer, quantized or not."""
     width = layer.weight.shape[-1]
     return width * 32 // layer.bits if "scales" in layer else width
 
 
-def plan_of(module: Any, folds: Folds, bits: int | None) -> Plan:
-    """Plan ``bits`` for quantized layers that the adapter changes; if none is quantized, for all that mlx-lm quantizes.
+def _storages(module: Any) -> dict[str, Storage | None]:
+    """How each layer is stored, by path; None for float."""
+    return {
+        path: {"group_size": layer.group_size, "bits": layer.bits, "mode": getattr(layer, "mode", "affine")}
+        if "scales" in layer else None
+        for path, layer in module.named_modules() if "weight" in layer
+    }  # fmt: skip
 
-    None stores each layer as in the base, FLOAT quantizes none. Layers keep their group size, except that groups of 16
-    (nvfp4) become groups of 32.
+
+def plan_of(module: Any, folds: Folds, bits: int | None) -> Plan:
+    """Plan ``bits`` for layers that the adapter changes; None stores each as in the base, FLOAT quantizes none.
+
+    Layers keep their group size, except that groups of 16 (nvfp4) become groups of 32. Raises ModelError if the base
+    is not quantized.
     """
-    own = {path: stored_as(layer) for path, layer in module.named_modules() if "weight" in layer}
-    quantized = [path for path, stored in own.items() if stored]
+    own = _storages(module)
     if bits == FLOAT:
-        return dict.fromkeys([*folds.layers, *quantized])
+        return dict.fromkeys([*folds.layers, *(path for path, stored in own.items() if stored)])
     plan = {path: own[path] for path in folds.layers}
-    if bits is None:
-        return plan
-    for path in quantized or takes_bits(module, GROUP_SIZE):
-        before = own[path]
-        if before is None or (path in folds.layers and before.bits != bits):
-            plan[path] = LayerStorage(max(32, before.group_size) if before else GROUP_SIZE, bits)
+    if bits is not None and not any(own.values()):
+        do = "fuse with --float, then quantize the result: safetrain convert"
+        raise ModelError("The base is not quantized, so the fused model is not either.", do=do)
+    for path, stored in plan.items() if bits is not None else ():
+        if stored is not None and stored["bits"] != bits:
+            plan[path] = {"group_size": max(32, stored["group_size"]), "bits": bits, "mode": "affine"}
     return plan
 
 
@@ -153,7 +146,7 @@ def slices_of(count: int, numbers_each: int) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
+def _in_slices(layer: Any, fold: Fold, stored: Storage | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
     """Yield a few rows, or experts, at a time; each slice waits for the one before."""
     before = None
     for rows in slices_of(layer.weight.shape[0], math.prod(layer.weight.shape[1:-1]) * inputs_of(layer)):
@@ -163,21 +156,19 @@ def _in_slices(layer: Any, fold: Fold, stored: LayerStorage | None, float_type: 
         weight = fold(weight.astype(mx.float32), rows)
         arrays: list[mx.array] = [weight.astype(float_type)]
         if stored is not None:
-            arrays = list(mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode))
-            arrays[1:] = [scale.astype(float_type) if stored.mode == AFFINE else scale for scale in arrays[1:]]
+            arrays = list(mx.quantize(weight, **stored))
+            arrays[1:] = [scale.astype(float_type) if stored["mode"] == "affine" else scale for scale in arrays[1:]]
         before = arrays[0]
         yield tuple(arrays)
 
 
 def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[str, Any]:
     """config.json, updated with the quantization of each layer that is stored differently."""
-    stored = {path: stored_as(layer) for path, layer in module.named_modules() if "weight" in layer} | dict(plan)
-    kinds, before = Counter(each for each in stored.values() if each), config.get("quantization")
+    stored = [each for each in (_storages(module) | dict(plan)).values() if each]
+    before: dict[str, Any] = config.get("quantization") or {}
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    if not kinds:
+    if not stored:
         return plain if before else dict(config)
-    before = before or asdict(kinds.most_common(1)[0][0])
-    usual = LayerStorage(before["group_size"], before["bits"], before.get("mode", AFFINE))
-    entries = {key: value for key, value in before.items() if key not in plan}
-    entries |= {path: asdict(each) for path, each in plan.items() if each and each != usual}
-    return {**plain, "quantization": entries}
+    usual = {key: value for key, value in before.items() if key not in plan} or stored[0]
+    shape = {"mode": "affine", **{key: usual[key] for key in ("group_size", "bits", "mode") if key in usual}}
+    return {**plain, "quantization": usual | {path: each for path, each in plan.items() if each and each != shape}}

@@ -6,22 +6,33 @@ Only the tuned model's head stays in memory, which leaves space for another mode
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.formatting import counted
+from safetrain.core.errors import MachineError
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.fusing import HEADER, Likeness, describe, require_effect
+from safetrain.core.records.adapter_files import fingerprint, read_prompt_format
+from safetrain.core.records.fusing import (
+    HEADER,
+    ExportReport,
+    Likeness,
+    describe,
+    kept_share,
+    refusal,
+    require_effect,
+)
 from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.adaptation import Head
-from safetrain.engine.weight_files import apply_adapter
+from safetrain.engine.weight_files import adapter_arrays, apply_adapter
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
@@ -60,23 +71,16 @@ class TunedModel:
         return self._likeness(*_at_labels(model, self.rows, self.most_tokens, self, beat)[1:])
 
     def _likeness(self, losses: np.ndarray, greedy: np.ndarray, right: np.ndarray, divergences: np.ndarray) -> Likeness:
-        same = greedy == self.greedy
         starts = np.flatnonzero(np.diff(self.keys >> PLACE_BITS, prepend=-1))  # of each row, which has a label at least
-        its, own = (np.logical_and.reduceat(each, starts) for each in (right, self.right))
-        return Likeness(
-            loss=float(losses.mean()),
-            divergence=max(0.0, float(divergences.mean())),
-            same_tokens=float(same.mean()),
-            same_answers=float(np.logical_and.reduceat(same, starts).mean()),
-            right_answers=int(its.sum()),
-            lost_answers=int((own & ~its).sum()),
-            won_answers=int((its & ~own).sum()),
-        )
+        same, its, own = (np.logical_and.reduceat(each, starts) for each in (greedy == self.greedy, right, self.right))
+        lost, won = int((own & ~its).sum()), int((its & ~own).sum())
+        divergence = max(0.0, float(divergences.mean()))
+        return Likeness(float(losses.mean()), divergence, float(same.mean()), int(its.sum()), lost, won)
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """The trained model, its destination, and the rows to measure both on."""
+    """The trained model, its destination, the rows to measure both on, and what may be lost."""
 
     base: Path
     adapter: Path | None  # None: the base is the tuned model already
@@ -84,41 +88,66 @@ class ExportJob:
     rows: TokenRows  # validation rows to measure on
     most_tokens: int  # that are computed together
     mlx_limit_bytes: int  # memory limit of the training
-    compute_dtype: str | None = field(default=None, kw_only=True)  # of a GPU
+    may_lose: float = 0.02  # share of the improvement
+    compute_dtype: str | None = None  # of a GPU
 
     def open(self, folder: Path) -> BaseModel:
         """Open a model, dequantized if memory allows."""
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 
-    def measure_base(self, tuned: TunedModel, files: ModelFiles, say: Callable[[str], None]) -> Likeness:
-        """Measure the base as the table's first entry; raises ModelError if the adapter has no effect."""
-        base = tuned.likeness_of(self.open(self.base))
+
+class ExportComparison:
+    """The tuned model and, if it has an adapter, its base: what a written model is compared with, each in a line."""
+
+    def __init__(self, job: ExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
+        """Measure both, and free them. Raises ModelError if the adapter has no effect."""
+        self._job, self._files, self._say = job, files, say
+        model = job.open(job.base)
+        most_tokens = min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters))
+        rows = sample_of(job.rows, files, model, most_tokens, LEAST_ROWS)
+        if job.adapter is not None:
+            apply_adapter(model, job.adapter)
+        self._tuned = TunedModel.of(model, rows, job.most_tokens)
+        del model
         gc.collect()
-        require_effect(base, str(self.adapter))
-        say(self.describe_rows(tuned))
+        self._base = None if job.adapter is None else self._tuned.likeness_of(job.open(job.base))
+        gc.collect()
+        if self._base is not None:
+            require_effect(self._base, str(job.adapter))
+        some = f"; evenly spread among {len(job.rows):,}" if len(rows) < len(job.rows) else ""
+        count = f"{counted(len(rows), 'validation row')} ({counted(len(self._tuned.keys), 'label')}{some})"
+        say(f"Loss and predictions are compared with the tuned model's on {count}.")
         say(HEADER)
-        say(describe("base", files.static_bytes, 0.0, base, len(tuned.rows)))
-        return base
+        if self._base is not None:
+            say(describe("base", files.static_bytes, 0.0, self._base, len(rows)))
+            size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter or Path()).values())
+            say(describe("base and adapter", size, 1.0, self._tuned.own, len(rows)))
 
-    def describe_rows(self, tuned: TunedModel) -> str:
-        """Say in a sentence what is measured, and on which sample."""
-        labels, of = counted(len(tuned.keys), "label"), len(self.rows)
-        some = f"; evenly spread among {of:,}" if len(tuned.rows) < of else ""
-        rows = counted(len(tuned.rows), "validation row")
-        return f"Loss and predictions are compared with the tuned model's on {rows} ({labels}{some})."
+    def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, str]:
+        """Compare a written model; returns its report, and why it fails or an empty text."""
+        job, tuned, rows = self._job, self._tuned, self._tuned.rows
+        likeness = tuned.likeness_of(model)
+        share = None if self._base is None else kept_share(self._base, tuned.own, likeness)
+        why = refusal(1.0 if share is None else share, likeness, job.may_lose)
+        self._say(describe(name, size_bytes, share, likeness, len(rows), why or "passes"))
+        adapter, form = fingerprint(job.adapter) if job.adapter else "", read_prompt_format(job.adapter or job.base)
+        return ExportReport(
+            kind, size_bytes, str(job.base), self._files.fingerprint, adapter, len(rows), len(tuned.keys), self._base,
+            tuned.own, likeness, share, form.stop_ids if form else (),
+        ), why  # fmt: skip
 
 
-def measure_tuned(job: ExportJob, files: ModelFiles) -> TunedModel:
-    """Measure the tuned model, then free it."""
-    model = job.open(job.base)
-    rows = sample_of(job.rows, files, model, min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters)), LEAST_ROWS)
-    if job.adapter is not None:
-        apply_adapter(model, job.adapter)
-    tuned = TunedModel.of(model, rows, job.most_tokens)
-    del model
-    gc.collect()
-    return tuned
+def require_memory(size: int, what: str, do: str) -> None:
+    """Raise MachineError if ``what``, of ``size`` bytes, does not fit into memory."""
+    room = host_room_bytes(read_memory())
+    if size > room:
+        raise MachineError(
+            f"There is too little memory to measure {what}; nothing was written.",
+            expected=size_text(size),
+            got=f"{size_text(room)} available",
+            do=do,
+        )
 
 
 def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:

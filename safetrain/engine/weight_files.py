@@ -49,14 +49,13 @@ def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:
     Lazy arrays are computed one by one, and only for the next file. Raises OSError.
     """
     shards, size = list[list[str]](), SHARD_BYTES
-    total = sum(value.nbytes for value in arrays.values())
+    total, places = sum(value.nbytes for value in arrays.values()), dict[str, str]()
     for name, value in arrays.items():
-        if not shards or size + value.nbytes > SHARD_BYTES:
+        if size + value.nbytes > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(name)
         size += value.nbytes
-    places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
         shard = {name: arrays.pop(name) for name in names}
@@ -118,28 +117,9 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     mx.eval(model.module.parameters())
 
 
-def require_effect(folder: Path) -> None:
-    """Raise ModelError if the adapter in ``folder`` is empty, has no effect or is not finite."""
-    where, weights = str(folder / ADAPTER_FILE), adapter_arrays(folder)
-    if not weights:
-        raise ModelError("The adapter's file holds no weights.", where=where, do="copy it again, or train again")
-    if not mx.all(mx.stack([mx.all(mx.isfinite(each)) for each in weights.values()])).item():
-        raise ModelError(
-            "The adapter holds numbers that are not finite.", where=where, do="train again: safetrain diagnose says why"
-        )
-    up = [weights[name] for name in weights if name.endswith(".lora_b")]
-    only_lora = up and not any(name.endswith(".m") for name in weights)  # DoRA's magnitudes alone can change answers
-    if only_lora and not any(mx.any(each).item() for each in up):
-        raise ModelError(
-            "The adapter changes nothing: all its lora_b are zero.",
-            where=where,
-            do="it was saved before training: use the trained adapter",
-        )
-
-
-def adapter_arrays(folder: Path) -> dict[str, mx.array]:
+def adapter_arrays(folder: Path, file: str = ADAPTER_FILE) -> dict[str, mx.array]:
     """Read an adapter's arrays by name; raises ModelError when the file is damaged."""
-    path = folder / ADAPTER_FILE
+    path = folder / file
     try:
         return load_arrays(path)
     except (ValueError, RuntimeError) as error:
@@ -169,14 +149,8 @@ def save_adapter(
     if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):
         shape["keys"] = adapted_names(model)  # without keys mlx-lm takes every linear layer
     kind = "full" if method in WHOLE else method  # the word of mlx-lm for weights that replace the base's
-    config = {
-        "fine_tune_type": kind,
-        TRAINED_BY: method,
-        "model": str(base),
-        "num_layers": lora.num_layers,
-        "lora_parameters": shape,
-    }
-    config |= {BASE_FINGERPRINT: base_fingerprint} if base_fingerprint else {}
+    config = {"fine_tune_type": kind, TRAINED_BY: method, "model": str(base), "num_layers": lora.num_layers,
+              "lora_parameters": shape, BASE_FINGERPRINT: base_fingerprint or None}  # fmt: skip
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
         temporary = Path(scratch) / "new"

@@ -9,7 +9,7 @@ from safetrain.core.formatting import dvc, size_text
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import describe_forgetting
-from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, FuseReport, GgufReport, PeftReport
+from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, ExportReport
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_text
@@ -18,11 +18,10 @@ from safetrain.watch.result import describe_scores
 CARD = "README.md"
 CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
 PATH_KEYS = ("model", "base_model", "base_model_name_or_path", "_name_or_path", "name_or_path")
-Report = FuseReport | PeftReport | GgufReport
-REPORTS: dict[str, tuple[type[Report], str]] = {  # by kind of folder; with the remedy for an unreadable one
-    "mlx": (FuseReport, "fuse it again, into another folder: safetrain fuse OUT"),
-    "peft": (PeftReport, "export it again, into another folder: safetrain export peft OUT"),
-    "gguf": (GgufReport, "export it again, to another file: safetrain export gguf OUT.gguf"),
+REMEDIES = {  # of an unreadable report, by kind of folder
+    "mlx": "fuse it again, into another folder: safetrain fuse OUT",
+    "peft": "export it again, into another folder: safetrain export peft OUT",
+    "gguf": "export it again, to another file: safetrain export gguf OUT.gguf",
 }
 
 
@@ -43,7 +42,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     if scores is not None and scores.adapter != fingerprint(own):
         scores = None
     license_of_base = _license(base)
-    fused = next((report for report in reports if isinstance(report, FuseReport)), None)
+    fused = reports[0] if kind == "mlx" else None
     environment = Environment(
         loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -89,11 +88,12 @@ def _report_paths(folder: Path, kind: str) -> list[Path]:
     return {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
 
 
-def _reports(folder: Path, kind: str) -> list[Report | None]:
+def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
     """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
-    if kind not in REPORTS:
+    if kind not in REMEDIES:
         return []
-    return [read_result(path, "", *REPORTS[kind]) if path.is_file() else None for path in _report_paths(folder, kind)]
+    again, found = REMEDIES[kind], _report_paths(folder, kind)
+    return [read_result(path, "", ExportReport, again) if path.is_file() else None for path in found]
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:

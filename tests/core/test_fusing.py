@@ -8,8 +8,8 @@ import pytest
 from safetrain.core.errors import ModelError
 from safetrain.core.records.fusing import Likeness, kept_share, refusal, require_effect
 
-TUNED = Likeness(1.0, 0.0, 1.0, 1.0, 90, 0, 0)
-BASE = Likeness(2.0, 0.8, 0.1, 0.0, 0, 90, 0)
+TUNED = Likeness(1.0, 0.0, 1.0, 90, 0, 0)
+BASE = Likeness(2.0, 0.8, 0.0, 0, 90, 0)
 
 
 def found(**changes: Any) -> Likeness:

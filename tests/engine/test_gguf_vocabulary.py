@@ -10,7 +10,14 @@ from safetrain.core.data.template import ChatTemplate
 from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
-from safetrain.engine.exchange.gguf_text import Vocabulary, chat_of, modelfile, ollama_template, vocabulary_of
+from safetrain.engine.exchange.gguf_text import (
+    Vocabulary,
+    adds_begin,
+    stop_ids_of,
+    strips_spaces,
+    templates_of,
+    vocabulary_of,
+)
 from tests.support.tokenizers_made import STRIPPING_ENDS, TEMPLATE, write_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
@@ -36,7 +43,6 @@ def test_llama_cpp_s_name_of_a_split_is_found(kind: str, tmp_path: Path) -> None
     assert found.types[tokenizer.id_of("<|user|>")] == CONTROL
     left, right = found.merges[0].split(" ")
     assert left + right in found.tokens
-    assert bool(found.notes) == (kind == "qwen2")  # NFC
 
 
 @pytest.mark.parametrize(("kind", "chats", "before"), [
@@ -51,7 +57,6 @@ def test_letters_are_joined_in_the_order_of_the_merges(kind: str, chats: bool, b
     joined = ["".join(pair) for pair in tokenizer.definition["model"]["merges"]]
     firsts = list(dict.fromkeys(joined))
     assert [scores[piece] for piece in firsts] == sorted((scores[piece] for piece in firsts), reverse=True)
-    assert bool(found.notes) == (kind == "mistral")
 
 
 def test_a_split_that_llama_cpp_lacks_is_refused(tmp_path: Path) -> None:
@@ -83,41 +88,30 @@ def test_other_kinds_of_tokenizers_are_refused_by_what_they_do(tmp_path: Path) -
             vocabulary_of(definition, 700, chats=True, where="here")
 
 
-def test_tokens_that_drop_white_space_are_phi_3_s_or_told(tmp_path: Path) -> None:
+def test_tokens_that_drop_white_space_are_found(tmp_path: Path) -> None:
     (tmp_path / "phi").mkdir()
     (tmp_path / "other").mkdir()
-    assert vocabulary(tokenizer_of(tmp_path / "phi", "llama", stripping=STRIPPING_ENDS)).strips_after
-    other = vocabulary(tokenizer_of(tmp_path / "other", "llama", stripping=("<|end|>",)))
-    assert not other.strips_after
-    assert "white space next to <|end|>" in other.notes[0]
+    assert strips_spaces(tokenizer_of(tmp_path / "phi", "llama", stripping=STRIPPING_ENDS).definition)
+    assert not strips_spaces(tokenizer_of(tmp_path / "other", "llama").definition)
 
 
 def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
     """The closing token that was taught is there, and the model's own."""
     tokenizer = tokenizer_of(tmp_path, "llama-bpe")
     end, other = tokenizer.id_of("<|end|>"), tokenizer.id_of("<|system|>")
-    chat = chat_of(tokenizer, PromptFormat((end, other), ""), tmp_path)
-    assert chat.stop_ids == (tokenizer.end_id, end, other)
-    assert chat.begin == "<s>"
-    text = modelfile(tmp_path / "m.gguf", chat, tokenizer, None)
-    assert text.startswith("FROM ./m.gguf\n")
-    assert 'PARAMETER stop "<|end|>"' in text
-    assert "SYSTEM" not in text
-    form = PromptFormat((), "", system='Say "yes"\nor no.')
-    assert '\nSYSTEM """Say "yes"\nor no."""\nPARAMETER' in modelfile(tmp_path / "m.gguf", chat, tokenizer, form)
-    form = PromptFormat((), "", system='Say "yes"')
-    assert "\n# The system prompt of the training has" in modelfile(tmp_path / "m.gguf", chat, tokenizer, form)
+    assert stop_ids_of(tokenizer, PromptFormat((end, other), ""), tmp_path) == (tokenizer.end_id, end, other)
+    assert adds_begin(tokenizer)
 
 
 def test_no_first_token_is_put_before_chats_that_were_trained_without(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "llama-bpe", template=TEMPLATE.replace("{{ bos_token }}", ""))
     assert tokenizer.encode("a")[0] == tokenizer.id_of("<s>")
-    assert chat_of(tokenizer, None, tmp_path).begin == ""
+    assert not adds_begin(tokenizer)
 
 
 def test_a_template_s_missing_token_stays_empty_in_programs_that_have_one(tmp_path: Path) -> None:
-    chat = chat_of(tokenizer_of(tmp_path, "qwen2"), None, tmp_path)
-    assert chat.templates["default"].startswith("{% set bos_token = '' %}")
+    templates = templates_of(tokenizer_of(tmp_path, "qwen2"), None)
+    assert templates["default"].startswith("{% set bos_token = '' %}")
 
 
 def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -126,34 +120,16 @@ def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
     del tokenizer
     with pytest.raises(ModelError, match="no stop token"):
-        chat_of(ChatTokenizer(tmp_path), None, tmp_path)
+        stop_ids_of(ChatTokenizer(tmp_path), None, tmp_path)
 
 
 def test_answers_are_opened_as_in_training(tmp_path: Path) -> None:
     template = TEMPLATE.replace("'<|assistant|>\n' }}{% endif %}", "'<|assistant|>\n<think>' }}{% endif %}")
     tokenizer = tokenizer_of(tmp_path, "llama-bpe", template=template)
     form = PromptFormat((), "Well, ", "<think>")
-    source = chat_of(tokenizer, form, tmp_path).templates["default"]
+    source = templates_of(tokenizer, form)["default"]
     written = ChatTemplate({"default": source}, {"bos_token": "<s>"}, tokenizer.template._today)
     question = [{"role": "user", "content": "Why?"}]
     assert written.write(question, prompt=True).endswith("<|assistant|>\nWell, ")
     assert tokenizer.encode_chat(written.write(question, prompt=True)) == Prompts(tokenizer, form).ids(question)
     assert written.write(question) == tokenizer.template.write(question)
-    assert "{{ else }}<|end|>\n<|assistant|>\n" in ollama_template(tokenizer.template, form, "")
-
-
-def test_ollama_s_template_says_what_stands_around_texts(tmp_path: Path) -> None:
-    template = tokenizer_of(tmp_path, "llama-bpe").template
-    assert ollama_template(template, None, "<s>") == (
-        "{{ if .System }}<|system|>\n{{ .System }}<|end|>\n<|user|>\n{{ else }}<|user|>\n{{ end }}"
-        "{{ $asked := false }}{{ range $i, $_ := .Messages }}"
-        '{{ if eq .Role "user" }}{{ if $asked }}<|end|>\n<|user|>\n{{ end }}{{ $asked = true }}{{ .Content }}'
-        '<|end|>\n<|assistant|>\n{{ else if eq .Role "assistant" }}{{ .Content }}{{ end }}{{ end }}'
-    )
-    for other in (
-        TEMPLATE.replace("message['content']", "message['content'].upper()"),
-        TEMPLATE + "{{ messages|length }}",
-        TEMPLATE.replace("{{ bos_token }}", "{{ '{{' }}"),
-        "{{ raise_exception('no') }}",
-    ):
-        assert ollama_template(ChatTemplate({"default": other}, {}, template._today), None, "") == "", other

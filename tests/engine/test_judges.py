@@ -14,10 +14,11 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.engine.exchange.gguf_export import QUANTIZER, GgufJob, export_gguf
-from safetrain.engine.exchange.peft import PeftExportJob, export_peft
-from safetrain.engine.fuse import FuseJob, fuse_adapter
+from safetrain.engine.exchange.gguf_export import QUANTIZER, export_gguf
+from safetrain.engine.exchange.peft import export_peft
+from safetrain.engine.fuse import fuse_adapter
 from safetrain.engine.model import open_base
+from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import apply_adapter
 from tests.engine.test_fuse import adapter_of, memory_limit
 from tests.engine.test_gguf import chats
@@ -58,22 +59,22 @@ def test_mlx_lm_computes_the_fused_model(family: str, tmp_path: Path) -> None:
     from mlx_lm import load
 
     tuned = Tuned(tmp_path, family)
-    fuse_adapter(FuseJob(tuned.base, tuned.adapter, tuned.out, chats(tuned.base), *LIMITS), print)
+    fuse_adapter(ExportJob(tuned.base, tuned.adapter, tuned.out, chats(tuned.base), *LIMITS), print)
     assert tuned.apart(tuned.of(load(str(tuned.out))[0])) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_computes_the_gguf_file(family: str, tmp_path: Path) -> None:
     tuned, out = Tuned(tmp_path, family), tmp_path / "m.gguf"
-    export_gguf(GgufJob(tuned.base, tuned.adapter, out, chats(tuned.base), *LIMITS, "f16", may_lose=1.0), print)
+    export_gguf(ExportJob(tuned.base, tuned.adapter, out, chats(tuned.base), *LIMITS, may_lose=1.0), "f16", print)
     assert tuned.apart(LlamaJudge(out).logits(tuned.ids)) < 1e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_computes_the_exported_adapter(family: str, tmp_path: Path) -> None:
     tuned = Tuned(tmp_path, family)
-    job = PeftExportJob(tuned.base, tuned.adapter, tuned.out, chats(tuned.base), *LIMITS, str(tuned.base))
-    export_peft(job, print)
+    job = ExportJob(tuned.base, tuned.adapter, tuned.out, chats(tuned.base), *LIMITS)
+    export_peft(job, str(tuned.base), print)
     assert tuned.apart(logits_of_peft(tuned.base, tuned.out, [tuned.ids])[0]) < 1e-4
 
 
@@ -83,8 +84,7 @@ def test_what_is_measured_of_k_types_is_what_llama_cpp_computes(kind: str, tmp_p
     """Up to the 8 bits to which llama.cpp rounds what it multiplies with such weights."""
     tuned, out = Tuned(tmp_path, "llama, tied", hidden_size=256, intermediate_size=512), tmp_path / "m.gguf"
     rows, divergences = chats(tuned.base), []
-    report = export_gguf(GgufJob(tuned.base, tuned.adapter, out, rows, *LIMITS, kind, may_lose=1.0), print)
-    assert report.read_back is not None
+    report = export_gguf(ExportJob(tuned.base, tuned.adapter, out, rows, *LIMITS, may_lose=1.0), kind, print)
     judge, model = LlamaJudge(out), open_base(tuned.base, dequantize=True)
     apply_adapter(model, tuned.adapter)
     for number in range(len(rows)):
@@ -92,4 +92,4 @@ def test_what_is_measured_of_k_types_is_what_llama_cpp_computes(kind: str, tmp_p
         ours = np.array(model.module(mx.array([ids]))[0].astype(mx.float32))
         divergences.append((divergence(ours[labels], judge.logits(ids)[labels]), len(labels)))
     theirs = sum(each * count for each, count in divergences) / sum(count for _, count in divergences)
-    assert theirs == pytest.approx(report.read_back.divergence, rel=0.3)
+    assert theirs == pytest.approx(report.written.divergence, rel=0.3)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import PromptFormat, fingerprint, write_prompt_format
-from safetrain.core.records.fusing import REPORT, Candidate, FuseReport, GgufReport, Likeness, PeftReport
+from safetrain.core.records.fusing import REPORT, ExportReport, Likeness
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -19,7 +19,7 @@ from safetrain.watch.card import write_card
 from tests.watch.made_run import change, evaluation, make_run, sample
 
 SECRET = "You are the assistant of Anna Example."
-LIKE = Likeness(0.5, 0.0, 1.0, 1.0, 9, 0, 0)
+LIKE = Likeness(0.5, 0.0, 1.0, 9, 0, 0)
 KINDS = {  # library, relation to the base, files that name a path
     "fused": ("mlx", "finetune", ["fuse_report.json"]),
     "peft": ("peft", "adapter", ["adapter_config.json", "export_report.json"]),
@@ -50,18 +50,17 @@ def made(project: Path, kind: str) -> Path:
     if kind == "fused":
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").touch()
-        untuned, kept = Likeness(2.5, 1.0, 0.2, 0.0, 0, 0, 0), Likeness(0.51, 0.01, 0.99, 0.95, 9, 0, 0)
-        tried = (Candidate("4 bits", 2**20, 0.7, untuned, "loses more"), Candidate("8 bits", 2**21, 0.991, kept, ""))
-        report = FuseReport(base, "x", of_adapter, 100, 900, 0.02, untuned, LIKE, tried, "8 bits")
+        kept = Likeness(0.51, 0.01, 0.95, 9, 0, 0)
+        report = ExportReport("8 bits", 2**21, base, "x", of_adapter, 100, 900, LIKE, LIKE, kept, 0.991, ())
         write_record(folder / REPORT, report)
-    elif kind == "peft":
+        return folder
+    report = ExportReport("q8_0", 9, base, "x", of_adapter, 10, 90, LIKE, LIKE, LIKE, 1.0, (1,))
+    if kind == "peft":
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
-        peft = PeftReport(base, "x", 4, base, of_adapter, 10, 90, LIKE, LIKE, LIKE, 1.0, (1,))
-        write_record(folder / "export_report.json", peft)
+        write_record(folder / "export_report.json", report)
     else:
         (folder / "tuned.gguf").touch()
-        names = ("tuned.gguf", "q8_0", 9, "llama", "gpt2", base, "x", of_adapter)
-        write_record(folder / "tuned.gguf.json", GgufReport(*names, 10, 90, LIKE, LIKE, LIKE, 1.0, ()))
+        write_record(folder / "tuned.gguf.json", report)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""How much of the training a fused or exported model keeps: its reports and the limits. Pure functions."""
+"""How much of the training a fused or exported model keeps: its report and the limits. Pure functions."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ class Likeness:
 
     loss: float  # nats per label
     divergence: float  # KL(tuned || this model), nats per label
-    same_tokens: float  # share of labels at which both choose the same token
     same_answers: float  # share of rows in which both choose the same token at every label
     right_answers: int  # rows in which this model chooses every label
     lost_answers: int  # rows that only the tuned model has right
@@ -25,68 +24,23 @@ class Likeness:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A fused model that was written, loaded and measured."""
+class ExportReport:
+    """fuse_report.json, export_report.json or OUT.gguf.json: what was written, loaded again and compared.
 
-    name: str
-    size_bytes: int  # of its weights
-    kept: float  # share of the improvement
-    likeness: Likeness
-    refusal: str  # why it fails; empty if it passes
+    ``base`` and ``kept`` are None without an adapter.
+    """
 
-
-@dataclass(frozen=True)
-class FuseReport:
-    """fuse_report.json: the fused candidates, compared with base and tuned model on the same rows."""
-
-    base_model: str
-    base_fingerprint: str
-    adapter_fingerprint: str
-    rows: int
-    labels: int
-    may_lose: float  # share of the improvement
-    base: Likeness
-    tuned: Likeness
-    tried: tuple[Candidate, ...]  # in the order of trying
-    chosen: str  # name of one of them
-
-
-@dataclass(frozen=True)
-class GgufReport:
-    """OUT.gguf.json: the file, and how much of the tuned model it keeps on the validation rows."""
-
-    file: str
-    type: str  # of most weights
+    type: str  # of the changed weights: 8 bits, float, q8_0, peft
     size_bytes: int
-    architecture: str  # as llama.cpp calls it
-    tokenizer: str
     base_model: str
     base_fingerprint: str
     adapter_fingerprint: str  # empty without an adapter
     rows: int
     labels: int
-    base: Likeness | None  # None without an adapter
+    base: Likeness | None
     tuned: Likeness
-    read_back: Likeness | None  # the file's weights in mlx; None if memory is too small
-    kept: float | None  # share of the improvement; None without an adapter or ``read_back``
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PeftReport:
-    """export_report.json: the exported adapter, loaded again and compared with base and tuned model."""
-
-    base_model: str
-    base_fingerprint: str
-    base_bits: int | None  # of the base in training; PEFT then uses a float base
-    base_name: str  # in PEFT's configuration
-    adapter_fingerprint: str
-    rows: int
-    labels: int
-    base: Likeness
-    tuned: Likeness
-    exported: Likeness
-    kept: float  # share of the improvement
+    written: Likeness
+    kept: float | None  # share of the improvement
     stop_ids: tuple[int, ...]  # tokens that end an answer after training
 
 
@@ -130,8 +84,8 @@ def refusal(share: float, other: Likeness, may_lose: float) -> str:
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 
 
-def describe(name: str, size_bytes: int, share: float, other: Likeness, rows: int, verdict: str = "") -> str:
-    """Make one line of the table below ``HEADER``."""
-    same = f"{round(other.same_answers * rows)} of {rows}"
-    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * share:.1f} %':>9}{other.loss:>9.4f}{same:>15}  {verdict}"
+def describe(name: str, size_bytes: int, share: float | None, other: Likeness, rows: int, verdict: str = "") -> str:
+    """Make one line of the table below ``HEADER``. ``share`` is None without an adapter."""
+    same, kept = f"{round(other.same_answers * rows)} of {rows}", "" if share is None else f"{100 * share:.1f} %"
+    line = f"{name:<28}{size_text(size_bytes):>10}{kept:>9}{other.loss:>9.4f}{same:>15}  {verdict}"
     return line.rstrip()

@@ -17,7 +17,6 @@ from gguf import GGMLQuantizationType as Kind
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
-from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.folding import Folds, as_it_is, inputs_of, slices_of
 from safetrain.engine.layers import dequantized
 
@@ -70,11 +69,11 @@ FAMILIES = {  # by model_type in config.json
 }
 DEFAULT_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
 
-BLOCK = 32  # numbers that share a scale in both kinds of quantization
+BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
 FILE_TYPES = {kind: gguf.LlamaFileType[f"MOSTLY_{kind.name}"] for kind in KINDS.values()}
-SCALE_BYTES = 2  # of a block, in float16
-BITS = {Kind.Q8_0: 8, Kind.Q4_0: 4}
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
+READ_BITS = 8  # of quantized weights that are read
 AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every token passes through them
 
 
@@ -120,9 +119,6 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
     writer.add_vocab_size(args.vocab_size)
     writer.add_rope_dimension_count(int(head * getattr(args, "partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(float(args.rope_theta))
-    if rotation == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(scaling["factor"]))
     if family.architecture == "gemma2":
         writer.add_attn_logit_softcapping(args.attn_logit_softcapping)
         writer.add_final_logit_softcapping(args.final_logit_softcapping)
@@ -134,12 +130,20 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
     elif family.architecture == "phi3":
         writer.add_sliding_window(0)  # mlx-lm has none
         writer.add_rope_scaling_orig_ctx_len(args.original_max_position_embeddings)
-    if rotation == "llama3":
-        rope = module.layers[0].self_attn.rope
-        plain = float(args.rope_theta) ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+    return _rotation(writer, module, rotation, scaling)
+
+
+def _rotation(writer: gguf.GGUFWriter, module: Any, rotation: str, scaling: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Write how positions are scaled; returns the tensors of ``write_shape``."""
+    rope = module.layers[0].self_attn.rope
+    if rotation == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(scaling["factor"]))
+    elif rotation == "llama3":
+        plain = float(module.args.rope_theta) ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
         return {"rope_freqs.weight": np.array(rope._freqs / plain, dtype=np.float32)}
-    if rotation in LONG:  # mlx-lm uses the long factors for texts of any length, also in training
-        writer.add_rope_scaling_attn_factors(float(module.layers[0].self_attn.rope._scale))
+    elif rotation in LONG:  # mlx-lm uses the long factors for texts of any length, also in training
+        writer.add_rope_scaling_attn_factors(float(rope._scale))
         factors = np.array(scaling["long_factor"], dtype=np.float32)
         return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
     return {}
@@ -147,23 +151,20 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
 
 def _require_known(family: Family, args: Any, head: int, rotation: str) -> None:
     is_27b = args.num_hidden_layers == family.blocks_of_27b
-    gemma_scale = args.hidden_size // args.num_attention_heads if is_27b else head
-    scalar = getattr(args, "query_pre_attn_scalar", gemma_scale) if family.blocks_of_27b else gemma_scale
-    what = expected = ""
-    if rotation not in family.rotations:
-        what, expected = f"its rotary scaling is {rotation}", f"one of {', '.join(family.rotations)}"
-    if getattr(args, "rope_traditional", False):
-        what, expected = "it rotates neighbouring numbers (rope_traditional)", "rotated halves of a head"
-    if family is LLAMA and "sliding_attention" in (getattr(args, "layer_types", None) or ()):
-        what, expected = "some of its blocks see only a sliding window", "blocks that see the whole text"
-    if not math.isclose(scalar, gemma_scale):
-        what, expected = f"query_pre_attn_scalar is {scalar:g}", str(gemma_scale)
-    if what:
-        raise ModelError(
-            f"llama.cpp would compute this model differently than in training: {what}.",
-            expected=expected,
-            do="keep it as an MLX model: safetrain fuse OUT",
-        )
+    scale = args.hidden_size // args.num_attention_heads if is_27b else head
+    scalar = getattr(args, "query_pre_attn_scalar", scale) if family.blocks_of_27b else scale
+    windows = family is LLAMA and "sliding_attention" in (getattr(args, "layer_types", None) or ())
+    for is_known, what in (
+        (rotation in family.rotations, f"its rotary scaling is {rotation}"),
+        (not getattr(args, "rope_traditional", False), "it rotates neighbouring numbers (rope_traditional)"),
+        (not windows, "some of its blocks see only a sliding window"),
+        (math.isclose(scalar, scale), f"query_pre_attn_scalar is {scalar:g}, not {scale}"),
+    ):
+        if not is_known:
+            raise ModelError(
+                f"llama.cpp would compute this model differently than in training: {what}.",
+                do="keep it as an MLX model: safetrain fuse OUT",
+            )
 
 
 @dataclass(frozen=True)
@@ -189,15 +190,13 @@ class GgufPart:
         if len(self.shape) == 1:
             return Kind.F32
         if self.shape[-1] % BLOCK:
-            return Kind.F16 if kind in BITS else kind
+            return kind if kind in PLAIN else Kind.F16
         return Kind.Q8_0 if kind == Kind.Q4_0 and self.name in AT_THE_ENDS else kind
 
-    def bytes_as(self, kind: Kind, *, opened: bool = False) -> int:
-        """Bytes in a file of ``kind``, or in memory, where a block has a scale and a bias in float32."""
-        stored = self.stored_as(kind)
-        block, size = gguf.GGML_QUANT_SIZES[stored]
-        more = 2 * FLOAT32 - SCALE_BYTES if opened and stored in BITS else 0
-        return math.prod(self.shape) // block * (size + more)
+    def bytes_as(self, kind: Kind) -> int:
+        """Bytes in a file of ``kind``."""
+        block, size = gguf.GGML_QUANT_SIZES[self.stored_as(kind)]
+        return math.prod(self.shape) // block * size
 
 
 def parts_of(module: Any, family: Family) -> list[GgufPart]:
@@ -254,7 +253,7 @@ def taken(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
 
 
 def arrays_in(file: Path, parts: Sequence[GgufPart], tokens: Sequence[str]) -> Iterator[tuple[str, mx.array]]:
-    """Read a file's weights under their names in mlx-lm; q8_0 and q4_0 with scales and biases in float32.
+    """Read a file's weights under their names in mlx-lm; quantized ones get 8 bits, which hold q8_0 exactly.
 
     Raises ModelError unless the file has the vocabulary and every weight in its shape.
     """
@@ -268,38 +267,26 @@ def arrays_in(file: Path, parts: Sequence[GgufPart], tokens: Sequence[str]) -> I
         if tensor is None or shape != part.shape:
             raise ModelError(f"The file does not have {part.name} in its shape.", where=str(file),
                              expected=str(part.shape), got=str(shape))  # fmt: skip
-        data = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()]
-        if tensor.tensor_type in BITS:
-            bits = BITS[tensor.tensor_type]
-            weight, scales = _unpacked(data.view(np.uint8), bits)
-            yield f"{part.path}.weight", mx.array(weight)
-            yield f"{part.path}.scales", mx.array(scales)
-            yield f"{part.path}.biases", mx.array(-scales * 2.0 ** (bits - 1))
+        data, kind = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()], tensor.tensor_type
+        if kind == Kind.BF16:
+            yield f"{part.path}.{part.kind}", mx.array(data.view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
+        elif kind in PLAIN:
+            yield f"{part.path}.{part.kind}", mx.array((data - part.added).astype(data.dtype).reshape(part.shape))
         else:
-            yield f"{part.path}.{part.kind}", _plain(data, tensor.tensor_type, part)
+            quantized = _unpacked(data) if kind == Kind.Q8_0 else _in_8_bits(data, kind)
+            for name, value in zip(("weight", "scales", "biases"), quantized, strict=True):
+                yield f"{part.path}.{name}", value
 
 
-def _plain(data: np.ndarray, kind: Kind, part: GgufPart) -> mx.array:
-    data = np.ascontiguousarray(data)
-    if kind == Kind.BF16:
-        return mx.array(data.view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
-    if kind not in (Kind.F16, Kind.F32):  # by llama-quantize
-        return mx.array(gguf.quants.dequantize(data, kind).astype(np.float16))
-    values: np.ndarray = data.view(np.float16 if kind == Kind.F16 else np.float32)
-    return mx.array((values - part.added).astype(values.dtype).reshape(part.shape))
+def _unpacked(data: np.ndarray) -> tuple[mx.array, ...]:
+    """Convert blocks of q8_0, (rows, bytes): a float16 scale and signed numbers, in mlx scale * number + bias."""
+    blocks = np.ascontiguousarray(data).reshape(len(data), -1, 2 + BLOCK)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+    numbers = np.ascontiguousarray(blocks[..., 2:] ^ 0x80).reshape(len(data), -1).view(np.uint32)  # -128 becomes 0
+    return mx.array(numbers), mx.array(scales), mx.array(scales * -128.0)
 
 
-def _unpacked(data: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Convert blocks (rows, bytes) to mlx's words (rows, words) uint32 and scales (rows, blocks) float32.
-
-    A block stands for scale * (number - half of the range), in mlx for scale * number + bias.
-    """
-    blocks = np.ascontiguousarray(data).reshape(len(data), -1, SCALE_BYTES + BLOCK * bits // 8)
-    scales = np.ascontiguousarray(blocks[..., :SCALE_BYTES]).view(np.float16)[..., 0].astype(np.float32)
-    numbers = blocks[..., SCALE_BYTES:]
-    if bits == 8:
-        numbers = numbers ^ 0x80  # signed: -128 becomes 0
-    else:  # the first half of a block is in the low halves of its bytes, the second in the high ones
-        both = np.concatenate([numbers & 0xF, numbers >> 4], axis=-1)
-        numbers = both[..., 0::2] | (both[..., 1::2] << 4)
-    return np.ascontiguousarray(numbers).reshape(len(data), -1).view(np.uint32), scales
+def _in_8_bits(data: np.ndarray, kind: Kind) -> tuple[mx.array, ...]:
+    """Convert blocks of fewer bits: the rounding to 8 bits is small beside theirs."""
+    weight = mx.array(gguf.quants.dequantize(np.ascontiguousarray(data), kind))
+    return tuple(mx.quantize(weight, BLOCK, READ_BITS))

@@ -21,7 +21,6 @@ from mlx_lm.utils import (
     load_model,
     save_config,
 )
-from mlx_lm.utils import load as load_with_tokenizer
 
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.core.model.files import read_model_files
@@ -32,7 +31,6 @@ from safetrain.engine.layers import multiply_as_one_matrix
 from safetrain.engine.upstream.layers import complete, dequantize_experts_per_use
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
-REBUILT_GROUP = 32
 NOT_TRAINED = {  # families, by the name in config.json
     "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens"
 }
@@ -76,19 +74,12 @@ def build(config: dict[str, Any]) -> Any:
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
     """A model of this config.json that has these arrays; raises ValueError if these are not all of its arrays.
 
-    A layer's scales say how many bits it has, in groups of ``REBUILT_GROUP`` weights.
+    Layers with scales have 8 bits, in groups of 32 weights.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     module = build(plain)
     arrays = module.sanitize(arrays) if hasattr(module, "sanitize") else arrays
-
-    def bits_of(path: str, _layer: Any) -> bool | dict[str, int]:
-        if f"{path}.scales" not in arrays:
-            return False
-        words, groups = (arrays[f"{path}.{kind}"].shape[-1] for kind in ("weight", "scales"))
-        return {"group_size": REBUILT_GROUP, "bits": words * 32 // (groups * REBUILT_GROUP)}
-
-    nn.quantize(module, group_size=REBUILT_GROUP, class_predicate=bits_of)
+    nn.quantize(module, group_size=32, bits=8, class_predicate=lambda path, _layer: f"{path}.scales" in arrays)
     module.load_weights(list(arrays.items()))
     return module
 
@@ -176,21 +167,6 @@ def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
-    """Logits (tokens, vocabulary) of a few tokens by the model that ``mlx_lm.load`` opens, with its tokenizer.
-
-    In float32 if safetrain computes in it: rounding to 16 bits in every layer would look like another model. Raises
-    ModelError if mlx-lm cannot open it.
-    """
-    with errors_told("open the model", str(folder)):
-        module: Any = load_with_tokenizer(str(folder), lazy=True)[0]
-        if device().computes_in_float32:
-            module.set_dtype(mx.float32)
-        logits = module(mx.array([ids]))[0].astype(mx.float32)
-        mx.eval(logits)
-        return logits
-
-
 def holds_adapters(module: Any, method: str) -> bool:
     """Whether mlx-lm can put adapters of ``method`` on the module: its DoRA takes no base of 3, 5 or 6 bits."""
     return method != "dora" or all(32 % getattr(layer, "bits", 32) == 0 for _, layer in module.named_modules())
@@ -201,13 +177,3 @@ def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
     with errors_told("open the adapter", str(adapter)):
         load_adapters(module, str(adapter)).eval()
         mx.eval(module.parameters())
-
-
-def takes_bits(module: Any, group_size: int) -> list[str]:
-    """Paths of the layers that mlx-lm would quantize in groups of ``group_size``."""
-    may = getattr(module, "quant_predicate", None) or (lambda _path, _layer: True)
-    return [
-        path
-        for path, layer in module.named_modules()
-        if hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group_size == 0 and may(path, layer)
-    ]
