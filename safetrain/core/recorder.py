@@ -32,7 +32,7 @@ MOST_ROWS = 8  # row ids in a record
 LAYOUT = struct.Struct(f"<QddBBIIIIQQQQQQd{MOST_ROWS}I")
 RING_BYTES = HEADER_BYTES + SLOTS * LAYOUT.size
 MEMORY_SECONDS = 0.1  # between readings of the process's own memory, which cost half a record
-FLUSH_SECONDS, RARE_FLUSH_SECONDS = 5.0, 1.0  # between flushes to the disk; the second at a rare phase
+FLUSH_SECONDS = 2.0  # between flushes to the disk
 STATM = Path("/proc/self/statm")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HANG_TIMES_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
@@ -62,9 +62,6 @@ class Phase(enum.IntEnum):
     def label(self) -> str:
         """The phase's name in words."""
         return self.name.lower().replace("_", " ")
-
-
-RARE = (Phase.LOAD_DATA, Phase.LOAD_MODEL, Phase.RESUME, Phase.EVALUATE, Phase.SAVE, Phase.WAIT, Phase.FINISH)
 
 
 class Edge(enum.IntEnum):
@@ -191,7 +188,7 @@ class FlightReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: tuple[int, int] | None = None  # device and inode
+        self._file: tuple[int, int, int] | None = None  # device, inode and writer
         self._flushed_at = 0.0
         self.header: FlightHeader | None = None
         self.records: deque[FlightRecord] = deque(maxlen=SLOTS)
@@ -204,27 +201,20 @@ class FlightReader:
     def read(self) -> list[FlightRecord]:
         """Read and return the records written since the last call, oldest first."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+            with self._path.open("rb", buffering=0) as file:
+                facts, content = os.fstat(file.fileno()), file.read(RING_BYTES)
+        except FileNotFoundError:
             self._forget(None)
             return []
-        try:
-            facts = os.fstat(descriptor)
-            if facts.st_size < RING_BYTES:  # its writer is still making it
-                return []
-            if self._file != (facts.st_dev, facts.st_ino):
-                self._forget((facts.st_dev, facts.st_ino))
-            header = _header_in(os.pread(descriptor, HEADER_BYTES, 0)) or self.header
-            if header is None:
-                return []
-            if self.header is not None and header.pid != self.header.pid:  # a new file may have the old one's inode
-                self._forget(self._file)
-            self.header = header
-            return self._read_new(descriptor)
         except OSError:  # a failing disk: what was read stays
             return []
-        finally:
-            os.close(descriptor)
+        header = _header_in(content)
+        if len(content) < RING_BYTES or header is None:  # its writer is still making it
+            return []
+        if self._file != (facts.st_dev, facts.st_ino, header.pid):  # a new file may have the old one's inode
+            self._forget((facts.st_dev, facts.st_ino, header.pid))
+        self.header = header
+        return self._new_in(content)
 
     def make_durable(self) -> None:
         """Flush the ring to the disk, at most every few seconds; a failing disk must not end the supervisor.
@@ -232,28 +222,22 @@ class FlightReader:
         On macOS, fsync does not write what another process wrote through a mapping (macfuse#202), so this maps the ring
         and flushes the mapping.
         """
-        now, rare = time.monotonic(), self.last is not None and self.last.phase in RARE
-        if now - self._flushed_at < (RARE_FLUSH_SECONDS if rare else FLUSH_SECONDS):
+        if time.monotonic() - self._flushed_at < FLUSH_SECONDS:
             return
-        self._flushed_at = now
-        with contextlib.suppress(OSError, ValueError):  # gone, or still empty
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                if sys.platform == "darwin":
-                    with mmap.mmap(descriptor, 0) as ring:
-                        ring.flush()
-                make_durable(descriptor)
-            finally:
-                os.close(descriptor)
+        self._flushed_at = time.monotonic()
+        with contextlib.suppress(OSError, ValueError), self._path.open("r+b") as file:  # gone, or still empty
+            if sys.platform == "darwin":
+                with mmap.mmap(file.fileno(), 0) as ring:
+                    ring.flush()
+            make_durable(file.fileno())
 
-    def _forget(self, file: tuple[int, int] | None) -> None:
+    def _forget(self, file: tuple[int, int, int] | None) -> None:
         self._file, self.header = file, None
         self.records.clear()
 
-    def _read_new(self, descriptor: int) -> list[FlightRecord]:
-        """Read the records after the last one seen that the ring still has, without torn ones."""
-        ring, last = os.pread(descriptor, RING_BYTES, 0), self.last.number if self.last else 0
-        new, missed = list[FlightRecord](), 0
+    def _new_in(self, ring: bytes) -> list[FlightRecord]:
+        """Parse the records after the last one seen that the ring still has, without torn ones."""
+        last, new, missed = self.last.number if self.last else 0, list[FlightRecord](), 0
         for step in range(SLOTS):
             record = _record_in(ring, (last + step) % SLOTS)
             if record is not None and record.number > last:

@@ -188,7 +188,7 @@ class DocumentWriter(_Writer):
 def read_made(path: Path) -> Provenance | None:
     """The provenance of a store; None if it is missing, cannot be read, or has another version."""
     try:
-        return _read(path)[0]
+        return _read(path).made
     except (OSError, DataError):
         return None
 
@@ -199,39 +199,52 @@ def open_split(split: str, base: Path) -> Store:
 
 
 def open_store(path: Path, tokenizer: str | None = None) -> Store:
-    """Open a store; raises ConfigError if it is missing or made with another ``tokenizer``, DataError if damaged."""
+    """Open a store; raises ConfigError if it is missing or made with another ``tokenizer``.
+
+    Raises DataError if it is damaged, or if a file of a corpus has changed.
+    """
     try:
-        made, metadata, arrays = _read(path)
+        store = _read(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path.name} does not exist yet.", where=str(path), do=f"run '{dvc()} repro validate_data'"
-        ) from None
-    if tokenizer is not None and made.tokenizer != tokenizer:
+        do = f"run '{dvc()} repro validate_data'"
+        raise ConfigError(f"{path.name} does not exist yet.", where=str(path), do=do) from None
+    if tokenizer is not None and store.made.tokenizer != tokenizer:
         raise ConfigError(
             "data/validated was made with another tokenizer or chat template.",
             where=str(path),
             do="run validate_data with the same model.path, or safetrain run",
         )
-    if CORPUS in metadata:
-        rows, questions = _documents(path, metadata[CORPUS], arrays), Questions(np.zeros(0, dtype=np.uint64))
-    else:
-        rows, questions = _rows(path, arrays)
-    files = tuple(json.loads(metadata["files"]))
-    origin = (files, arrays["files"], arrays["lines"], float(metadata["label_bytes"]))
-    return Store(made, metadata["digest"], rows, questions, *origin)
+    if isinstance(corpus := store.rows.ids, Corpus):
+        for number in {stretch.file for stretch in corpus.stretches}:
+            corpus.files[number].require_unchanged()
+    return store
 
 
-def _rows(path: Path, arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Questions]:
-    """Read rows and questions; raises DataError if their ends do not ascend to the number of values."""
+def _read(path: Path) -> Store:
+    """Read a store's header and the sizes of its rows; raises DataError if it is damaged or has another version."""
+    file, size, end = OpenFile(path), path.stat().st_size, 0
+    try:
+        length = int.from_bytes(file.read(0, 8), "little")
+        header = json.loads(file.read(8, length) if length < size else b"")
+        metadata, arrays = header["__metadata__"], dict[str, FileValues]()
+        for name, kind in (OF_DOCUMENTS if CORPUS in metadata else OF_ROWS).items():
+            (begin, stop), (count,) = header[name]["data_offsets"], header[name]["shape"]
+            arrays[name], end = FileValues(file, np.dtype(DTYPES[kind]), 8 + length + begin, count), max(end, stop)
+            if header[name]["dtype"] != kind:
+                raise ValueError(name)
+        if metadata["version"] != str(VERSION) or size != 8 + length + end:
+            raise ValueError(path)
+        rows, questions = _documents(metadata[CORPUS], arrays) if CORPUS in metadata else _rows(arrays)
+        made, names = from_json(Provenance, json.loads(metadata["made"])), tuple(json.loads(metadata["files"]))
+        origin = (names, arrays["files"], arrays["lines"], float(metadata["label_bytes"]))
+        return Store(made, metadata["digest"], rows, questions, *origin)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        what, do = "The token store is damaged, or has another version.", f"run '{dvc()} repro -f -s validate_data'"
+        raise DataError(what, where=str(path), do=do) from None
+
+
+def _rows(arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Questions]:
     ends = {name: arrays[name][:].astype(np.int64) for name in ENDS}
-    for name, values in ENDS.items():
-        borders = np.concatenate([[0], ends[name], [len(arrays[values])]])
-        if np.any(np.diff(borders) < 0) or borders[-2] != borders[-1]:
-            raise _damaged(path)
-    counts = [len(ends["row_ends"]), *(len(arrays[name]) for name in ("label_counts", "files", "lines"))]
-    asked = [len(arrays["question_rows"]), *(len(ends[name]) for name in ENDS if name != "row_ends")]
-    if len({*counts}) > 1 or len({*asked}) > 1 or len(arrays["ids"]) != len(arrays["trained"]):
-        raise _damaged(path)
     lengths = np.diff(ends["row_ends"], prepend=0)
     starts = ends["row_ends"] - lengths
     rows = TokenRows(arrays["ids"], arrays["trained"], starts, lengths, arrays["label_counts"][:])
@@ -239,46 +252,10 @@ def _rows(path: Path, arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Ques
     return rows, Questions(arrays["question_rows"][:], *parts)
 
 
-def _documents(path: Path, text: str, arrays: Mapping[str, FileValues]) -> TokenRows:
-    """Read the rows of a corpus split; raises DataError if the store is damaged or a token file has changed."""
-    try:
-        corpus = from_json(Corpus, json.loads(text))
-    except (ValueError, KeyError, TypeError):
-        raise _damaged(path) from None
-    lengths = arrays["lengths"][:].astype(np.int64)
-    if len({*map(len, arrays.values())}) != 1 or not len(lengths) or int(lengths.sum()) != len(corpus):
-        raise _damaged(path)
-    for number in {stretch.file for stretch in corpus.stretches}:
-        corpus.files[number].require_unchanged()
+def _documents(text: str, arrays: Mapping[str, FileValues]) -> tuple[TokenRows, Questions]:
+    corpus, lengths = from_json(Corpus, json.loads(text)), arrays["lengths"][:].astype(np.int64)
+    if not len(lengths) or int(lengths.sum()) != len(corpus):
+        raise ValueError(CORPUS)
     trained = np.broadcast_to(np.True_, len(corpus))
-    return TokenRows(corpus, trained, np.cumsum(lengths) - lengths, lengths, lengths - 1)
-
-
-def _read(path: Path) -> tuple[Provenance, dict[str, str], dict[str, FileValues]]:
-    """Read provenance, metadata and arrays of a store; raises DataError if it is damaged or has another version."""
-    size, end = path.stat().st_size, 0
-    file = OpenFile(path)
-    try:
-        length = int.from_bytes(file.read(0, 8), "little")
-        header = json.loads(file.read(8, length) if length < size else b"")
-        metadata, arrays = header["__metadata__"], dict[str, FileValues]()
-        for name, kind in (OF_DOCUMENTS if CORPUS in metadata else OF_ROWS).items():
-            (begin, stop), (count,), dtype = header[name]["data_offsets"], header[name]["shape"], np.dtype(DTYPES[kind])
-            if header[name]["dtype"] != kind or begin < 0 or stop - begin != count * dtype.itemsize:
-                raise ValueError(name)
-            arrays[name], end = FileValues(file, dtype, 8 + length + begin, count), max(end, stop)
-        made, is_version = from_json(Provenance, json.loads(metadata["made"])), metadata["version"] == str(VERSION)
-        is_complete = {"digest", "label_bytes"} <= metadata.keys() and isinstance(json.loads(metadata["files"]), list)
-        if not is_version or not is_complete or size != 8 + length + end:
-            raise ValueError(path)
-        return made, metadata, arrays
-    except (DataError, ValueError, KeyError, TypeError, AttributeError):
-        raise _damaged(path) from None
-
-
-def _damaged(path: Path) -> DataError:
-    return DataError(
-        "The token store is damaged, or has another version.",
-        where=str(path),
-        do=f"run '{dvc()} repro -f -s validate_data'",
-    )
+    rows = TokenRows(corpus, trained, np.cumsum(lengths) - lengths, lengths, lengths - 1)
+    return rows, Questions(np.zeros(0, dtype=np.uint64))

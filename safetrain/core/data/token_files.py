@@ -33,7 +33,10 @@ class OpenFile:
         except OSError as error:
             raise DataError(f"The tokens cannot be read: {error.strerror}.", where=str(self._path)) from None
         if len(content) < size:
-            what, do = "A token file has become shorter.", "restore it and run the same command, which resumes"
+            what, do = (
+                "A token file is damaged: it has become shorter.",
+                "restore it and run the same command, which resumes",
+            )
             raise DataError(what, where=str(self._path), expected=f"{offset + size} bytes or more", do=do)
         return content
 

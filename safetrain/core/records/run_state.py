@@ -131,12 +131,9 @@ def fault_of(folder: Path) -> str:
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that nothing reads it; returns its new path."""
+    """Rename a damaged checkpoint, so that nothing reads it, over an older damaged one; returns its new path."""
     target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
-    number = 2
-    while target.exists():
-        target = checkpoint.folder.with_name(f"{DAMAGED}{checkpoint.folder.name}_{number}")
-        number += 1
+    shutil.rmtree(target, ignore_errors=True)
     checkpoint.folder.rename(target)
     return target
 
