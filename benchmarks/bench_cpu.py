@@ -15,7 +15,6 @@ WITHOUT = {
     "OpenBLAS in front (blas)": "blas",
     "SwiGLU by powers of 2 (kernels)": "swiglu",
     "cross-entropy by powers of 2 (kernels)": "entropy",
-    "attention by powers of 2 (kernels)": "attention",
     "shards side by side (kernels)": "streams",
 }
 ROUNDS = 3
@@ -54,20 +53,19 @@ def take_away(trick: str) -> None:
     if trick != "blas":
         blas.load_fast_blas()
     import mlx.nn as nn
+    from mlx_lm.models.activations import swiglu
 
-    from safetrain.engine import backend, loss, row_attention
+    from safetrain.engine import backend, loss
+    from safetrain.engine.cpu import kernels
 
     here = backend.device()
     if trick == "swiglu":
-        here = dataclasses.replace(here, avoids_exponentials=False)
+        kernels.swiglu = swiglu
     if trick == "streams":
         here = dataclasses.replace(here, shards=1)
     backend.device = lambda: here
     if trick == "entropy":
         loss.cross_entropy = lambda logits, targets: nn.losses.cross_entropy(logits, targets)
-    if trick == "attention":
-        plain = row_attention.PASSES[row_attention.Way.SOFTMAX]
-        row_attention.PASSES[row_attention.Way.POWERS] = plain
 
 
 def update_ms(trick: str) -> float:
@@ -96,7 +94,7 @@ def update_ms(trick: str) -> float:
 
     def step() -> object:
         loss, gradient = gradients.of(batch, 0)
-        norm = measure(loss, gradient).grad_norm
+        norm = measure(loss, gradient)[1]
         apply_gradient(model, optimizer, gradient, norm, 1e-4, settings.max_grad_norm)
         return model.module.trainable_parameters(), optimizer.state
 

@@ -118,7 +118,7 @@ def exported(base: Path, folder: Path, method: str) -> float:
     from mlx.utils import tree_map_with_path
 
     from safetrain.core.records.settings import LoraSettings
-    from safetrain.engine.adapters import make_trainable, measure_rows
+    from safetrain.engine.adapters import make_trainable
     from safetrain.engine.exchange.peft import places_of, write_peft
     from safetrain.engine.model import open_base
     from safetrain.engine.weight_files import adapter_arrays, save_adapter
@@ -131,7 +131,6 @@ def exported(base: Path, folder: Path, method: str) -> float:
     lora = LoraSettings(5, 1.7, 0.0, 2 if method == "lora" else len(model.module.layers), ("all-linear",))
     make_trainable(model, method, lora, 1)
     model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
-    measure_rows(model.module)
     save_adapter(model, method, lora, base, folder / "own")
     arrays = adapter_arrays(folder / "own")
     (folder / "peft").mkdir()

@@ -92,7 +92,7 @@ def _examine(_family: str, scratch: Path) -> None:
 
     _say(counted=read_model_files(scratch / "model").parameters)
     model = open_base(scratch / "model", dequantize=False)
-    _say(why_padded=model.adaptation.packing_refusal, why_whole=model.adaptation.split_refusal)
+    _say(why_padded=model.packing_refusal, why_whole=model.split_refusal)
     if fault := training_fault(model):
         raise ModelError(fault)
     del model
@@ -137,7 +137,7 @@ def _train(_family: str, scratch: Path) -> None:
     for number in range(UPDATES):
         model.module.train()
         loss, gradient = gradients.of(update_at(data, Cursor(0, 0), 1, ROWS, layout), number)
-        apply_gradient(model, optimizer, gradient, measure(loss, gradient).grad_norm, RATE, 1.0)
+        apply_gradient(model, optimizer, gradient, measure(loss, gradient)[1], RATE, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
     save_adapter(model, "lora", lora, folder, scratch / "adapters")
     ours = open_base(folder, dequantize=False)

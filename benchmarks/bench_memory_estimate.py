@@ -97,7 +97,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         mx.reset_peak_memory()
         model.module.train()
         loss, gradient = gradients.of(update_at(rows, Cursor(0, 0), 1, batch, layout), step)
-        apply_gradient(model, optimizer, gradient, measure_update(loss, gradient).grad_norm, 1e-3, 1.0)
+        apply_gradient(model, optimizer, gradient, measure_update(loss, gradient)[1], 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
         del loss, gradient  # as in a training, where the next update begins without them
     terms = predicted_peak(

@@ -20,7 +20,7 @@ def main() -> None:
 
     from safetrain.engine.cpu.kernels import cross_entropy, dequantize_per_use, swiglu
     from safetrain.engine.row_attention import Block, PackedRows
-    from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
+    from safetrain.engine.upstream.adaptation import PackedRowsCache, packed_attention
 
     normal = mx.random.normal
     x, weight = normal((TOKENS, HIDDEN)), normal((INNER, HIDDEN))
@@ -42,7 +42,7 @@ def main() -> None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=SIZE**-0.5, mask="causal")
 
     def our_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return packed_attention(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(None))
+        return packed_attention(q, k, v, cache=cache, scale=SIZE**-0.5, mask=None)
 
     ones = mx.ones((LABELS,))
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [

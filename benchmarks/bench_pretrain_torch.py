@@ -198,11 +198,11 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
         began = time.perf_counter()
         update = update_at(data, Cursor(0, step), settings.seed, settings.rows_per_update, layout)
         loss, gradient = gradients.of(update, step)
-        result = measure(loss, gradient)
+        summed, norm = measure(loss, gradient)
         rate = learning_rate(step, settings.learning_rate, settings.warmup_steps, total, settings.schedule)
-        apply_gradient(model, optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
+        apply_gradient(model, optimizer, gradient, norm, rate, settings.max_grad_norm)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-        yield result.summed_loss / update.trained_tokens, time.perf_counter() - began
+        yield summed / update.trained_tokens, time.perf_counter() - began
 
 
 def gemm_limit() -> float:

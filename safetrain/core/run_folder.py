@@ -26,7 +26,7 @@ from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_i
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, read_or_none, write_record
-from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 
 Kind = TypeVar("Kind")
 
@@ -45,15 +45,6 @@ class RunMarker:
 
 
 @dataclass(frozen=True)
-class WrittenSample:
-    """A line of samples.jsonl: how a model continues ``prompt``, which is empty where it begins by itself."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything that a run's folder holds."""
 
@@ -69,7 +60,6 @@ class Run:
     has_stale_evaluation: bool = False  # evaluation.json measures another adapter
     postmortem: PostMortem | None = None
     journal: tuple[JournalEntry, ...] = ()  # of this run only
-    samples: tuple[WrittenSample, ...] = ()
     checkpoint: Checkpoint | None = None  # the newest one; only its hashes prove that it is whole
     marker: RunMarker | None = None
     header: FlightHeader | None = None
@@ -167,7 +157,6 @@ class RunReader:
             has_stale_evaluation=stale,
             postmortem=self._record(POSTMORTEM, PostMortem),
             journal=journal,
-            samples=self._part(SAMPLES, _samples) or (),
             checkpoint=next(iter(checkpoints_in(self.output)), None) if self.output is not None else None,
             marker=marker,
             header=header,
@@ -254,7 +243,3 @@ def _processes(output: Path, header: FlightHeader | None) -> dict[str, Any]:
         "is_locked": True, "worker_lives": process is not None, "worker_is_stopped": stopped,
         "worker_footprint_bytes": footprint_bytes(process.pid) if process is not None else 0,
     }  # fmt: skip
-
-
-def _samples(text: str) -> tuple[WrittenSample, ...]:
-    return tuple(from_json(WrittenSample, json.loads(line)) for line in text.split("\n") if line)

@@ -6,7 +6,6 @@ they are rounded to the activations' type for the product.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +17,9 @@ from safetrain.core.memory.estimate import require_trainable
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
-from safetrain.engine.layers import Dropout, Randomness, RowLengths, dequantized
+from safetrain.engine.layers import Dropout, Randomness, dequantized
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.layers import EXPERTS, LoraExperts, without_adapter
-from safetrain.engine.upstream.loading import is_quantized
+from safetrain.engine.upstream.loading import EXPERTS, LoraExperts, is_quantized, without_adapter
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
@@ -50,59 +48,41 @@ class LoraLinear(nn.Module):
 
 
 class DoraLinear(LoraLinear):
-    """LoRA whose columns are rescaled to a trained length m, after arXiv 2402.09353, section 4.3.
+    """LoRA whose columns are rescaled to a trained length m, after arXiv 2402.09353, section 4.3."""
 
-    Call ``measure`` whenever lora_a or lora_b has changed.
-    """
-
-    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness, lengths: RowLengths) -> None:
+    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness) -> None:
         super().__init__(linear, lora, source)
-        self.m = by_rows(linear, lambda weight, _rows: mx.linalg.norm(weight, axis=1))
-        self._lengths, self._place = lengths, str(len(lengths.values))
+        self.m = row_lengths(linear)
         self._squares = self.m * self.m  # of the frozen weight's rows
         mx.eval(self._squares)
-        lengths.values[self._place] = self.m  # B is zero
 
     def __call__(self, x: mx.array) -> mx.array:
-        bias = self.linear.get("bias")
-        plain = self.linear(x) if bias is None else self.linear(x) - bias
-        y = (self.m / self._lengths.values[self._place]).astype(x.dtype) * (plain + self.delta(x))
-        return y if bias is None else y + bias
+        y = (self.m / self._lengths(x.dtype)).astype(x.dtype) * (self._product(x) + self.delta(x))
+        return y + self.linear["bias"] if "bias" in self.linear else y
 
-    def measure(self) -> mx.array:
-        """Compute the row lengths of W + scale (A B)^T without building it: |w + d|^2 = |w|^2 + 2 w.d + |d|^2.
+    def _product(self, x: mx.array) -> mx.array:
+        return self.linear(x) - self.linear["bias"] if "bias" in self.linear else self.linear(x)
 
-        Returns them, (outputs,); the next forward passes divide by them.
+    def _lengths(self, dtype: mx.Dtype) -> mx.array:
+        """Row lengths of W + scale (A B)^T, (outputs,), a constant for the gradient.
+
+        They come from products with the few columns of A: |w + d|^2 = |w|^2 + 2 w.d + |d|^2.
         """
-        a, b = self.lora_a, self.lora_b * self.scale
-        crossed = by_rows(self.linear, lambda weight, rows: ((weight @ a) * b[:, rows].T).sum(axis=1))
+        a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b * self.scale)
+        crossed = (self._product(a.T.astype(dtype)).astype(mx.float32) * b).sum(axis=0)
         added = ((b.T @ (a.T @ a)) * b.T).sum(axis=1)
-        lengths = mx.sqrt(mx.maximum(self._squares + 2 * crossed + added, 1e-12))
-        self._lengths.values[self._place] = lengths
-        return lengths
+        return mx.sqrt(mx.maximum(self._squares + 2 * crossed + added, 1e-12))
 
 
-def by_rows(linear: Any, function: Callable[[mx.array, slice], mx.array]) -> mx.array:
-    """Apply ``function`` to a few rows of the float32 weight at a time (and their slice); concatenate the results.
-
-    Each call waits for the one before, so memory never holds a whole weight in float32.
-    """
+def row_lengths(linear: Any) -> mx.array:
+    """The length of each row of a weight. Memory never holds a whole weight in float32."""
     outputs, inputs = shape_of(linear)
     step, parts = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
     for start in range(0, outputs, step):
-        rows = slice(start, min(start + step, outputs))
-        weight = dequantized(linear, rows)
-        if parts:
-            weight = mx.depends([weight], [parts[-1]])[0]
-        parts.append(function(weight.astype(mx.float32), rows))
-    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def measure_rows(module: Any, evaluate: Callable[[mx.array], None] = mx.eval) -> None:
-    """Let every DoRA layer of ``module`` measure its rows, one after the other."""
-    for _, layer in module.named_modules():
-        if isinstance(layer, DoraLinear):
-            evaluate(layer.measure())
+        weight = dequantized(linear, slice(start, start + step)).astype(mx.float32)
+        parts.append(mx.linalg.norm(weight, axis=1))
+        mx.eval(parts[-1])
+    return mx.concatenate(parts)
 
 
 def shape_of(linear: Any) -> tuple[int, int]:
@@ -150,7 +130,6 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     if wrong:
         raise ModelError(f"{len(wrong)} adapter tensors do not fit the model, the first: {wrong[0]}.")
     model.module.update(tree_unflatten(list(weights.items())))
-    measure_rows(model.module)
 
 
 def adapted_names(model: BaseModel) -> list[str]:
@@ -171,16 +150,13 @@ def _add_layers(model: BaseModel, block: Any, names: set[str], method: str, lora
     for name, layer in block.named_modules():
         if name not in names:
             continue
-        if isinstance(layer, EXPERTS) and method == "dora":
-            raise ConfigError(
-                f"DoRA cannot be put on experts ({name}).", do="train.method=lora, or name other lora.targets"
-            )
-        if isinstance(layer, EXPERTS):
-            parts.append((name, LoraExperts.on(layer, lora, model.randomness)))
+        if not isinstance(layer, EXPERTS):
+            parts.append((name, (DoraLinear if method == "dora" else LoraLinear)(layer, lora, model.randomness)))
         elif method == "dora":
-            parts.append((name, DoraLinear(layer, lora, model.randomness, model.lengths)))
+            do = "train.method=lora, or name other lora.targets"
+            raise ConfigError(f"DoRA cannot be put on experts ({name}).", do=do)
         else:
-            parts.append((name, LoraLinear(layer, lora, model.randomness)))
+            parts.append((name, LoraExperts.on(layer, lora, model.randomness)))
     if parts:
         block.update_modules(tree_unflatten(parts))
 

@@ -22,7 +22,6 @@ from safetrain.core.memory.terms import MOST_SHARDS
 from safetrain.core.recorder import Allocator
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import cores
-from safetrain.engine.row_attention import Way
 
 # Freed buffers that are kept; unlimited, they grow to all memory. On Metal they count within the memory limit.
 CACHE_SHARE, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 0.1, 2**27, 2**31
@@ -31,47 +30,36 @@ WIRED_SHARE = 0.9  # of the working set that Metal recommends, at most
 
 @dataclass(frozen=True)
 class Device:
-    """Properties of a device. On a CPU each number costs time; on a GPU each kernel does, and the GPU runs ahead.
+    """The device that mlx computes on.
 
-    The defaults describe a CPU.
+    On a CPU each number costs time: rows are packed without padding, numbers are float32, quantized weights are
+    dequantized at each use, exponentials are powers of 2, and shards of a micro-batch run side by side. On a GPU each
+    kernel costs time: rows are padded to rectangles of few shapes, whose programs mlx compiles, and the GPU runs ahead.
     """
 
     name: str  # cpu, metal or cuda
     shards: int  # of a micro-batch
-    side_by_side: bool = True  # shards are computed at once, on a stream each, as soon as their graph is built
-    packs_without_padding: bool = True  # rows of any length in one list; else in rectangles of few shapes
-    attention_ways: tuple[Way, ...] = (Way.POWERS,)  # that a model has to allow
-    computes_in_float32: bool = True  # whatever type the model is stored in
-    dequantizes_per_use: bool = True  # quantized weights; else mlx multiplies them as they are
-    avoids_exponentials: bool = True  # powers of 2 are faster
-    fuses_loss: bool = False  # mlx has a kernel for the cross-entropy
-    compiles: bool = False  # kernels and programs, when a shape is first met
-    waits_for_each_update: bool = True  # having nothing else to do meanwhile
-    bounds_own_cache: bool = True  # mlx keeps few freed buffers
-    fills_host_memory: bool = True  # unwatched: a process has to be kept to what is available
-    measures_small: bool = True  # sizes that are timed: large ones would take minutes
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether mlx computes on a CPU."""
+        return self.name == "cpu"
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """mlx's facts about a GPU; empty for a CPU."""
-        return {} if self.name == "cpu" else mx.device_info()
+        return {} if self.on_cpu else mx.device_info()
 
     @property
     def label(self) -> str:
         """mlx's name of the device."""
-        return "cpu" if self.name == "cpu" else str(mx.default_device())
+        return "cpu" if self.on_cpu else str(mx.default_device())
 
 
 def device() -> Device:
     """The device that mlx computes on."""
     name = name_now()
-    if name == "cpu":
-        return Device(name, shards=min(cores(), MOST_SHARDS))
-    return Device(
-        name, shards=1, side_by_side=False, packs_without_padding=False, attention_ways=(Way.SOFTMAX, Way.FUSED),
-        computes_in_float32=False, dequantizes_per_use=False, avoids_exponentials=False, fuses_loss=True, compiles=True,
-        waits_for_each_update=False, bounds_own_cache=False, fills_host_memory=False, measures_small=False,
-    )  # fmt: skip
+    return Device(name, min(cores(), MOST_SHARDS) if name == "cpu" else 1)
 
 
 def name_now() -> str:
@@ -93,7 +81,7 @@ def set_limits(mlx_limit_bytes: int) -> None:
     """
     mx.set_memory_limit(mlx_limit_bytes)
     here = device()
-    if here.bounds_own_cache:
+    if here.on_cpu:
         return
     mx.set_cache_limit(min(MOST_CACHE_BYTES, max(LEAST_CACHE_BYTES, int(CACHE_SHARE * mlx_limit_bytes))))
     most_wired = int(WIRED_SHARE * int(here.facts.get("max_recommended_working_set_size", 0)))
@@ -114,5 +102,5 @@ def keep_to_room(own_limit_bytes: int | None = None) -> None:
     On CPU that is what is available, and the private memory that is reserved and not used; a GPU's memory is its own,
     and a Mac's is watched by who started the process. A limit of the shell holds already.
     """
-    room = machine_room_bytes(read_memory()) + DATA_BESIDE_BYTES if device().fills_host_memory else None
+    room = machine_room_bytes(read_memory()) + DATA_BESIDE_BYTES if device().on_cpu else None
     limit_memory(min((size for size in (room, own_limit_bytes) if size is not None), default=None))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
-from safetrain.core.errors import SafetrainError, TrainingError
+from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.settings import (
@@ -83,7 +83,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     if seconds / tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
         timed = _time_updates(run)
     else:
-        timed = [_make(run, largest)] if device().compiles else made[1:] or made  # the first one compiles
+        timed = made[1:] or made if device().on_cpu else [_make(run, largest)]  # on a GPU the first one compiles
     update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
     own_order, own_seconds = None, time.monotonic() - start
     if len(made) == len(largest_updates):
@@ -106,19 +106,15 @@ def _open(job: Job, scratch: Path) -> "TrainingRun":
 
 
 def _make(run: "TrainingRun", update: "Update") -> Measured:
-    """Make and count an update."""
+    """Make an update."""
     import mlx.core as mx
 
-    from safetrain.engine.training import count, make_update
+    from safetrain.engine.training import make_update
 
     began = time.perf_counter()
-    _, result, refused = make_update(run, update, RATE)
-    if refused is not None:
-        raise TrainingError(f"An update cannot be applied: {refused.fault}")
+    make_update(run, update, RATE)
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
-    seconds = time.perf_counter() - began
-    count(run, update, result, seconds)
-    return mx.get_peak_memory(), seconds, update.input_tokens
+    return mx.get_peak_memory(), time.perf_counter() - began, update.input_tokens
 
 
 def _time_updates(run: "TrainingRun") -> list[Measured]:
@@ -130,7 +126,7 @@ def _time_updates(run: "TrainingRun") -> list[Measured]:
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))
-        if device().compiles:
+        if not device().on_cpu:
             _make(run, update)
         updates.append(_make(run, update))
         if sum(seconds for _, seconds, _ in updates) > DRY_RUN_TIMED_SECONDS:

@@ -4,18 +4,17 @@ It times a layer, plain or quantized: quantized products use other kernels, whic
 cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``, ``make_tiled_mma``).
 """
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-GROUP_SIZE, BITS = 64, 4
 ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
 NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
-TOKENS, WIDTH, RANK = 1024, 2048, 16  # of the timed layer; four timings take less than half a second
+TOKENS, WIDTH = 1024, 2048  # of the timed layer; four timings take less than half a second
 
 
 def probed_dtype(
@@ -33,13 +32,19 @@ def probed_dtype(
 
 
 def layer_speed(dtype: Any, quantized: bool) -> float:
-    """Gradients per second through a linear layer with an adapter; 0 if mlx cannot compute them."""
-    shapes = ((TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, RANK), (RANK, WIDTH))
+    """Gradients per second through a linear layer, forward and backward; 0 if mlx cannot compute them."""
+    layer: Any = nn.Linear(WIDTH, WIDTH, bias=False)
+    layer.set_dtype(dtype)
+
+    def summed(x: mx.array) -> mx.array:
+        return layer(x).square().sum()
+
     try:
-        x, weight, a, b = (mx.random.normal(shape).astype(dtype) for shape in shapes)
-        stored = mx.quantize(weight, GROUP_SIZE, BITS) if quantized else (weight,)
-        mx.eval(x, stored, a, b)
-        return 1 / time_operation(mx.grad(functools.partial(_layer, stored=stored, a=a, b=b)), x)[0]
+        if quantized:
+            layer = nn.QuantizedLinear.from_linear(layer, group_size=64, bits=4)
+        x = mx.random.normal((TOKENS, WIDTH)).astype(dtype)
+        mx.eval(x, layer.parameters())
+        return 1 / time_operation(mx.grad(summed), x)[0]
     except (RuntimeError, ValueError):  # from mlx: no such kernel, or no memory
         return 0.0
 
@@ -56,14 +61,3 @@ def time_operation(function: Callable[..., Any], *arguments: mx.array) -> tuple[
         seconds.append(time.perf_counter() - began)
         peak = max(peak, mx.get_peak_memory() - before)
     return min(seconds[1:]), peak
-
-
-def _layer(x: mx.array, stored: Sequence[mx.array], a: mx.array, b: mx.array) -> mx.array:
-    """Sum of the layer's squared outputs; its gradient needs the same products again."""
-    weight, *scaling = stored
-    if scaling:
-        scales, biases = scaling
-        y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, group_size=GROUP_SIZE, bits=BITS)
-    else:
-        y = x @ weight.T
-    return (y + (x @ a) @ b).square().sum()

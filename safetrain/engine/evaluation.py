@@ -7,7 +7,6 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import DataError
-from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, in_order, layout_for
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.loss import ShardLoss
@@ -51,11 +50,8 @@ def row_losses(
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)
-        if device().side_by_side:
-            with loss.one_head():
-                label_losses = side_by_side(lambda shard: loss.by_label(shard), batch.shards)
-        else:
-            label_losses = [loss.by_label(shard) for shard in batch.shards]
+        with loss.one_head():
+            label_losses = side_by_side(loss.by_label, batch.shards)
         for shard, losses in zip(batch.shards, label_losses, strict=True):
             np.add.at(sums, shard.label_rows, np.array(losses.astype(mx.float32)))
     return sums

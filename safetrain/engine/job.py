@@ -12,11 +12,10 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.schema import PRETRAIN, WHOLE
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import (
     LargestUpdate,
     TrainJob,
-    TrainSettings,
     identity_of,
     memory_shape,
     total_updates,
@@ -110,26 +109,20 @@ def memory_of(job: Job, backend_name: str) -> RunMemory:
     return memory
 
 
-def describe(job: Job, predicted_bytes: int, blas: str, adaptation: str) -> str:
-    """Describe the run before its first step. ``adaptation``: how rows and logits are computed."""
-    settings, rows, ranks = job.settings, job.train, job.ranks
+def describe(job: Job, predicted_bytes: int, blas: str, computed: str) -> str:
+    """Describe the run before its first step. ``computed``: how rows and logits are computed."""
+    settings, rows = job.settings, job.train
+    layers = f"the top {counted(settings.lora.num_layers, 'block')}"
+    adapter = f"{settings.method} of rank {settings.lora.rank} on {layers}"
+    trained = {PRETRAIN: "all weights", "full": f"all weights of {layers}"}.get(settings.method, adapter)
     lost = (
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
         f"{counted(rows.lost_labels, 'label')} lost\n"
     )
-    name = "window" if settings.method == PRETRAIN else "row"
-    shared = f" shared by {ranks} ranks" if ranks > 1 else ""
+    name, shared = "window" if settings.method == PRETRAIN else "row", f" shared by {job.ranks} ranks"
     return (lost if rows.cut_rows else "") + (
-        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update{shared}, "
-        f"{counted(job.updates, 'update')}; {settings.optimizer}, {settings.schedule} schedule, learning rate "
-        f"{settings.learning_rate:g}; {_trained(settings)}; predicted peak of mlx {size_text(predicted_bytes)}; "
-        f"BLAS: {blas}; {adaptation}"
+        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update"
+        f"{shared if job.ranks > 1 else ''}, {counted(job.updates, 'update')}; {settings.optimizer}, "
+        f"{settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; predicted peak of mlx "
+        f"{size_text(predicted_bytes)}; BLAS: {blas}; {computed}"
     )
-
-
-def _trained(settings: TrainSettings) -> str:
-    layers = f"the top {counted(settings.lora.num_layers, 'block')}"
-    if settings.method in WHOLE:
-        return "all weights" if settings.method == PRETRAIN else f"all weights of {layers}"
-    name = {"lora": "LoRA", "dora": "DoRA"}[settings.method]
-    return f"{name} rank {settings.lora.rank} on {layers}"

@@ -52,17 +52,6 @@ class Dropout(nn.Module):
         return mx.where(mask, x * (1.0 / self._keep), 0.0)
 
 
-class RowLengths:
-    """Row lengths of every DoRA weight, by place: DoRA divides by them.
-
-    They depend only on adapter and base, so they are computed once per change of the adapter, not in each forward
-    pass. Compiled programs take ``values`` as inputs.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, mx.array] = {}
-
-
 def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
     """A layer's weight, or some rows of it, dequantized if it is quantized."""
     if "scales" not in layer:
@@ -76,30 +65,6 @@ def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
         bits=layer.bits,
         mode=getattr(layer, "mode", "affine"),
     )
-
-
-class OneMatrix(nn.QuantizedLinear):
-    """A quantized linear layer for a GPU. It reshapes any input to one matrix.
-
-    mlx's CUDA backend multiplies (tokens, 1, width) token by token and reads the whole weight for each
-    (backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``).
-    """
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-
-
-class EmbeddingOneMatrix(nn.QuantizedEmbedding):
-    """A quantized embedding for a GPU; the same holds for its use as a head."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Logits of hidden states."""
-        return super().as_linear(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-
-
-def multiply_as_one_matrix(module: Any) -> None:
-    """Let every quantized layer of ``module`` take its input as one matrix."""
-    change_classes(module, {nn.QuantizedLinear: OneMatrix, nn.QuantizedEmbedding: EmbeddingOneMatrix})
 
 
 def change_classes(module: Any, kinds: Mapping[type, type]) -> None:

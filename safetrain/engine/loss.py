@@ -16,8 +16,7 @@ from safetrain.engine.batches import Shard
 from safetrain.engine.cpu.kernels import cross_entropy
 from safetrain.engine.layers import Arrays, with_gradient
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.adaptation import Head, SplitModel
-from safetrain.engine.upstream.functions import call_packed, call_padded
+from safetrain.engine.upstream.adaptation import Head, SplitModel, call_packed, call_padded
 
 Observe = Callable[[mx.array], mx.array]  # sees the output of the forward pass, before the loss
 
@@ -38,31 +37,30 @@ class ShardLoss:
         self, model: BaseModel, *, training: bool, observe: Observe | None = None, trains_head: bool = False
     ) -> None:
         self._model, self._training, self._observe = model, training, observe or _unseen
-        self._split = model.adaptation.split
-        self._matrix = self._split.matrix if self._split is not None and trains_head else None
-        if trains_head and self._matrix is None:
+        self._split, self._trains_head = model.split, trains_head
+        if trains_head and self._split is not None and self._split.matrix is None:
             self._split = None  # all logits at once: mlx then derives every gradient itself
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
         """The loss of one shard, as a lazy array."""
+        split = self._split
         if not self._training:
             return self.by_label(shard).sum()
-        split, fused = self._split, device().fuses_loss
         if split is None:  # the identity stands in for the head
-            return losses_of(_unseen, self._chosen(shard), shard.targets, shard.weights, fused=fused).sum()
-        if self._matrix is not None:
-            loss_of, trained = chunked_loss(self._matrix.head_of, _chunk(split), fused=fused), [self._matrix.now()]
+            return losses_of(_unseen, self._chosen(shard), shard.targets, shard.weights).sum()
+        if self._trains_head:
+            loss_of, trained = chunked_loss(split.head_of, _chunk(split)), [split.matrix]
         else:
             head = self._head(split)
-            loss_of, trained = chunked_loss(lambda: head, _chunk(split), fused=fused), []
+            loss_of, trained = chunked_loss(lambda: head, _chunk(split)), []
         return loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
 
     def by_label(self, shard: Shard) -> mx.array:
         """(labels,) losses of one shard, as a lazy array without a gradient; 0 for padding labels."""
         split = self._split
         head, size = (_unseen, shard.targets.size) if split is None else (self._head(split), _chunk(split))
-        return measured_losses(head, size, self._chosen(shard), shard.targets, shard.weights, fused=device().fuses_loss)
+        return measured_losses(head, size, self._chosen(shard), shard.targets, shard.weights)
 
     def _chosen(self, shard: Shard) -> mx.array:
         """(labels, features) outputs that predict the labels."""
@@ -94,14 +92,15 @@ def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx
     return call_padded(call, shard.inputs, shard.layout)
 
 
-def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool) -> mx.array:
-    """Weighted losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
+def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+    """Weighted losses of (tokens, width) hidden states."""
     logits = head(hidden)  # (tokens, vocabulary)
-    losses = mx.fast.cross_entropy if fused else cross_entropy
-    return losses(logits if fused else logits.astype(mx.float32), targets) * weights
+    if device().on_cpu:
+        return cross_entropy(logits.astype(mx.float32), targets) * weights
+    return mx.fast.cross_entropy(logits, targets) * weights
 
 
-def chunked_loss(head_of: Callable[..., Head], chunk: int, *, fused: bool = False) -> Callable[..., mx.array]:
+def chunked_loss(head_of: Callable[..., Head], chunk: int) -> Callable[..., mx.array]:
     """A loss that never holds the logits of more than ``chunk`` tokens.
 
     Its inputs are hidden states (labels, width), targets and weights (labels,), and the arguments of ``head_of``: the
@@ -111,7 +110,7 @@ def chunked_loss(head_of: Callable[..., Head], chunk: int, *, fused: bool = Fals
 
     def of_chunk(inputs: list[mx.array], targets: mx.array, weights: mx.array) -> mx.array:
         hidden, *trained = inputs
-        return losses_of(head_of(*trained), hidden, targets, weights, fused=fused).sum()
+        return losses_of(head_of(*trained), hidden, targets, weights).sum()
 
     with_gradients = mx.value_and_grad(of_chunk)
 
@@ -138,13 +137,11 @@ def chunked_loss(head_of: Callable[..., Head], chunk: int, *, fused: bool = Fals
     return lambda *arrays: function(*arrays)[0]
 
 
-def measured_losses(
-    head: Head, chunk: int, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool = False
-) -> mx.array:
+def measured_losses(head: Head, chunk: int, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
     """(tokens,) losses without a gradient, computed one chunk after the other to save memory."""
     losses = [mx.zeros(0)]
     for start in range(0, hidden.shape[0], chunk):
         some = slice(start, start + chunk)
         here = mx.depends([hidden[some]], [losses[-1]])[0]
-        losses.append(losses_of(head, here, targets[some], weights[some], fused=fused))
+        losses.append(losses_of(head, here, targets[some], weights[some]))
     return mx.concatenate(losses)

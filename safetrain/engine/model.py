@@ -10,31 +10,40 @@ import psutil
 
 from safetrain.core.model.files import ModelFiles
 from safetrain.engine.backend import device
-from safetrain.engine.layers import Randomness, RowLengths
-from safetrain.engine.upstream.adaptation import Adaptation, adapt
+from safetrain.engine.layers import Randomness
+from safetrain.engine.upstream.adaptation import SplitModel, adapt
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model ready for use, and the ids that end its answers."""
+    """A model ready for use, and how this engine runs it. A refusal is empty if the model supports the feature."""
 
     module: Any  # an mlx_lm model: called with (rows, tokens) ids, returns (rows, tokens, vocabulary) logits
-    eos_ids: frozenset[int]
-    adaptation: Adaptation
+    eos_ids: frozenset[int]  # that end its answers
+    packing_refusal: str  # why rows of different lengths cannot be packed into one list of tokens
+    split: SplitModel | None  # None if refused: logits are computed for all tokens
+    split_refusal: str
     randomness: Randomness = field(default_factory=Randomness)
-    lengths: RowLengths = field(default_factory=RowLengths)  # of the weights under DoRA
 
     @property
     def packs_rows(self) -> bool:
-        """Whether rows of different lengths can be packed into one list of tokens."""
-        return not self.adaptation.packing_refusal
+        """Whether rows are packed into one list of tokens; else they are padded to rectangles, as always on a GPU."""
+        return device().on_cpu and not self.packing_refusal
 
     @functools.cached_property
     def continues_padded(self) -> bool:
         """Whether a padded batch of prompts gives the same answers as single prompts; tried once on a few tokens."""
         return not padding_refusal(self.module)
+
+    def describe(self) -> str:
+        """How rows and logits are computed, for the first lines of a training."""
+        why = f" ({self.packing_refusal})" if self.packing_refusal else ""
+        rows = "packed without padding" if self.packs_rows else f"padded{why}"
+        return (
+            f"rows {rows}, logits for {f'all tokens ({self.split_refusal})' if self.split_refusal else 'labels only'}"
+        )
 
 
 def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
@@ -50,12 +59,12 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
         module, config = load(folder)
         eos_ids = _eos_ids(folder, config)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
-        return BaseModel(module, eos_ids, adapt(module))
+        return BaseModel(module, eos_ids, *adapt(module))
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:
     """Whether to dequantize a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
-    return device().dequantizes_per_use and 4 * files.parameters <= psutil.virtual_memory().available // 4
+    return device().on_cpu and 4 * files.parameters <= psutil.virtual_memory().available // 4
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:

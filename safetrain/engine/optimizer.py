@@ -10,7 +10,7 @@ orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the g
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -64,21 +64,15 @@ class BlockOptimizer:
         step, now = self._mlx.step + 1, mx.array(rate)
         for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
             names, gradients = zip(*block, strict=True)
-            self._update_block(module, names, gradients, (step, now, mx.array(scale)))
-            evaluate([part_at(module, name) for name in names], [part_at(self.state, name) for name in names])
+            old = [part_at(module, name) for name in names], [dict(part_at(self.state, name)) for name in names]
+            new, states = self._of_block(list(gradients), *old, step, now, mx.array(scale))
+            del old  # so that mlx can reuse their memory
+            for name, values in zip(names, states, strict=True):
+                part_at(self.state, name).update(values)
+            module.update(tree_unflatten(list(zip(names, new, strict=True))))
+            evaluate(new, states)
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
-
-    def _update_block(
-        self, module: Any, names: Iterable[str], gradients: Iterable[mx.array], numbers: tuple[mx.array, ...]
-    ) -> None:
-        """Update one block. It keeps no reference to the old values, so mlx can reuse their memory."""
-        parameters = [part_at(module, name) for name in names]
-        states = [dict(part_at(self.state, name)) for name in names]
-        new, states = self._of_block(list(gradients), parameters, states, *numbers)
-        for name, values in zip(names, states, strict=True):
-            part_at(self.state, name).update(values)
-        module.update(tree_unflatten(list(zip(names, new, strict=True))))
 
     def _pure(
         self,
@@ -99,7 +93,7 @@ class BlockOptimizer:
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer in the settings; compiled where launching kernels costs more than compiling saves."""
     own = of_mlx(settings.optimizer, settings.weight_decay, whole_model=settings.method == PRETRAIN)
-    return BlockOptimizer(own, compiled=device().compiles)
+    return BlockOptimizer(own, compiled=not device().on_cpu)
 
 
 def of_mlx(name: str, weight_decay: float, *, whole_model: bool = False) -> optim.Optimizer:

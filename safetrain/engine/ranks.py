@@ -17,7 +17,6 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -46,15 +45,6 @@ PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
 JOIN_SECONDS = 90.0  # the other ranks have stopped trying to connect by then
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """A rank's numbers for its part of an update."""
-
-    loss: float  # nats, summed over its labels
-    stop: int  # the signal that wants this rank to end, 0 for none
-    tokens: int  # computed, padding included
-
-
 class Ranks:
     """One process of a training run. A single process exchanges nothing."""
 
@@ -64,7 +54,6 @@ class Ranks:
         self.rank, self.size = rank, size
         self.stop = 0  # the signal that wants one of the ranks to end, as of the last exchange that said so
         self._group, self.recorder = group, recorder
-        self.hosts = (socket.gethostname(),) * size if size > 1 else ("",)
 
     @property
     def together(self) -> bool:
@@ -90,21 +79,23 @@ class Ranks:
         self.stop = int(pairs[:, 1].max())
         return float(sum(pairs[:, 0].tolist()))
 
-    def sum_update(self, own_part: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
-        """Sum the gradient over all ranks, with the same bits on each; collect contributions and agree on ``stop``.
+    def sum_update(
+        self, loss: float, stop: int, tokens: int, gradient: Gradient, step: int
+    ) -> tuple[Gradient, float, int]:
+        """Sum gradient, loss and tokens over all ranks, with the same bits on each, and agree on ``stop``.
 
-        Small arrays share a message, because the number of messages costs time. Contributions travel in it too, each
-        in a row that no other rank writes to, so adding does not change it.
+        Small arrays share a message, because the number of messages costs time. The numbers travel in it too, each
+        rank's in a row that no other rank writes to, so adding does not change them.
         """
-        own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
-        own[self.rank] = dataclasses.astuple(own_part)
+        own = np.zeros((self.size, 3), dtype=np.float32)
+        own[self.rank] = loss, stop, tokens
         tree = {"own": mx.array(own), "gradient": tree_map(lambda array: array.astype(mx.float32), gradient)}
         with self._exchange(step):
             sums = tree_map(lambda array: array * self.size, nn.average_gradients(tree, self._group, MESSAGE_BYTES))
             mx.eval(sums)
-        contributions = [Contribution(a, round(b), round(c)) for a, b, c in np.array(sums["own"]).tolist()]
-        self.stop = max(each.stop for each in contributions)
-        return sums["gradient"], contributions
+        losses, stops, counts = zip(*np.array(sums["own"]).tolist(), strict=True)
+        self.stop = max(map(round, stops))
+        return sums["gradient"], sum(losses), sum(map(round, counts))
 
     def broadcast(self, content: bytes) -> bytes:
         """Send bytes from rank 0 to all ranks."""
@@ -129,16 +120,16 @@ class Ranks:
         """Raise ConfigError on all ranks if one differs from rank 0 in a fact that would change the training."""
         own = json.dumps([socket.gethostname(), *facts.values()]).encode()
         answers = [json.loads(each) for each in self.gather(own.ljust(FACTS_BYTES))]
-        self.hosts = tuple(host for host, *_ in answers)
+        first_host, *first = answers[0]
         for rank, (host, *theirs) in enumerate(answers):
             differs = [
-                f"{name} ({mine}, rank 0: {first})" if len(mine) <= 32 and len(first) <= 32 else name
-                for name, mine, first in zip(facts, theirs, answers[0][1:], strict=True)
-                if mine != first
+                f"{name} ({mine}, rank 0: {its})" if len(mine) <= 32 and len(its) <= 32 else name
+                for name, mine, its in zip(facts, theirs, first, strict=True)
+                if mine != its
             ]
             if differs:
                 raise ConfigError(
-                    f"Rank {rank} on {host} would train differently from rank 0 on {self.hosts[0]}.",
+                    f"Rank {rank} on {host} would train differently from rank 0 on {first_host}.",
                     expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
                     got="; ".join(differs),
                     do="make that machine's project, packages, model and data/validated like the first one's",
@@ -242,9 +233,8 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
     digests = ranks.gather(digest.digest(), step)
     drifted = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if drifted:
-        names = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
         raise EngineError(
-            f"After step {step} the weights of {names} are no longer those of rank 0 on {ranks.hosts[0]}.",
+            f"After step {step} the weights of rank {', '.join(map(str, drifted))} are no longer those of rank 0.",
             expected="identical weights on all ranks, because all apply the same gradient",
             do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
         )

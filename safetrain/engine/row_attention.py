@@ -1,28 +1,32 @@
-"""Attention over rows of different lengths, packed into one list of tokens.
+"""Causal attention over rows of different lengths, packed into one list of tokens, or padded to one length on a GPU.
 
-Everything else in a transformer works token by token, so it needs no padding. Attention computes the rows in
-rectangles, each in one of three ways, which BatchLayout chooses by backend.
+Everything else in a transformer works token by token, so packed rows need no padding. Attention computes them in
+rectangles, in tiles of queries, so that memory never holds all scores: each tile is scored against the keys up to its
+last query, and waits for the one before. The backward pass recomputes the probabilities (FlashAttention-2,
+arXiv 2307.08691, without tiles of keys). Tiles take powers of 2 in float32, which a CPU computes three times as fast
+as mlx's softmax. A GPU uses mlx's own kernels, and tiles only for shapes that these do not take.
+
+In tiles, queries are (lines, groups, width, size), keys and values (lines, 1, width, size): a line is a key head of a
+row.
 """
 
-import enum
 import functools
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, MOST_METAL_BYTES, Tiles, metal_row_bytes
-from safetrain.engine.cpu.kernels import powers_backward, powers_forward
+from safetrain.engine.backend import device
 from safetrain.engine.layers import with_gradient
-from safetrain.engine.tiles import Arrays, Pass, after, softmax_backward, softmax_forward
 
+HIDDEN_SCORE = -1e30
+LOG2_E = 1.4426950408889634
+LOWEST_EXPONENT = -60.0  # a smaller power changes no float32 sum; its products would be subnormal, and very slow
+GRADIENT_KERNEL = "ScaledDotProductAttentionVJP"  # as mlx's graphs name it
 
-class Way(enum.Enum):
-    """How a rectangle's attention is computed."""
-
-    POWERS = enum.auto()  # in tiles, with powers of 2: CPU
-    SOFTMAX = enum.auto()  # in tiles, with mlx's softmax: GPU
-    FUSED = enum.auto()  # with mlx's own kernels, if it has them
+Arrays = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,6 @@ class Block:
     rows: int
     width: int
     gather: Gather | None = None
-    way: Way = Way.POWERS
 
 
 @dataclass(frozen=True)
@@ -57,90 +60,170 @@ class PackedRows:
     blocks: tuple[Block, ...]
 
 
-def block_attention(block: Block, scale: float, window: int | None) -> Callable[..., mx.array]:
-    """Causal attention in one rectangle; inputs and outputs are (tokens, heads, 1, size)."""
-    if block.way is not Way.FUSED:
-        return _tiled(block, scale, window, block.way)
-    if window is not None and window < block.width:  # the kernels have no sliding window
-        return _tiled(block, scale, window, Way.SOFTMAX)
-    return _fused(block, scale)
+def padded_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention of rows padded to one length on a GPU; all arrays are (rows, heads, width, size).
 
-
-def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
-    """Attention with mlx's kernels and no mask array, which would have (heads, width, width) numbers.
-
-    On Metal it takes a few rows at a time: the backward pass holds tiles of all heads for all rows of a call.
+    On Metal, mlx's kernels take a few rows at a time: the backward pass holds tiles of all heads for all rows of a
+    call.
     """
-
-    def attend(*parts: mx.array) -> mx.array:
-        step = block.rows
+    rows, heads, width, size = queries.shape
+    if values.shape[-1] == size and has_gradient_kernel(width, size, queries.dtype):
+        step = rows
         if mx.metal.is_available():
-            step = max(1, MOST_METAL_BYTES // metal_row_bytes(parts[0].shape[1], block.width, parts[0].itemsize))
-        places = list(range(step, block.rows, step))
-        pieces = (mx.split(_from_list(block, part).transpose(0, 2, 1, 3), places) for part in parts)
+            step = max(1, MOST_METAL_BYTES // metal_row_bytes(heads, width, queries.itemsize))
+        pieces = (mx.split(part, list(range(step, rows, step))) for part in (queries, keys, values))
         kernel = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")
-        output = mx.concatenate([kernel(*rows) for rows in zip(*pieces, strict=True)])
-        return _to_list(block, output.transpose(0, 2, 1, 3))
+        return mx.concatenate([kernel(*some) for some in zip(*pieces, strict=True)])
+    listed = (
+        part.transpose(0, 2, 1, 3).reshape(rows * width, part.shape[1], 1, part.shape[3])
+        for part in (queries, keys, values)
+    )
+    output = block_attention(Block(0, rows * width, rows, width), scale, None)(*listed)
+    return output.reshape(rows, width, heads, -1).transpose(0, 2, 1, 3)
 
-    return attend
+
+@functools.cache
+def has_gradient_kernel(width: int, head_size: int, dtype: mx.Dtype) -> bool:
+    """Whether mlx has a kernel for the gradient of causal attention of this shape; else it would hold all scores.
+
+    mlx chooses its kernels when it builds a graph, so nothing is computed.
+    """
+    attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=1.0, mask="causal")
+    part, graph = mx.zeros((1, 1, width, head_size), dtype), io.StringIO()
+    mx.export_to_dot(graph, *mx.vjp(attend, [part] * 3, [part])[1])
+    return GRADIENT_KERNEL in graph.getvalue()
 
 
-def _tiled(block: Block, scale: float, window: int | None, way: Way) -> Callable[..., mx.array]:
-    forward_pass, backward_pass, tiles = PASSES[way]
+def block_attention(block: Block, scale: float, window: int | None) -> Callable[..., mx.array]:
+    """Attention in one rectangle, in tiles; inputs and outputs are (tokens, heads, 1, size)."""
+    tiles = CPU_TILES if device().on_cpu else GPU_TILES
 
     def forward(*parts: mx.array) -> Arrays:
         lines = [_lines(block, part, part.shape[1] // parts[1].shape[1]) for part in parts]
-        output, *rest = line_by_line(forward_pass, tiles, scale, window, lines)
-        return (_of_lines(block, output, parts[0]), *rest)
+        output, log_sums = line_by_line(_tiles_forward, tiles, scale, window, lines)
+        return _of_lines(block, output, parts[0]), log_sums
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         parts = (*primals, cotangents[0], outputs[0])
         lines = [_lines(block, part, part.shape[1] // primals[1].shape[1]) for part in parts]
-        gradients = line_by_line(backward_pass, tiles, scale, window, (*lines, *outputs[1:]))
+        gradients = line_by_line(_tiles_backward, tiles, scale, window, (*lines, outputs[1]))
         return tuple(_of_lines(block, part, primal) for part, primal in zip(gradients, primals, strict=True))
 
     attend = with_gradient(forward, backward)
     return lambda *parts: attend(*parts)[0]
 
 
-def _lines(block: Block, part: mx.array, groups: int) -> mx.array:
-    """(tokens, heads, 1, size) -> (rows * key heads, groups, width, size)."""
-    heads, size = part.shape[1], part.shape[3]
-    split = _from_list(block, part).reshape(block.rows, block.width, heads // groups, groups, size)
-    return split.transpose(0, 2, 3, 1, 4).reshape(-1, groups, block.width, size)
-
-
-def _of_lines(block: Block, part: mx.array, like: mx.array) -> mx.array:
-    """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), the shape of ``like``."""
-    heads, groups, size = like.shape[1], part.shape[1], part.shape[3]
-    split = part.reshape(block.rows, heads // groups, groups, block.width, size).transpose(0, 3, 1, 2, 4)
-    return _to_list(block, split.reshape(block.rows, block.width, heads, size))
-
-
-def _from_list(block: Block, part: mx.array) -> mx.array:
-    """(tokens, heads, 1, size) -> (rows, width, heads, size), with zeros for padding."""
-    if block.gather is not None:
-        part = part[block.gather.places] * block.gather.real
-    return part.reshape(block.rows, block.width, part.shape[1], part.shape[3])
-
-
-def _to_list(block: Block, part: mx.array) -> mx.array:
-    """(rows, width, heads, size) -> (tokens, heads, 1, size)."""
-    rows = part.reshape(block.rows * block.width, part.shape[2], 1, part.shape[3])
-    return rows if block.gather is None else rows[block.gather.back]
-
-
-def line_by_line(compute: Pass, tiles: Tiles, scale: float, window: int | None, arrays: Sequence[mx.array]) -> Arrays:
+def line_by_line(
+    compute: Callable[..., Arrays], tiles: Tiles, scale: float, window: int | None, arrays: Sequence[mx.array]
+) -> Arrays:
     """Call ``compute`` for a few lines at a time, so that tiles stay small for any number of rows and heads."""
     count, groups, width, _ = arrays[0].shape
     step, made = tiles.lines(groups, width, arrays[0].itemsize), list[Arrays]()
     for start in range(0, count, step):
-        lines = after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
-        made.append(compute(scale, window, *lines))
+        lines = _after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
+        made.append(compute(tiles, scale, window, *lines))
     return made[0] if len(made) == 1 else tuple(mx.concatenate(list(parts)) for parts in zip(*made, strict=True))
 
 
-PASSES: dict[Way, tuple[Pass, Pass, Tiles]] = {
-    Way.POWERS: (powers_forward, powers_backward, CPU_TILES),
-    Way.SOFTMAX: (softmax_forward, softmax_backward, GPU_TILES),
-}
+def _tiles_forward(tiles: Tiles, scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
+    """Outputs, and each query's base-2 log-sum-exp, (lines, groups, width, 1).
+
+    An extra column in the factors of a product sums each line of powers for free, or adds a number to each score.
+    """
+    scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
+    outputs, peaks = list[mx.array](), list[mx.array]()
+    for start, stop in _spans(q.shape[2], tiles):
+        (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
+        scores = here @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, window)
+        peaks.append(scores.max(axis=-1, keepdims=True))
+        powers = powers_of(scores - peaks[-1])
+        outputs.append(powers @ values[..., :stop, :])
+    output = _joined(outputs)
+    total = output[..., -1:]
+    return output[..., :-1] / total, _joined(peaks) + mx.log2(total)
+
+
+def _tiles_backward(
+    tiles: Tiles, scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array,
+    output: mx.array, log_sums: mx.array,
+) -> Arrays:  # fmt: skip
+    """Gradients of queries, keys and values, from the gradient of the outputs."""
+    inner = (along * output).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
+    scaled, onward = _with_column(q * (scale * LOG2_E), -log_sums), _with_column(along, -inner)
+    keys, values = _with_column(k, 1.0), _with_column(v, 1.0)
+    d_queries, sums = list[mx.array](), list[mx.array]()
+    for start, stop in _spans(q.shape[2], tiles):
+        queries, here = _after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
+        powers = powers_of(queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, window))
+        d_scores = powers * (here @ _transposed(values[..., :stop, :]))
+        d_queries.append(d_scores @ keys[..., :stop, :])
+        sums = _grown(sums, _transposed(d_scores) @ queries, _transposed(powers) @ here)
+    d_keys, d_values = sums
+    return _joined(d_queries)[..., :-1] * scale, d_keys[..., :-1] * (1 / LOG2_E), d_values[..., :-1]
+
+
+def powers_of(scores: mx.array) -> mx.array:
+    """Powers of 2 of the scores, exactly 0 for hidden ones."""
+    return mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT)) - 2.0**LOWEST_EXPONENT
+
+
+def _with_column(part: mx.array, column: mx.array | float) -> mx.array:
+    """(..., size) -> (..., size + 1)"""
+    if not isinstance(column, mx.array):
+        column = mx.full((*part.shape[:-1], 1), column, part.dtype)
+    return mx.concatenate([part, column], axis=-1)
+
+
+def _spans(width: int, tiles: Tiles) -> list[tuple[int, int]]:
+    """First query of each tile, and the one after its last, which is the number of keys that it is scored against."""
+    size = tiles.queries(width)
+    return [(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _hidden(start: int, stop: int, window: int | None) -> mx.array:
+    """(queries, keys) of a tile: 0 for keys that a query sees, far below any score for the others."""
+    distance = mx.arange(start, stop)[:, None] - mx.arange(stop)
+    is_visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return mx.where(is_visible, 0.0, HIDDEN_SCORE)
+
+
+def _after(before: Sequence[mx.array], *arrays: mx.array) -> Sequence[mx.array]:
+    """Delay arrays until ``before`` is computed: mlx would start many tiles at once, each using memory."""
+    return mx.depends(list(arrays), list(before)) if before else arrays
+
+
+def _transposed(part: mx.array) -> mx.array:
+    return part.swapaxes(-1, -2)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+
+
+def _grown(sums: list[mx.array], *parts: mx.array) -> list[mx.array]:
+    """Gradients by key, where each tile reaches further than the one before; query heads that share one add up."""
+    added = [part if part.shape[1] == 1 else part.sum(axis=1, keepdims=True) for part in parts]
+    if not sums:
+        return added
+    old = sums[0].shape[-2]
+    return [
+        mx.concatenate([total + part[..., :old, :], part[..., old:, :]], axis=-2)
+        for total, part in zip(sums, added, strict=True)
+    ]
+
+
+def _lines(block: Block, part: mx.array, groups: int) -> mx.array:
+    """(tokens, heads, 1, size) -> (rows * key heads, groups, width, size), with zeros for padding, in float32."""
+    heads, size = part.shape[1], part.shape[3]
+    if block.gather is not None:
+        part = part[block.gather.places] * block.gather.real
+    split = part.astype(mx.float32).reshape(block.rows, block.width, heads // groups, groups, size)
+    return split.transpose(0, 2, 3, 1, 4).reshape(-1, groups, block.width, size)
+
+
+def _of_lines(block: Block, part: mx.array, like: mx.array) -> mx.array:
+    """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), the heads and type of ``like``."""
+    heads, groups, size = like.shape[1], part.shape[1], part.shape[3]
+    split = part.reshape(block.rows, heads // groups, groups, block.width, size).transpose(0, 3, 1, 2, 4)
+    rows = split.reshape(block.rows * block.width, heads, 1, size).astype(like.dtype)
+    return rows if block.gather is None else rows[block.gather.back]

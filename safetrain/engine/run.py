@@ -17,10 +17,9 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage.files import DISK_FULL
-from safetrain.core.storage.paths import SAMPLES
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.backend import allocator, device, set_limits
-from safetrain.engine.batches import BatchLayout, Share, training_layout
+from safetrain.engine.batches import BatchLayout, training_layout
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
@@ -38,9 +37,9 @@ SPARE_BYTES = MIB = 2**20
 class Watcher:
     """How the loop is observed.
 
-    ``begin`` is called once with earlier records, the step resumed from and a description of the adaptation; ``record``
-    with all records after each new one; ``say`` with messages for people. ``stop`` is called between micro-batches and
-    returns the signal that requests a stop, or 0. ``recorder`` gets each phase.
+    ``begin`` is called once with earlier records, the step resumed from and how rows and logits are computed;
+    ``record`` with all records after each new one; ``say`` with messages for people. ``stop`` is called between
+    micro-batches and returns the signal that requests a stop, or 0. ``recorder`` gets each phase.
     """
 
     begin: Callable[[list[StepRecord], int, str], None]
@@ -52,65 +51,6 @@ class Watcher:
     def quiet(self) -> "Watcher":
         """A copy that reports nothing, for ranks other than 0."""
         return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
-
-
-@dataclass(frozen=True)
-class Disk:
-    """The disk that a run writes to. If it is full, the run waits for free space instead of failing."""
-
-    folder: Path
-    watcher: Watcher
-
-    def require(self, needed_bytes: int, what: str) -> None:
-        """Raise DiskFullError before training starts if the first write would not fit."""
-        free = shutil.disk_usage(self.folder).free
-        if free < needed_bytes + SPARE_BYTES:
-            raise DiskFullError(
-                f"There is too little disk space for {what}.",
-                where=str(self.folder.resolve()),
-                expected=f"{needed_bytes / MIB:,.0f} MiB",
-                got=f"{free / MIB:,.0f} MiB free",
-                do="free some space, or lower train.keep_checkpoints",
-            )
-
-    def write(self, needed_bytes: int, step: int, action: Callable[[], None]) -> None:
-        """Run ``action``, which writes ``needed_bytes``. While the disk is full, wait, then start it again.
-
-        Raises DiskFullError if the disk stays full too long, InterruptedRun after a signal. Files of earlier writes
-        stay complete.
-        """
-        began, say, is_waiting = time.monotonic(), self.watcher.say, False
-        while True:
-            if self._has_room(needed_bytes):
-                try:
-                    action()
-                    return say("there is free space again") if is_waiting else None
-                except OSError as error:
-                    if error.errno not in DISK_FULL:
-                        raise
-            if not is_waiting:
-                say(
-                    f"the disk of {self.folder.resolve()} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. "
-                    f"Training waits for free space, at most {WAIT_MINUTES:g} minutes (process {os.getpid()}); nothing "
-                    "is lost"
-                )
-            is_waiting = True
-            with self.watcher.recorder.phase(Phase.WAIT, Work(step=step)):
-                self._look(step, began)
-                while not self._has_room(needed_bytes):
-                    self._look(step, began)
-
-    def _has_room(self, needed_bytes: int) -> bool:
-        return shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES
-
-    def _look(self, step: int, began: float) -> None:
-        """Sleep until the next check. Raises InterruptedRun after a signal, DiskFullError when the time is up."""
-        if stop := self.watcher.stop():
-            raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
-        if time.monotonic() - began > WAIT_MINUTES * 60:
-            what, where = f"The disk stayed full for {WAIT_MINUTES:g} minutes.", str(self.folder.resolve())
-            raise DiskFullError(what, where=where, do=FREE_AND_CONTINUE)
-        time.sleep(LOOK_SECONDS)
 
 
 class StopRequested(Exception):
@@ -126,12 +66,10 @@ class TrainingRun:
     model: BaseModel
     gradients: Gradients
     optimizer: BlockOptimizer
-    disk: Disk
     state: TrainState
     layout: BatchLayout
     tracer: Tracer | None
     ranks: Ranks
-    share: Share  # of each update's rows that this rank computes
     saved: tuple[int, int]  # step and last recorded step of the newest checkpoint
 
     def stop(self) -> int:
@@ -142,6 +80,10 @@ class TrainingRun:
         """Raise StopRequested if a signal requests a stop. Several ranks agree on it only after an update."""
         if not self.ranks.together and self.watcher.stop():
             raise StopRequested
+
+    def write(self, needed_bytes: int, action: Callable[[], None]) -> None:
+        """Write files of this step; see ``write_or_wait``."""
+        write_or_wait(self.job.output, self.watcher, needed_bytes, self.state.step, action)
 
 
 def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
@@ -157,47 +99,38 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-    disk = Disk(job.output, watcher)
     with recorder.phase(Phase.RESUME):
-        state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
+        state = _begin(job, model, optimizer, watcher) if ranks.writes else TrainState()
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
         ranks.total(0.0, watcher.stop(), state.step)  # a rank may have received a signal before the first step
-    layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
-    saved = state.step, state.recorded_step
-    return TrainingRun(job, watcher, model, gradients, optimizer, disk, state, layout, tracer, ranks, share, saved)
+    layout, saved = _layout(job, model, state), (state.step, state.recorded_step)
+    return TrainingRun(job, watcher, model, gradients, optimizer, state, layout, tracer, ranks, saved)
 
 
-def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: Disk) -> TrainState:
+def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watcher) -> TrainState:
     """Load the unfinished run's state, or remove what older runs left and start with a fresh one."""
     remove_half_written(job.output)
-    state = load_checkpoint(job.output, job.identity, model, optimizer, disk.watcher.say)
+    state = load_checkpoint(job.output, job.identity, model, optimizer, watcher.say)
     if state is None:
         discard_run(job.output)
-        (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
     more = job.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
-    size = checkpoint_bytes(model, optimizer, records_of_run(job))
-    disk.require(max(1, more) * size, "this run's checkpoints")
+    require_space(job.output, max(1, more) * checkpoint_bytes(model, optimizer))
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
-        disk.write(best.stat().st_size, state.step, lambda: save_best(job, model, best))
+        write_or_wait(job.output, watcher, best.stat().st_size, state.step, lambda: save_best(job, model, best))
     return state
-
-
-def records_of_run(job: Job) -> int:
-    """Most records a run can make: one before the first update, one for each step that logs or validates."""
-    return 2 + job.updates // job.settings.log_steps + job.updates // job.settings.eval_steps
 
 
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     """Lay out micro-batches that hold ``batch_size`` of the longest rows.
 
-    On CPU a resumed run keeps its number of shards, even with a different number of cores; a GPU uses none.
+    On CPU a resumed run keeps its number of shards, even with a different number of cores; a GPU has one.
     """
     layout = training_layout(model, job.settings.batch_size, job.train.shapes())
-    if not device().side_by_side:
+    if not device().on_cpu:
         return layout
     if job.settings.method == PRETRAIN and not state.shards:
         most = most_shards_of_whole(sum(weight.size for weight in adapter_weights(model).values()))
@@ -211,3 +144,46 @@ def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     settings, form = job.settings, job.rows.prompt_format
     base = job.identity.base_model
     save_adapter(model, settings.method, settings.lora, job.base_folder, job.adapters, form, weights, base)
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raise DiskFullError before training starts if its checkpoints would not fit."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise DiskFullError(
+            "There is too little disk space for this run's checkpoints.",
+            where=str(folder.resolve()),
+            expected=f"{needed_bytes / MIB:,.0f} MiB",
+            got=f"{free / MIB:,.0f} MiB free",
+            do="free some space, or lower train.keep_checkpoints",
+        )
+
+
+def write_or_wait(folder: Path, watcher: Watcher, needed_bytes: int, step: int, action: Callable[[], None]) -> None:
+    """Run ``action``, which writes ``needed_bytes``. While the disk is full, wait, then start it again.
+
+    Raises DiskFullError if the disk stays full too long, InterruptedRun after a signal. Files of earlier writes stay
+    complete.
+    """
+    began, is_waiting, where = time.monotonic(), False, str(folder.resolve())
+    while True:
+        if shutil.disk_usage(folder).free >= needed_bytes + SPARE_BYTES:
+            try:
+                action()
+                return watcher.say("there is free space again") if is_waiting else None
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+        if not is_waiting:
+            watcher.say(
+                f"the disk of {where} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training waits for "
+                f"free space, at most {WAIT_MINUTES:g} minutes (process {os.getpid()}); nothing is lost"
+            )
+        is_waiting = True
+        with watcher.recorder.phase(Phase.WAIT, Work(step=step)):
+            if stop := watcher.stop():
+                raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
+            if time.monotonic() - began > WAIT_MINUTES * 60:
+                what = f"The disk stayed full for {WAIT_MINUTES:g} minutes."
+                raise DiskFullError(what, where=where, do=FREE_AND_CONTINUE)
+            time.sleep(LOOK_SECONDS)

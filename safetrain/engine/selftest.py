@@ -21,9 +21,8 @@ from safetrain.engine.batches import training_layout, update_at
 from safetrain.engine.dtypes import time_operation
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.update import equip, prepare
-from safetrain.engine.upstream.layers import add_lora
-from safetrain.engine.upstream.loading import NO_MEMORY, plain_model, training_refusal
-from safetrain.engine.upstream.probing import Refusal, are_close, asked, few_blocks, numbers, refusals, tolerance_of
+from safetrain.engine.upstream.adaptation import Refusal, are_close, asked, few_blocks, numbers, refusals, tolerance_of
+from safetrain.engine.upstream.loading import NO_MEMORY, add_lora, plain_model
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
@@ -35,9 +34,6 @@ def load(folder: Path) -> dict[str, object]:
 
     If possible it runs only some blocks, at least one of each kind, because a large model takes long.
     """
-    if refusal := training_refusal(folder):  # before opening it, which is slow
-        fault = {"load_error": refusal, "train_error": refusal}
-        return {"loads": False, "load_seconds": 0.0, "trains": False, **fault}
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
@@ -141,7 +137,7 @@ def _textbook(
     folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, mx.array], data: TokenRows
 ) -> tuple[float, np.ndarray, bool]:
     """Loss, gradient, and whether in float32: by mlx-lm's unchanged model and LoRA layers, row by row."""
-    module = plain_model(folder, in_float32=device().computes_in_float32)
+    module = plain_model(folder, in_float32=device().on_cpu)
     add_lora(module, lora.num_layers, lora.rank, lora.scale, keys)
     module.load_weights(list(weights.items()), strict=False)
     module.train()  # some models have kernels without a gradient, which they then do not use

@@ -4,7 +4,6 @@ Random numbers are functions of the step (engine/layers.py), so a checkpoint hol
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import shutil
 import tempfile
@@ -37,10 +36,8 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.weight_files import load_arrays, require_same, save_arrays
 
-RECORD_BYTES = 640  # upper bound for a record in state.json: eleven numbers, one a line
-OTHER_TEXT_BYTES = 2**16  # upper bound for the other text of a checkpoint, or a line of metrics
+TEXT_BYTES = 2**20  # of a checkpoint or of metrics, with 1,600 records
 START = Cursor(0, 0)
-MLX = importlib.metadata.version("mlx")
 START_OVER = "'safetrain discard' removes it"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
@@ -73,11 +70,11 @@ class TrainState:
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int) -> int:
-    """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, all records."""
+def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
+    """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, text."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
-    return 2 * weights + moments + OTHER_TEXT_BYTES + RECORD_BYTES * records
+    return 2 * weights + moments + TEXT_BYTES
 
 
 def save_checkpoint(
@@ -111,7 +108,7 @@ def save_checkpoint(
                 where=str(temporary / BEST_FILE),
                 do="check this disk, then run the same command again; the previous checkpoint is complete",
             )
-        content = {**dataclasses.asdict(state), "mlx": MLX, "identity": dataclasses.asdict(identity)}
+        content = {**dataclasses.asdict(state), "identity": dataclasses.asdict(identity)}
         write_json(temporary / "state.json", content)
         write_manifest(temporary)
         replace_directory(temporary, final)
@@ -159,7 +156,7 @@ def load_checkpoint(
             folder = candidate.folder
             break
         damaged.append((candidate, fault))
-    state, longer, mlx = _read_state(folder, identity) if folder is not None else (None, False, MLX)
+    state, longer = _read_state(folder, identity) if folder is not None else (None, False)
     for checkpoint, fault in damaged:  # only now: a refused run leaves everything as it was
         moved = set_aside(checkpoint)
         say(f"{checkpoint.folder.name} is damaged ({fault}): renamed to {moved.name}")
@@ -172,23 +169,21 @@ def load_checkpoint(
     weights, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))
     set_adapter_weights(model, weights)
     optimizer.state = tree_unflatten(list(moments.items()))
-    if mlx != MLX:
-        say(f"this run started with mlx {mlx}: it continues with {MLX}, identical up to rounding")
     if longer:
         state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run has moved
         say(f"train.num_epochs is larger than before: the run continues from step {state.step} (or {START_OVER})")
     return state
 
 
-def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool, str]:
-    """A checkpoint's state, whether this run only adds epochs to it, and the mlx version that wrote it.
+def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
+    """A checkpoint's state, and whether this run only adds epochs to it.
 
     Raises TrainingError when the checkpoint belongs to a different run.
     """
     try:
         value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        theirs, mlx = RunIdentity(**value["identity"]), value["mlx"]
-        cursor, records = Cursor(**value["cursor"]), [StepRecord(**record) for record in value["records"]]
+        theirs, cursor = RunIdentity(**value["identity"]), Cursor(**value["cursor"])
+        records = [StepRecord(**record) for record in value["records"]]
         own = {field.name: value[field.name] for field in dataclasses.fields(TrainState)}
         state = TrainState(**{**own, "cursor": cursor, "records": records, "resumed_from_step": value["step"]})
     except (ValueError, KeyError, TypeError) as error:
@@ -202,7 +197,7 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool, 
             where=str(folder.parent / POINTER),
             do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
         )
-    return state, longer, mlx
+    return state, longer
 
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:

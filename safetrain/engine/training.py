@@ -1,7 +1,6 @@
 """The training loop. It never draws or blocks on a reader: it reports records and leaves files."""
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,16 +13,16 @@ from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.engine.adapters import adapter_weights
-from safetrain.engine.batches import WHOLE, Share, Update, update_at
+from safetrain.engine.batches import Update, update_at
 from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import remember_best
-from safetrain.engine.ranks import ALONE, Contribution, Ranks
+from safetrain.engine.ranks import ALONE, Ranks
 from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run
-from safetrain.engine.saving import RefusedUpdate, fault_in, path_of, record, save, stop_at
+from safetrain.engine.saving import bad_update_path, fault_in, record, save, stop_at
 from safetrain.engine.state import TrainState
 from safetrain.engine.tuned import TunedModel
-from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
+from safetrain.engine.update import Gradient, apply_gradient, last_work_of, measure
 
 SAME_COMMAND = "the same command continues"
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
@@ -48,7 +47,7 @@ def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
     """
     run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
     state = run.state
-    run.watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
+    run.watcher.begin(state.records, state.resumed_from_step, run.model.describe())
     try:
         _train_steps(run)
     except StopRequested:
@@ -73,15 +72,10 @@ def _train_steps(run: TrainingRun) -> None:
         if stop:
             raise _interrupted(run)
         update = upcoming or update_of(run, state.cursor)
-        began = time.perf_counter()
         try:
-            upcoming, result, refused = make_update(run, update, _rate_after(run, state.step))
-            seconds = time.perf_counter() - began
-            if refused is not None:
-                raise stop_at(run, refused)
+            upcoming = make_update(run, update, _rate_after(run, state.step))
         except RuntimeError as error:
             raise _failed(error, state, update) from error
-        count(run, update, result, seconds)
 
 
 def _record_if_due(run: TrainingRun) -> None:
@@ -114,11 +108,12 @@ def _interrupted(run: TrainingRun) -> InterruptedRun:
     )
 
 
-def make_update(
-    run: TrainingRun, update: Update, rate: float
-) -> tuple[Update | None, UpdateResult, RefusedUpdate | None]:
-    """Compute one update and apply it unless its numbers are wrong; build the following one while a GPU computes."""
-    state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
+def make_update(run: TrainingRun, update: Update, rate: float) -> Update | None:
+    """Compute one update, apply it and count it; returns the following one, which is built while a GPU computes.
+
+    Raises BadUpdateError if its numbers are wrong.
+    """
+    began, state, settings, recorder = time.perf_counter(), run.state, run.job.settings, run.watcher.recorder
     step = state.step + 1
     run.model.module.train()
     mx.reset_peak_memory()
@@ -126,22 +121,21 @@ def make_update(
     upcoming = update_of(run, _next_cursor(run)) if step < run.job.updates else None
     if run.ranks.together:
         loss, gradient = _of_all_ranks(run, update, loss, gradient)
-    result = measure(loss, gradient)
-    recorder.loss = update.per_label(result.summed_loss)
+    summed_loss, norm = measure(loss, gradient)
+    recorder.loss = update.per_label(summed_loss)
     if not run.ranks.together:
         recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
-    if not update.trained_tokens:  # nothing to learn: the windows are fully masked
-        return upcoming, result, None
-    fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
-    if fault:
-        whole_update = update_of(run, state.cursor, WHOLE) if run.ranks.together else update
-        return upcoming, result, RefusedUpdate(step, fault, result, rate, whole_update, gradient)
-    if run.ranks.writes:
-        path_of(run.job.output, step).unlink(missing_ok=True)  # of a run that stopped here before
-    tracing = run.tracer.optimizer(step) if run.tracer is not None else nullcontext()
-    with recorder.phase(Phase.OPTIMIZER, Work(step)), tracing:
-        apply_gradient(run.model, run.optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
-    return upcoming, result, None
+    if update.trained_tokens:  # else nothing to learn: the windows are fully masked
+        fault = fault_in(summed_loss, norm, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
+        if fault:
+            raise stop_at(run, update_of(run, state.cursor, all_rows=True), fault, summed_loss, norm, rate)
+        if run.ranks.writes:
+            bad_update_path(run.job.output, step).unlink(missing_ok=True)  # of a run that stopped here before
+        tracer = run.tracer
+        with recorder.phase(Phase.OPTIMIZER, Work(step)) if tracer is None else tracer.optimizer(step):
+            apply_gradient(run.model, run.optimizer, gradient, norm, rate, settings.max_grad_norm)
+    _count(run, update, summed_loss, norm, time.perf_counter() - began)
+    return upcoming
 
 
 def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gradient) -> tuple[mx.array, Gradient]:
@@ -149,16 +143,16 @@ def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gr
     state = run.state
     mx.eval(loss, gradient)
     run.watcher.recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
-    own = Contribution(float(np.array(loss)), run.watcher.stop(), update.computed_tokens)
-    gradient, parts = run.ranks.sum_update(own, gradient, state.step + 1)
-    state.computed_tokens += sum(part.tokens for part in parts) - update.computed_tokens
-    return mx.array(sum(part.loss for part in parts)), gradient
+    own = float(np.array(loss)), run.watcher.stop(), update.computed_tokens
+    gradient, total, tokens = run.ranks.sum_update(*own, gradient, state.step + 1)
+    state.computed_tokens += tokens - update.computed_tokens
+    return mx.array(total), gradient
 
 
-def update_of(run: TrainingRun, cursor: Cursor, share: Share | None = None) -> Update:
-    """The update at a place in the data; ``share`` defaults to this rank's part."""
-    settings = run.job.settings
-    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, share or run.share)
+def update_of(run: TrainingRun, cursor: Cursor, *, all_rows: bool = False) -> Update:
+    """The update at a place in the data: this rank's part, or all rows."""
+    settings, ranks = run.job.settings, (0, 1) if all_rows else (run.ranks.rank, run.ranks.size)
+    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, *ranks)
 
 
 def _next_cursor(run: TrainingRun) -> Cursor:
@@ -166,7 +160,7 @@ def _next_cursor(run: TrainingRun) -> Cursor:
     return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
 
 
-def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float) -> None:
+def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, seconds: float) -> None:
     """Add one update to the state's totals."""
     state = run.state
     state.step += 1
@@ -176,15 +170,15 @@ def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float
     state.computed_tokens += update.computed_tokens
     state.window_seconds += seconds
     state.elapsed_seconds += seconds
-    state.grad_norm = result.grad_norm
+    state.grad_norm = norm
     if not update.trained_tokens:
         return
     state.trained_tokens += update.trained_tokens
-    state.recent_losses = [*state.recent_losses, result.summed_loss / update.trained_tokens][-REMEMBERED:]
+    state.recent_losses = [*state.recent_losses, summed_loss / update.trained_tokens][-REMEMBERED:]
     if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
-        state.final_loss += result.summed_loss
+        state.final_loss += summed_loss
         state.final_tokens += update.trained_tokens
-    state.window_loss += result.summed_loss
+    state.window_loss += summed_loss
     state.window_tokens += update.trained_tokens
 
 

@@ -152,7 +152,7 @@ def require_memory(size: int, what: str, do: str) -> None:
 
 def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
     """Evenly spread rows to compare models on, limited by ``most_tokens``, ``least_rows`` and memory."""
-    width = files.vocab_size if model.adaptation.split is None else files.hidden_size
+    width = files.vocab_size if model.split is None else files.hidden_size
     state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
     kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
     count = min(len(rows), int(kept * len(rows)), max(least_rows, int(read * len(rows))))
@@ -181,7 +181,7 @@ def _at_labels(
 def _of_shard(
     model: BaseModel, shard: Shard, heads: list[Head], tuned: TunedModel | None
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    split, labels = model.adaptation.split, int(np.array(shard.weights).sum())
+    split, labels = model.split, int(np.array(shard.weights).sum())
     positions, targets = shard.positions[:labels], shard.targets[:labels]
     states = through(model, split.trunk if split is not None else model.module, shard)[positions]
     keys = np.asarray(shard.tokens)[np.array(positions)]
@@ -212,5 +212,5 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 def head_of(model: BaseModel) -> Callable[[], Head]:
     """The function from states to logits; the identity if the model is not split."""
-    split = model.adaptation.split
+    split = model.split
     return split.head if split is not None else lambda: lambda logits: logits

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
-from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.adapters import make_trainable, measure_rows
+from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.cpu.kernels import side_by_side
@@ -26,17 +24,8 @@ from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.row_attention import Block, PackedRows
-from safetrain.engine.upstream.loading import training_refusal
 
 Gradient = Any  # a tree of arrays, shaped like the trainable parameters
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """The measurements of one update."""
-
-    summed_loss: float  # nats over all labels of the update
-    grad_norm: float  # of the mean gradient, before clipping
 
 
 class Tracer:
@@ -53,31 +42,28 @@ class Tracer:
     def begin(self, work: Work) -> None:
         """Call before the graph of a shard is built."""
         self._work = work
-        self._write(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
+        self._tell(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
 
     def done(self, phase: Phase, values: Any, following: Phase | None = None) -> Any:
         """Compute and return the phase's values, then start the ``following`` phase."""
         mx.eval(values)
         is_output = phase is Phase.FORWARD
         detail = f"output {tuple(values.shape)} {str(values.dtype).split('.')[-1]}" if is_output else ""
-        self._write(phase, Edge.AFTER, detail)
+        self._tell(phase, Edge.AFTER, detail)
         if following is not None:
-            self._write(following, Edge.BEFORE)
+            self._tell(following, Edge.BEFORE)
         return values
 
     @contextmanager
     def optimizer(self, step: int) -> Iterator[None]:
-        """Print a line before and after the optimizer; the training loop writes its records."""
+        """Tell before and after the optimizer."""
         self._work = Work(step)
         self._tell(Phase.OPTIMIZER, Edge.BEFORE)
         yield
         self._tell(Phase.OPTIMIZER, Edge.AFTER)
 
-    def _write(self, phase: Phase, edge: Edge, detail: str = "") -> None:
-        self._recorder.write(phase, edge, self._work)
-        self._tell(phase, edge, detail)
-
     def _tell(self, phase: Phase, edge: Edge, detail: str = "") -> None:
+        self._recorder.write(phase, edge, self._work)
         place = f"step {self._work.step}" + f" micro-batch {self._work.micro_batch}" * bool(self._work.rows)
         memory = f"mlx {mx.get_active_memory() / 2**20:,.0f} MiB"
         self._say(f"trace: {place}: {edge.name.lower()} {phase.label}{': ' + detail if detail else ''} ({memory})")
@@ -86,12 +72,7 @@ class Tracer:
 def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, "Gradients"]:
-    """Open the base model with the given settings, make part of it trainable, and build its Gradients.
-
-    Raises ModelError for a model family that cannot be trained.
-    """
-    if refusal := training_refusal(base):
-        raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
+    """Open the base model with the given settings, make part of it trainable, and build its Gradients."""
     model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
     return model, equip(model, settings, recorder, tracer)
 
@@ -104,7 +85,7 @@ def equip(
     blocks, dtype = model.module.layers[-settings.lora.num_layers :], None
     if settings.method == PRETRAIN:
         name, blocks = settings.compute_dtype, model.module.layers
-        dtype = mx.float32 if name is None or device().computes_in_float32 else getattr(mx, name)
+        dtype = mx.float32 if name is None or device().on_cpu else getattr(mx, name)
     for block in blocks if settings.gradient_checkpointing else ():
         checkpoint(block)
     return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=dtype)
@@ -128,7 +109,7 @@ class Gradients:
         whole_model: mx.Dtype | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
-        self._dtype, self.compiles = whole_model, device().compiles and tracer is None
+        self._dtype, self.compiles = whole_model, not device().on_cpu and tracer is None
         observe = None
         if tracer is not None:
             observe = functools.partial(tracer.done, Phase.FORWARD, following=Phase.LOSS)
@@ -145,17 +126,16 @@ class Gradients:
         the next one's graph is built meanwhile.
         """
         total, summed, share = mx.array(0.0), None, update.per_label(1.0)
-        at_once = device().side_by_side
         for number, batch in enumerate(update.micro_batches):
             check_stop()
             work = work_of(batch, step, number)
-            if at_once:
+            if device().on_cpu:
                 self._note(Edge.BEFORE, work)
             loss, gradient = self._of_micro_batch(batch, step, work, share)
             if summed is not None:
                 mx.eval(total, summed)
                 loss, gradient = total + loss, _added(summed, gradient)
-            if not at_once:  # a GPU starts only now
+            if not device().on_cpu:  # a GPU starts only now
                 self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
             total, summed = loss, gradient
@@ -193,23 +173,18 @@ class Gradients:
             results: tuple[mx.array, Gradient] = self._tracer.done(Phase.BACKWARD, self.of_shard(shard, key, share))
             return results
 
-        if not device().side_by_side:
-            (shard,) = batch.shards
-            return of_shard(shard)
         with self._loss.one_head():
             losses, gradients = zip(*side_by_side(of_shard, batch.shards), strict=True)
+        if not device().on_cpu:  # one shard, not computed yet
+            return losses[0], gradients[0]
         total, summed = mx.stack(list(losses)).sum(), functools.reduce(_added, gradients)
         mx.eval(total, summed)
         return total, summed
 
     def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
-        """The gradient function for this layout of rows; each rectangle (engine/batches.py) is compiled once."""
+        """The gradient function for this layout of rows; on a GPU each rectangle is compiled when it is first met."""
         program = mx.value_and_grad(functools.partial(self._summed_loss, blocks))
-        if not self.compiles or len(blocks) > 1 or blocks[0].gather is not None:
-            return program
-        if blocks not in self.programs:
-            self.programs[blocks] = mx.compile(program, inputs=self._model.lengths.values)
-        return self.programs[blocks]
+        return self.programs.setdefault(blocks, mx.compile(program)) if self.compiles else program
 
     def _summed_loss(
         self,
@@ -245,16 +220,11 @@ def last_work_of(update: Update, step: int) -> Work:
     return work_of(update.micro_batches[last], step, last) if update.micro_batches else Work(step + 1)
 
 
-def norm_of(gradient: Gradient) -> mx.array:
-    """Euclidean length of all numbers in the tree."""
-    return mx.sqrt(tree_reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
-
-
-def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
-    """Wait for loss and gradient norm: the one synchronisation of an update."""
-    norm = norm_of(gradient)
+def measure(loss: mx.array, gradient: Gradient) -> tuple[float, float]:
+    """Wait for the summed loss and the gradient's norm: the one synchronisation of an update."""
+    norm = mx.sqrt(tree_reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
     mx.eval(loss, norm)
-    return UpdateResult(float(np.array(loss)), float(np.array(norm)))
+    return float(np.array(loss)), float(np.array(norm))
 
 
 def apply_gradient(
@@ -262,7 +232,4 @@ def apply_gradient(
 ) -> None:
     """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
-    evaluate = mx.eval if device().waits_for_each_update else mx.async_eval
-    optimizer.update(model.module, gradient, rate, scale, evaluate)
-    if model.lengths.values:
-        measure_rows(model.module, evaluate)
+    optimizer.update(model.module, gradient, rate, scale, mx.eval if device().on_cpu else mx.async_eval)

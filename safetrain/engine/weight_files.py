@@ -21,7 +21,7 @@ from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.adapters import adapted_names, adapter_weights, make_trainable, set_adapter_weights
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.layers import without_adapter
+from safetrain.engine.upstream.loading import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 EMPTY = "__empty__"

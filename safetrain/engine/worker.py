@@ -63,26 +63,24 @@ def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopReque
 
     ``job`` is None on a rank that receives it from rank 0.
     """
+    told: SafetrainError
     try:
         if job is None or job.ranks > 1:
             _train_with_others(job, Recorder(record), pipe, stop)
         else:
             _train(job, Recorder(record), pipe, stop)
         return 0
-    except (SafetrainError, MemoryError, OSError) as error:
-        told: SafetrainError
-        if isinstance(error, SafetrainError):
-            told = error
-        elif isinstance(error, MemoryError):
-            told = EngineError(f"out of memory: {error}")
-            told.__cause__ = error
-        elif error.errno in DISK_FULL:
-            where = str(error.filename or Path.cwd())
-            told = DiskFullError("The disk is full.", where=where, do="free some space")
-        else:
+    except SafetrainError as error:
+        told = error
+    except MemoryError as error:
+        told = EngineError(f"out of memory: {error}")
+        told.__cause__ = error
+    except OSError as error:
+        if error.errno not in DISK_FULL:
             raise
-        pipe.send(Failed(type(told).__name__, with_traceback(told, record.parent), told.exit_code))
-        return told.exit_code
+        told = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do="free some space")
+    pipe.send(Failed(type(told).__name__, with_traceback(told, record.parent), told.exit_code))
+    return told.exit_code
 
 
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
@@ -125,19 +123,29 @@ def _train(
     memory = memory_of(job, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     job = dataclasses.replace(job, mlx_limit_bytes=asked.mlx_limit_bytes or memory.mlx_limit_bytes)
-    bits = job.rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
+    bits, is_complete = job.rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0, True
 
-    def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
+    def begin(records: list[StepRecord], resumed_from_step: int, computed: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
-        words = describe(job, predicted, blas.name, adaptation)
+        words = describe(job, predicted, blas.name, computed)
         pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(job), bits))
+
+    def record(records: list[StepRecord]) -> None:
+        nonlocal is_complete
+        append, is_complete = is_complete, False
+        if append:
+            append_csv(paths.METRICS_CSV, records[-1])
+        else:  # a failed attempt may have left half a line
+            start_csv(paths.METRICS_CSV, records)
+        is_complete = True
+        pipe.send(records[-1])
 
     def say(text: str) -> None:
         pipe.send(Said(text))
 
-    watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
+    watcher = Watcher(begin, record, lambda: stop.signal_number, recorder, say)
     result = train(job, watcher, ranks)
     if result is None:  # rank 0 does the rest
         return
@@ -176,23 +184,6 @@ def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingO
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
     )
-
-
-class Metrics:
-    """Writes each record to the metrics file and to the supervisor."""
-
-    def __init__(self, pipe: EventPipe) -> None:
-        self._pipe, self._again = pipe, False
-
-    def record(self, records: list[StepRecord]) -> None:
-        """Append the newest record. After a failed attempt, which may leave half a line, write the whole file again."""
-        again, self._again = self._again, True
-        if again:
-            start_csv(paths.METRICS_CSV, records)
-        else:
-            append_csv(paths.METRICS_CSV, records[-1])
-        self._again = False
-        self._pipe.send(records[-1])
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ from safetrain.core.formatting import counted, duration_text, override, size_tex
 from safetrain.core.records.evaluation import Evaluation, Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.postmortem import describe_memory, describe_place
-from safetrain.core.records.schema import PRETRAIN, SET
+from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
-from safetrain.core.run_folder import Run, WrittenSample
+from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.monitor import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
-MOST_LETTERS, MOST_LINES, MOST_STEPS = 600, 40, 6
+MOST_LETTERS, MOST_LINES = 600, 40
 # Controls, writing directions, halves of pairs, tags: what is invisible, or moves or hides text, is escaped: \u202e
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
@@ -63,7 +63,7 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
+        command_of, configuration_of, describe_forgetting, describe_memory,
         describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of,
         memory_sizes, status_of, verdict_of,
     )  # fmt: skip
@@ -247,13 +247,3 @@ def value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def continuations_of(run: Run) -> list[WrittenSample]:
-    """Samples of pretraining at a few steps, evenly spread, with the first and the last."""
-    if run.settings is None or run.settings.method != PRETRAIN:  # samples.jsonl is an earlier run's
-        return []
-    steps = sorted({each.step for each in run.samples})
-    if len(steps) > MOST_STEPS:
-        steps = [steps[round(place * (len(steps) - 1) / (MOST_STEPS - 1))] for place in range(MOST_STEPS)]
-    return [each for each in run.samples if each.step in steps]

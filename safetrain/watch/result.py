@@ -38,11 +38,7 @@ def describe_result(run: Run, command: str = "dvc repro") -> str:
     if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
         lines.append(f"{describe_forgetting(scores.forgetting)}.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
-    if pretrained:
-        last = [each for each in run.samples if each.step == run.samples[-1].step]
-        texts = [f"  {each.prompt}[{each.text.strip()}]".replace("\n", " ") for each in last]
-    else:
-        texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
+    texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
     must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
     commands = [("source .venv/bin/activate", "")] if must_activate else []
     commands += _next_of_pretrained(command) if pretrained else _next(sample, command, run.data)

@@ -13,27 +13,24 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.batches import BatchLayout, Update, fill, make_batch
 from safetrain.engine.model import BaseModel
-from safetrain.engine.row_attention import Way
 from safetrain.engine.update import Gradients, prepare
 from tests.support.settings import SETTINGS as STILL
 
 LORA = STILL.lora  # without dropout
 SETTINGS = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.1))
 ONE_LIST = BatchLayout(10**6)
-WIDTHS = (64, 128, 320)
 LAYOUTS = {
     "one list": ONE_LIST,
     "two lists at a time": BatchLayout(10**6, shards=2),
-    "one list, by a softmax": BatchLayout(10**6, way=Way.SOFTMAX),
     "one padded rectangle": BatchLayout(10**6, rectangles=True),
-    "planned rectangles": BatchLayout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX),
-    "planned rectangles, fused": BatchLayout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX, fused_step=64),
+    "rectangles of 640 tokens": BatchLayout(640, rectangles=True),
     "row by row": BatchLayout(1),
     "rectangles": BatchLayout(128, rectangles=True),
     "lists of 100 tokens": BatchLayout(100),
     "pairs of lists of 100 tokens": BatchLayout(100, shards=2),
 }
-OWN_WAY = ("one padded rectangle", "rectangles")  # the model's own attention, as for a model that takes no lists
+# The model's own attention, as for a model that takes no lists
+OWN_WAY = ("one padded rectangle", "rectangles", "rectangles of 640 tokens")
 
 
 def rows_of(*lengths: int) -> TokenRows:
@@ -70,8 +67,7 @@ def loss_and_gradient(
 ) -> tuple[float, np.ndarray]:
     """Summed loss and the gradient of the mean, as one vector."""
     if layout in [LAYOUTS[name] for name in OWN_WAY]:
-        padded = dataclasses.replace(model.adaptation, packing_refusal="asked to pad")
-        gradients = Gradients(dataclasses.replace(model, adaptation=padded), STILL.seed)
+        gradients = Gradients(dataclasses.replace(model, packing_refusal="asked to pad"), STILL.seed)
     loss, gradient = gradients.of(update_of(data, layout), 3)
     return float(np.array(loss)), flat(gradient)
 

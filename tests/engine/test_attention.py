@@ -1,4 +1,4 @@
-"""Attention in tiles gives the numbers of a plain one in float64, in every way, and keeps next to nothing."""
+"""Attention in tiles gives the numbers of a plain one in float64, and keeps next to nothing."""
 
 import itertools
 from pathlib import Path
@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from safetrain.core.memory.terms import Tiles, metal_row_bytes
-from safetrain.engine import tiles
-from safetrain.engine.batches import GRADIENT_KERNEL, KERNEL, _gather, attention_graph
-from safetrain.engine.cpu.kernels import powers_of
-from safetrain.engine.row_attention import Block, PackedRows, Way
-from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
+from safetrain.engine import row_attention
+from safetrain.engine.batches import _gather
+from safetrain.engine.row_attention import (
+    GRADIENT_KERNEL,
+    Block,
+    PackedRows,
+    has_gradient_kernel,
+    padded_attention,
+    powers_of,
+)
+from safetrain.engine.upstream.adaptation import PackedRowsCache, packed_attention
 
 SIZE = 8
 Given = list[mx.array]
@@ -27,9 +33,9 @@ def given(tokens: int, heads: int, key_heads: int, spread: float = 1.0) -> Given
     return made
 
 
-def blocks_of(widths: tuple[int, ...], way: Way) -> tuple[Block, ...]:
+def blocks_of(*widths: int) -> tuple[Block, ...]:
     """One rectangle of rows of these widths, the first the widest."""
-    return (Block(0, sum(widths), len(widths), widths[0], _gather(list(widths)), way),)
+    return (Block(0, sum(widths), len(widths), widths[0], _gather(list(widths))),)
 
 
 def both_passes(blocks: tuple[Block, ...], window: int | None, parts: Given) -> list[np.ndarray]:
@@ -37,7 +43,7 @@ def both_passes(blocks: tuple[Block, ...], window: int | None, parts: Given) -> 
     cache = PackedRowsCache(PackedRows(mx.array([0]), blocks))
 
     def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return packed_attention(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(window))
+        return packed_attention(q, k, v, cache=cache, scale=SIZE**-0.5, mask=window)
 
     outputs, gradients = mx.vjp(attention, parts[:3], [parts[3]])
     return [np.array(each) for each in (*outputs, *gradients)]
@@ -72,22 +78,21 @@ def farthest(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
     )
 
 
-@pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize(
     ("widths", "window"),
     [((1,), None), ((5, 5), None), ((70, 70, 37, 2), None), ((150,), None), ((150, 140), 40), ((140, 140), 129)],
 )
-def test_every_way_is_the_plain_one(
-    way: Way, heads: tuple[int, int], widths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+def test_tiles_give_the_plain_attention(
+    heads: tuple[int, int], widths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tile or several, gathered rows and equal ones, shared keys, windows; some lines after the others too."""
     parts = given(sum(widths), *heads)
     expected = plain(widths, window, parts)
     for lines, most_queries in ((1, 512), (3, 128)):
-        monkeypatch.setattr(tiles, "GPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
+        monkeypatch.setattr(row_attention, "CPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
         monkeypatch.setattr(Tiles, "lines", lambda *_sizes, lines=lines: lines)
-        assert farthest(both_passes(blocks_of(widths, way), window, parts), expected) <= 1e-6
+        assert farthest(both_passes(blocks_of(*widths), window, parts), expected) <= 1e-6
 
 
 def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
@@ -96,7 +101,7 @@ def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
     for part in after[1:3]:
         part[32:] = part[32:] + 100.0
     before[3][32:], after[3][32:] = 0.0, 0.0  # no gradient comes from them
-    blocks = blocks_of((64,), Way.POWERS)
+    blocks = blocks_of(64)
     for found, expected in zip(both_passes(blocks, None, after), both_passes(blocks, None, before), strict=True):
         assert (found[:32] == expected[:32]).all()
         assert np.abs(found[found != 0]).min() > np.finfo(np.float32).tiny
@@ -113,26 +118,35 @@ def test_a_long_row_takes_far_less_than_its_probabilities() -> None:
     mx.clear_cache()
     before, limit = mx.get_active_memory(), mx.set_memory_limit(1)
     mx.reset_peak_memory()
-    both_passes(blocks_of((tokens,), Way.POWERS), None, parts)
+    both_passes(blocks_of(tokens), None, parts)
     peak = mx.get_peak_memory() - before
     mx.set_memory_limit(limit)
     assert peak < 0.5 * (heads * tokens**2 // 2) * 4
 
 
-def test_rows_after_the_others_in_mlx_s_own_kernels_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Metal, where the tiles of all rows at once would fill the memory."""
-    parts, expected = given(200, 4, 2), both_passes(blocks_of((50, 50, 50, 50), Way.FUSED), None, given(200, 4, 2))
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    for most_bytes in (2**28, 3 * metal_row_bytes(4, 50, 4), 1):
-        monkeypatch.setattr("safetrain.engine.row_attention.MOST_METAL_BYTES", most_bytes)
-        assert farthest(both_passes(blocks_of((50, 50, 50, 50), Way.FUSED), None, parts), expected) <= 1e-6
+@pytest.mark.parametrize("most_bytes", [None, 2**28, 3 * metal_row_bytes(4, 50, 4), 1])
+def test_padded_rows_on_a_gpu_have_the_attention_of_packed_ones(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int | None
+) -> None:
+    """In tiles, or by mlx's own kernels, on Metal some rows after the others: their tiles would fill the memory."""
+    parts, expected = given(200, 4, 2), both_passes(blocks_of(50, 50, 50, 50), None, given(200, 4, 2))
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
+    if most_bytes is not None:
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(row_attention, "has_gradient_kernel", lambda *_: True)
+        monkeypatch.setattr(row_attention, "MOST_METAL_BYTES", most_bytes)
+
+    def attention(*listed: mx.array) -> mx.array:
+        q, k, v = (part.reshape(4, 50, -1, SIZE).transpose(0, 2, 1, 3) for part in listed)
+        return padded_attention(q, k, v, SIZE**-0.5).transpose(0, 2, 1, 3).reshape(200, 4, 1, SIZE)
+
+    outputs, gradients = mx.vjp(attention, parts[:3], [parts[3]])
+    assert farthest([np.array(each) for each in (*outputs, *gradients)], expected) <= 1e-6
 
 
-def test_mlx_is_asked_for_kernels_that_it_has_by_their_names() -> None:
+def test_mlx_is_asked_for_a_kernel_that_it_has_by_its_name() -> None:
     """A name that mlx has changed would be read as a kernel that it has not, and every rectangle take the tiles."""
     header = (Path(next(iter(mlx.__path__))) / "include/mlx/fast_primitives.h").read_text(encoding="utf-8")
-    for kernel in (KERNEL, GRADIENT_KERNEL):
-        assert f"DEFINE_NAME({kernel})" in header
-        graph = attention_graph(128, 64, mx.float32, kernel)
-        assert '"Softmax"' in graph  # the operations are named
-        assert kernel not in graph  # a CPU has none
+    assert f"DEFINE_NAME({GRADIENT_KERNEL})" in header
+    assert not has_gradient_kernel(128, 64, mx.float32)  # a CPU has none
+    assert not mx.compile(lambda x: x + has_gradient_kernel(64, 64, mx.float32))(mx.array(0)).item()  # also in a trace

@@ -4,6 +4,7 @@ The disk's free space is played here; the waiting is real.
 """
 
 import errno
+import functools
 import shutil
 import signal
 import threading
@@ -19,8 +20,7 @@ from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.metrics import append_csv, start_csv
 from safetrain.engine import run as run_module
 from safetrain.engine.job import Job
-from safetrain.engine.run import Disk as RunDisk
-from safetrain.engine.run import Watcher
+from safetrain.engine.run import Watcher, write_or_wait
 from safetrain.engine.training import train
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
 
@@ -70,7 +70,7 @@ class Told:
         self.signal = 0
         self.path = folder / "recorder.bin"
         watcher = Watcher(lambda *_: None, lambda _: None, lambda: self.signal, Recorder(self.path), self.said.append)
-        self.disk = RunDisk(folder, watcher)
+        self.write = functools.partial(write_or_wait, folder, watcher)
 
     def phases(self) -> list[tuple[Phase, Edge, int]]:
         found = read_flight(self.path)
@@ -88,7 +88,7 @@ def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, 
             raise OSError(number, "no")
         parts.append("second half")
 
-    told.disk.write(10 * MIB, 3, write)
+    told.write(10 * MIB, 3, write)
     assert parts == ["first half", "first half", "second half"]
     assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
 
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
     threading.Timer(0.2, lambda: setattr(told, "signal", 15)).start()
     began = time.monotonic()
     with pytest.raises(InterruptedRun, match="Stopped at step 3 while the disk was full") as caught:
-        told.disk.write(10 * MIB, 3, lambda: done.append(1))
+        told.write(10 * MIB, 3, lambda: done.append(1))
     assert 0.19 <= time.monotonic() - began < 5
     assert caught.value.exit_code == 143
     assert "it continues from the newest checkpoint" in str(caught.value)
@@ -117,7 +117,7 @@ def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path
 
     began = time.monotonic()
     with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
-        told.disk.write(10 * MIB, 3, write)
+        told.write(10 * MIB, 3, write)
     assert 0.3 <= time.monotonic() - began < 5
     assert str(tmp_path) in str(caught.value)
     assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)

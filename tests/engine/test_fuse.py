@@ -19,7 +19,7 @@ from safetrain.core.records.fusing import REPORT, ExportReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine import fuse as fusing
-from safetrain.engine.adapters import make_trainable, measure_rows
+from safetrain.engine.adapters import make_trainable
 from safetrain.engine.folding import FLOAT
 from safetrain.engine.fuse import fuse_adapter
 from safetrain.engine.model import open_base
@@ -63,7 +63,6 @@ def adapter_of(
         return value if name.endswith("lora_a") else value + size * mx.random.normal(value.shape)
 
     model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
-    measure_rows(model.module)
     fingerprint = read_model_files(base).fingerprint
     save_adapter(model, method, lora, base, folder, prompt_format, base_fingerprint=fingerprint)
     return folder

@@ -1,4 +1,4 @@
-"""What runs on a GPU alone, made to run here: rectangles of planned widths, compiled, in bfloat16.
+"""What runs on a GPU alone, made to run here: rectangles, compiled, in bfloat16.
 
 The backend is still the CPU, so this shows that the code is right, not that a GPU is fast or its kernels exact.
 """
@@ -18,12 +18,11 @@ from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import read_csv
-from safetrain.engine.batches import KERNEL, layout_for, make_batch, training_layout
+from safetrain.engine.batches import training_layout
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.row_attention import Way
-from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
+from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
 from tests.support.jobs import with_rows
 from tests.support.random_models import build_model
@@ -46,7 +45,7 @@ def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[64])
 def one_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
-    monkeypatch.setattr("safetrain.engine.batches.plan_widths", lambda _inputs, long_step: (request.param,))
+    monkeypatch.setattr("safetrain.engine.batches.widths_of", lambda lengths: np.full_like(lengths, request.param))
     monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
 
 
@@ -100,31 +99,12 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
     assert (result.state.resumed_from_step, result.metrics.steps) == (4, 15)
 
 
-def on_metal(kernel: str, **_asked: Any) -> str:
-    """What mlx's graph names there."""
-    return kernel
-
-
-def on_ampere(kernel: str, width: int, **_asked: Any) -> str:
-    return kernel if kernel == KERNEL or width % 128 == 0 else ""
-
-
-def on_turing(**_asked: Any) -> str:
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("graph", "bits", "ways", "measured_way"),
-    [
-        (on_metal, 4, {Way.FUSED}, Way.FUSED),
-        (on_ampere, None, {Way.FUSED, Way.SOFTMAX}, Way.FUSED),
-        (on_turing, 4, {Way.SOFTMAX}, Way.SOFTMAX),
-    ],
-)
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("bits", [4, None])
 def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: Any, bits: int | None, ways: set[Way], measured_way: Way
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None, has_kernel: bool
 ) -> None:
-    """Rectangles by the kernels that each has, and the loss as it is measured for validation."""
+    """Rectangles by mlx's kernels or in tiles, and the loss as it is measured for validation."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)  # that too is equal: tests/engine/test_update.py
     data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
     settings = dataclasses.replace(STILL, dequantize_base=False)
@@ -135,39 +115,17 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
         measured = measure_loss(model, data, 600)
     asked = set[tuple[int, mx.Dtype]]()
 
-    def answer(width: int, head_size: int, dtype: mx.Dtype, kernel: str) -> str:
+    def answer(_width: int, head_size: int, dtype: mx.Dtype) -> bool:
         asked.add((head_size, dtype))
-        return graph(width=width, kernel=kernel)
+        return has_kernel
 
-    monkeypatch.setattr("safetrain.engine.batches.attention_graph", answer)
+    monkeypatch.setattr("safetrain.engine.row_attention.has_gradient_kernel", answer)
     model, gradients = prepared(folder, settings)
-    layout = training_layout(model, 2, data.inputs())
+    found, other = loss_and_gradient(model, gradients, data, training_layout(model, 2, data.inputs()))
     assert asked == {(SMALL["hidden_size"] // SMALL["num_attention_heads"], mx.float32)}
-    blocks = [block for batch in update_of(data, layout).micro_batches for block in batch.shards[0].layout.blocks]
-    assert {block.way for block in blocks} == ways
-    found, other = loss_and_gradient(model, gradients, data, layout)
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
     assert measure_loss(model, data, 600) == pytest.approx(measured, rel=1e-5)
-    (batch,) = [make_batch(data, [4], layout_for(model, 600))]
-    assert batch.shards[0].layout.blocks[0].way is measured_way
-
-
-def test_quantized_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx's CUDA backend takes (tokens, 1, width) for so many products of one row, and reads every weight anew."""
-    shapes: list[tuple[int, ...]] = []
-    original = mx.quantized_matmul
-
-    def watched(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        shapes.append(x.shape)
-        return original(x, *args, **kwargs)
-
-    monkeypatch.setattr(mx, "quantized_matmul", watched)
-    model, gradients = prepared(build_model(tmp_path / "model", bits=4, **SMALL), settings_with())
-    data = rows_of(20, 40)
-    mx.eval(gradients.of(update_of(data, training_layout(model, 2, data.inputs())), 0))
-    assert len(shapes) > 2 * 7  # both blocks and the head
-    assert all(len(shape) == 2 for shape in shapes)
 
 
 def in_float32(folder: Path, base: Path) -> Path:

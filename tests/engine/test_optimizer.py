@@ -12,12 +12,11 @@ from mlx.utils import tree_flatten, tree_map
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.update import apply_gradient
-from safetrain.engine.upstream.adaptation import Adaptation
 from tests.engine.exact import flat
 
 NAMES = ["adam", "adamw", "adafactor", "muon", "sgd"]
 BLOCKS, MIB = 8, 2**20
-AS_IS = Adaptation("no model", None, "no model")
+AS_IS = "no model", None, "no model"
 
 
 class Block(nn.Module):
@@ -48,7 +47,8 @@ def trained(optimizer: BlockOptimizer, steps: int = 6, size: int = 40, max_norm:
     module = Trunk(size)
     optimizer.init(module.trainable_parameters())
     for step in range(steps):
-        apply_gradient(BaseModel(module, frozenset(), AS_IS), optimizer, gradient_at(module, step), 9.0, 1e-2, max_norm)
+        model = BaseModel(module, frozenset(), *AS_IS)
+        apply_gradient(model, optimizer, gradient_at(module, step), 9.0, 1e-2, max_norm)
     return module
 
 
@@ -93,7 +93,7 @@ def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    apply_gradient(BaseModel(module, frozenset(), AS_IS), optimizer, gradient, 9.0, 1e-2, 5.0)
+    apply_gradient(BaseModel(module, frozenset(), *AS_IS), optimizer, gradient, 9.0, 1e-2, 5.0)
     more = mx.get_peak_memory() - before
     assert more <= 5.0 * size / BLOCKS + MIB / 4, (more / MIB, size / MIB)
 

@@ -19,7 +19,6 @@ from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.saving import fault_in
 from safetrain.engine.training import Result
-from safetrain.engine.update import UpdateResult
 from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LORA, SETTINGS, STILL
 from tests.engine.test_training import (
@@ -125,7 +124,6 @@ def test_a_bad_update_is_written_down_and_the_same_command_stops_there_again(tin
     written = json.loads(dump.read_text())
     assert [row["row"] for row in written["rows"] if row["loss"] is None] == [14]
     assert len(written["rows"]) == 4
-    assert written["not_finite"]
     assert json.loads((tmp_path / "a" / "training_state.json").read_text())["step"] == written["step"] - 1
 
 
@@ -152,9 +150,9 @@ def test_a_run_that_a_jump_has_stopped_goes_on_where_the_jump_is_allowed(tiny_mo
 
 def test_a_jump_of_the_loss_is_a_fault() -> None:
     recent = [2.0] * 8
-    assert fault_in(UpdateResult(71.0, 1.0), 10, recent, 5.0) == "the loss jumped to 7.10 from a median of 2.00"
-    assert fault_in(UpdateResult(70.1, 1.0), 10, recent, None) == ""
-    assert fault_in(UpdateResult(71.0, 1.0), 10, [*recent, 7.2], 5.0) == ""  # one of those before was as large
-    assert fault_in(UpdateResult(69.0, 1.0), 10, recent, 5.0) == ""
-    assert fault_in(UpdateResult(70.1, 1.0), 10, recent[1:], 5.0) == ""
-    assert fault_in(UpdateResult(1.0, float("inf")), 10, recent, 5.0) == "the gradient is not a number"
+    assert fault_in(71.0, 1.0, 10, recent, 5.0) == "the loss jumped to 7.10 from a median of 2.00"
+    assert fault_in(70.1, 1.0, 10, recent, None) == ""
+    assert fault_in(71.0, 1.0, 10, [*recent, 7.2], 5.0) == ""  # one of those before was as large
+    assert fault_in(69.0, 1.0, 10, recent, 5.0) == ""
+    assert fault_in(70.1, 1.0, 10, recent[1:], 5.0) == ""
+    assert fault_in(1.0, float("inf"), 10, recent, 5.0) == "the gradient is not a number"

@@ -108,7 +108,7 @@ def test_the_loss_in_chunks_has_the_gradients_of_the_loss_at_once() -> None:
         return lambda states: states @ now.T
 
     def at_once(now: mx.array, states: mx.array) -> mx.array:
-        return losses_of(head_of(now), states, targets, shares, fused=False).sum()
+        return losses_of(head_of(now), states, targets, shares).sum()
 
     in_chunks = chunked_loss(head_of, 7)
     whole = mx.value_and_grad(at_once, argnums=(0, 1))(matrix, hidden)
@@ -133,7 +133,6 @@ def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, opt
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert metrics_without_time(tmp_path / "a") == metrics_without_time(tmp_path / "b")
     assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
-    assert samples(tmp_path / "a") == samples(tmp_path / "b")
 
 
 def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -> None:
@@ -154,19 +153,9 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
         run(nothing)
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
-def test_it_writes_samples_and_the_folder_opens_as_the_whole_model(tmp_path: Path) -> None:
+def test_the_folder_opens_as_the_whole_model(tmp_path: Path) -> None:
     base = build_model(tmp_path / "base", **TINY)
-    said = list[str]()
-    run(job_in(tmp_path, base), say=said.append)
-    written = samples(tmp_path)
-    assert {sample["step"] for sample in written} == {step for step in range(1, 99) if step <= written[-1]["step"]} & {
-        *range(8, 99, 8), written[-1]["step"]
-    }  # fmt: skip
-    assert any("writes:" in text for text in said)
+    run(job_in(tmp_path, base))
     assert adapter_method(tmp_path / "adapters") == "pretrain"
     plain, opened = open_base(base, dequantize=False), open_base(base, dequantize=False)
     apply_adapter(opened, tmp_path / "adapters")
@@ -221,7 +210,7 @@ def test_weights_stay_float32_where_a_pass_computes_in_bfloat16(
     base = build_model(tmp_path / "base", **TINY)
     found = job_in(tmp_path, base).train.of_update([0, 1])
     model, _ = prepare(base, dataclasses.replace(PRETRAIN, compute_dtype="bfloat16"))
-    layout = dataclasses.replace(LAYOUTS["planned rectangles"], most_tokens=10**4)
+    layout = LAYOUTS["one padded rectangle"]
     (shard,) = update_of_rows(found.data, [found.rows], layout).micro_batches[0].shards
     key = mx.random.key(0)
     made = [Gradients(model, 0, whole_model=dtype).of_shard(shard, key)[1] for dtype in (mx.float32, mx.bfloat16)]

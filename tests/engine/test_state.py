@@ -150,19 +150,6 @@ def test_a_numpy_that_draws_otherwise_does_not_reorder_the_rows_of_a_run_in_sile
     assert run(again).state.resumed_from_step == STOPPED_AT
 
 
-def test_another_mlx_is_told(base: Path, broken: Path) -> None:
-    """It may round otherwise, and nothing more."""
-    _, said = telling(job_of(broken, base))
-    assert said == []
-    folder = checkpoints_in(broken)[0].folder
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "mlx": "0.32.0"}))
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
-    _, said = telling(job_of(broken, base))
-    assert [text for text in said if "started with mlx 0.32.0" in text]
-
-
 def test_a_refused_run_leaves_a_damaged_checkpoint_where_it_is(base: Path, broken: Path) -> None:
     newest = checkpoints_in(broken)[0].folder
     flip(newest / "optimizer.safetensors")

@@ -23,11 +23,9 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.layers import Randomness
 from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Block, PackedRows
-from safetrain.engine.upstream import functions
-from safetrain.engine.upstream.functions import PackedRowsCache, SlidingWindow, packed_attention
-from safetrain.engine.upstream.layers import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts
-from safetrain.engine.upstream.loading import build
-from safetrain.engine.upstream.probing import few_blocks, head_size, trunk_of
+from safetrain.engine.upstream import adaptation
+from safetrain.engine.upstream.adaptation import PackedRowsCache, few_blocks, packed_attention, trunk_of
+from safetrain.engine.upstream.loading import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts, build
 from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
 from tests.support.random_models import TINY, open_skeleton
@@ -46,9 +44,9 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (load_model, ["model_path", "lazy"], "loading.py"),
         (_get_classes, ["config"], "loading.py"),
         (dequantize_model, ["model"], "loading.py"),
-        (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "layers.py"),
-        (base.scaled_dot_product_attention, parameters(packed_attention), "functions.py"),
-        (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "functions.py"),
+        (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "loading.py"),
+        (base.scaled_dot_product_attention, parameters(packed_attention), "adaptation.py"),
+        (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "adaptation.py"),
         (cache.make_prompt_cache, ["model"], "conversation.py"),
         (BatchGenerator.insert, ["self", "prompts", "max_tokens"], "generation.py"),
         (cache.can_trim_prompt_cache, ["cache"], "conversation.py"),
@@ -61,10 +59,10 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (server.APIHandler._set_completion_headers, ["self", "status_code"], "serving.py"),
         (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
         (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
-        (linear_to_lora_layers, ["model", "num_layers", "config"], "layers.py"),
+        (linear_to_lora_layers, ["model", "num_layers", "config"], "loading.py"),
         (generate_step, ["prompt", "model", "stream", "max_tokens", "sampler"], "conversation.py"),
         (gated_delta.gated_delta_update, ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask", "use_kernel"],
-         "functions.py"),
+         "adaptation.py"),
     ],
 )  # fmt: skip
 def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expected: list[str], file: str) -> None:
@@ -72,11 +70,11 @@ def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expecte
 
 
 def test_files_use_our_functions_by_the_names_that_they_import() -> None:
-    assert functions.replace(build(LLAMA)), f"{MOVED}functions.py"
-    assert llama.scaled_dot_product_attention is functions.packed_attention
-    assert llama.swiglu is functions.fast_swiglu
-    assert base.scaled_dot_product_attention is functions.scaled_dot_product_attention, "mlx-lm's own file is as it was"
-    assert functions.replace(build(LLAMA)), "once more"
+    assert adaptation.replace(build(LLAMA)), f"{MOVED}adaptation.py"
+    assert llama.scaled_dot_product_attention is adaptation.packed_attention
+    assert llama.swiglu is adaptation.fast_swiglu
+    assert base.scaled_dot_product_attention is adaptation.scaled_dot_product_attention, "mlx-lm's is as it was"
+    assert adaptation.replace(build(LLAMA)), "once more"
 
 
 def model_files() -> Iterator[types.ModuleType]:
@@ -91,9 +89,9 @@ def model_files() -> Iterator[types.ModuleType]:
 def test_every_attention_of_the_known_name_is_the_known_one() -> None:
     """Else a family's rows would be padded, without an error: in all of mlx-lm's files."""
     own = [each.__name__ for each in model_files()
-           if getattr(each, "scaled_dot_product_attention", functions.packed_attention)
-           not in (functions.scaled_dot_product_attention, functions.packed_attention)]  # fmt: skip
-    assert not own, f"{MOVED}functions.py"
+           if getattr(each, "scaled_dot_product_attention", adaptation.packed_attention)
+           not in (adaptation.scaled_dot_product_attention, adaptation.packed_attention)]  # fmt: skip
+    assert not own, f"{MOVED}adaptation.py"
 
 
 def test_every_linear_layer_whose_weight_a_model_reads_is_known() -> None:
@@ -104,15 +102,13 @@ def test_every_linear_layer_whose_weight_a_model_reads_is_known() -> None:
         for code in re.split(r"^class ", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
             linear = set(re.findall(r"self\.(\w+) = nn\.Linear\(", code))
             read = set(re.findall(r"self\.(\w+)\.weight\b", code))
-            assert linear & read <= READ_DIRECTLY | on_top, f"{MOVED}layers.py: {file.stem}"
+            assert linear & read <= READ_DIRECTLY | on_top, f"{MOVED}loading.py: {file.stem}"
 
 
 def test_a_model_has_the_parts_that_are_asked_for() -> None:
     module = build(LLAMA)
     assert trunk_of(module) is module.model
-    assert module.layers == module.model.layers, f"{MOVED}probing.py"
-    assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
-    assert head_size(build(config_of("deepseek_v2"))) == 0  # values have another than queries
+    assert module.layers == module.model.layers, f"{MOVED}adaptation.py"
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
         assert len(module.layers) == 1
@@ -133,9 +129,9 @@ def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
     module(mx.array([[1], [2], [3]]), cache=[Watched()] * len(module.layers))
     asked_for = {name for name in seen if not name.startswith("__")}
-    assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}functions.py"
-    assert isinstance(base.create_attention_mask(mx.zeros((3, 1, 4)), ours), SlidingWindow)
-    assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7).size == 7
+    assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}adaptation.py"
+    assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours) is None
+    assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7) == 7
 
 
 def test_experts_have_what_is_read_of_them() -> None:
@@ -143,7 +139,7 @@ def test_experts_have_what_is_read_of_them() -> None:
     quantized = plain.to_quantized(group_size=32, bits=4)
     assert type(quantized) is switch_layers.QuantizedSwitchLinear
     for name in ("weight", "scales", "biases", "bits", "group_size", "mode", "global_scale"):
-        assert hasattr(quantized, name), f"{MOVED}layers.py: {name}"
+        assert hasattr(quantized, name), f"{MOVED}loading.py: {name}"
     x, indices = mx.random.normal((1, 6, 1, 1, 64)), mx.array([[[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]])
     expected = np.array(quantized(x, indices))
     quantized.__class__ = ExpertsDequantizedPerUse
@@ -165,7 +161,7 @@ def test_experts_have_what_is_read_of_them() -> None:
 )
 def test_it_is_said_what_a_model_refuses(family: str, said: str) -> None:
     model: BaseModel = open_skeleton(config_of(family))
-    assert model.adaptation.describe() == said
+    assert model.describe() == said
     assert model.packs_rows == (family == "llama")
 
 

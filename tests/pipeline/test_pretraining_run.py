@@ -26,7 +26,6 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
     assert "Test loss " in said
     assert "adapter" not in said[said.index("Trained 4 steps") :]
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
-    assert "What it writes" in page
     assert "<h2>Answers</h2>" not in page, "documents ask nothing"
     assert workspace.succeed("safetrain", "ask", "The atomic number of").startswith("The atomic number of")
     workspace.succeed("safetrain", "fuse", "models/mine")

@@ -108,4 +108,4 @@ def open_skeleton(config: dict[str, Any]) -> "BaseModel":
     from safetrain.engine.upstream.loading import build, ready_to_compute
 
     module = ready_to_compute(build(config))
-    return BaseModel(module, frozenset(), adapt(module))
+    return BaseModel(module, frozenset(), *adapt(module))

@@ -27,9 +27,9 @@ from safetrain.core.records.metrics import append_csv, start_csv  # noqa: E402
 from safetrain.core.records.run_state import RunIdentity  # noqa: E402
 from safetrain.core.records.settings import TrainSettings  # noqa: E402
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights  # noqa: E402
-from safetrain.engine.batches import BatchLayout, Share, update_at  # noqa: E402
+from safetrain.engine.batches import BatchLayout, update_at  # noqa: E402
 from safetrain.engine.job import Job  # noqa: E402
-from safetrain.engine.ranks import Contribution, Ranks, facts_of, join, require_same_weights  # noqa: E402
+from safetrain.engine.ranks import Ranks, facts_of, join, require_same_weights  # noqa: E402
 from safetrain.engine.run import Watcher  # noqa: E402
 from safetrain.engine.training import Result, train  # noqa: E402
 from tests.engine.exact import STILL, flat, prepared, rows_of  # noqa: E402
@@ -67,12 +67,11 @@ def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
     _, gradients = prepared(folder / "model", SHORT)
     found = []
     for window in (0, 3):
-        share = Share(ranks.rank, ranks.size)
-        update = update_at(rows_of(*LENGTHS), Cursor(0, window), SHORT.seed, 4, LAYOUT, share)
+        update = update_at(rows_of(*LENGTHS), Cursor(0, window), SHORT.seed, 4, LAYOUT, ranks.rank, ranks.size)
         loss, tree = gradients.of(update, window)
         if ranks.together:
-            tree, said = ranks.sum_update(Contribution(float(np.array(loss)), 0, update.computed_tokens), tree, window)
-            loss = mx.array(sum(part.loss for part in said))
+            tree, total, _ = ranks.sum_update(float(np.array(loss)), 0, update.computed_tokens, tree, window)
+            loss = mx.array(total)
         found.append((float(np.array(loss)), update.trained_tokens, len(update.rows), flat(tree).tolist()))
     return {"updates": found}
 
@@ -84,7 +83,7 @@ def sums(ranks: Ranks, folder: Path) -> dict[str, Any]:
         name: mx.array((source.normal(size=size) * 10.0 ** source.integers(-20, 20, size)).astype(np.float32))
         for name, size in (("few", 3), ("many", 300_001), ("one", 1))
     }
-    found, _ = ranks.sum_update(Contribution(1.0, 0, 1), tree, 1)
+    found, *_ = ranks.sum_update(1.0, 0, 1, tree, 1)
     strange = {"negative zero": mx.array([-0.0, float("nan"), 1.5]), "narrow": mx.array([[1.5, -0.0]], mx.bfloat16)}
     mine = strange if ranks.rank == 0 else {name: mx.zeros_like(array) for name, array in strange.items()}
     given = ranks.broadcast_arrays(mine)

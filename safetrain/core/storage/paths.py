@@ -25,7 +25,6 @@ JOURNAL = "journal.jsonl"  # there too: events of this training and earlier atte
 ERROR = "error.txt"  # there too: the traceback of a library's error, whose message is ours
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
-SAMPLES = "samples.jsonl"  # texts of a model that is trained from scratch
 REPLACED = ".*-old-*"  # an old folder during its replacement (files.replace_directory)
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name

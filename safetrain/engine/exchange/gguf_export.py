@@ -103,7 +103,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
         module = rebuilt(config, dict(arrays_in(path, parts, tokens)))
         dequantize = dequantize_to_answer(files)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=job.compute_dtype)
-    model, name = BaseModel(module, frozenset(), adapt(module)), f"{job.out.name} ({kind})"
+    model, name = BaseModel(module, frozenset(), *adapt(module)), f"{job.out.name} ({kind})"
     report, why = comparison.of(model, name, kind, path.stat().st_size)
     if why:
         raise ModelError(

@@ -25,7 +25,7 @@ from safetrain.engine.adapters import LINEAR, make_trainable, set_adapter_weight
 from safetrain.engine.backend import set_limits
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.tuned import ExportComparison, ExportJob
-from safetrain.engine.upstream.layers import without_adapter
+from safetrain.engine.upstream.loading import without_adapter
 from safetrain.engine.weight_files import adapter_arrays, save_adapter, save_arrays
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -1,117 +1,329 @@
 """Prepares a model of mlx-lm for this engine, and finds out what it does not support.
 
-A model is split into a trunk, which makes hidden states, and a head, which makes logits, for labels only. The split
-and packed rows are compared with the model itself on a few tokens; what gives other numbers is not used.
+Attention over packed rows, SwiGLU and the gated delta rule are replaced in the files of mlx-lm that define the model,
+which import them by name. A model is split into a trunk, which makes hidden states, and a head, which makes logits,
+for labels only. Packed rows and the split are compared with the model itself on a few tokens, never decided by its
+name: what gives other numbers is not used. A refusal is no error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.gated_delta import gated_delta_update
 
 from safetrain.engine.backend import device
-from safetrain.engine.cpu.kernels import EmbeddingDequantizedPerUse, LinearDequantizedPerUse
-from safetrain.engine.layers import dequantized
-from safetrain.engine.row_attention import Block, PackedRows, Way
-from safetrain.engine.upstream.functions import call_packed, replace
-from safetrain.engine.upstream.layers import clip_once, complete
-from safetrain.engine.upstream.probing import (
-    Refusal,
-    are_close,
-    asked,
-    few_words,
-    numbers,
-    through_few_blocks,
-    tolerance_of,
-    trunk_of,
-)
+from safetrain.engine.cpu import kernels
+from safetrain.engine.layers import dequantized, recomputed
+from safetrain.engine.row_attention import Block, PackedRows, block_attention, padded_attention
+from safetrain.engine.upstream.loading import clip_once, complete
 
+Answer = TypeVar("Answer")
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
-LogitsTransform = Callable[[mx.array], mx.array]  # applied to logits after the head
+
+FOREIGN = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError)  # that a model's code raises
+TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest rounding difference, relative to the largest number
+FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
+SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 HEAD_SLICES = 32  # in which a head is dequantized
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 
 
-@dataclass(frozen=True)
-class SplitModel:
-    """A model as ``head()(trunk(ids))``; ids (rows, tokens), hidden states (rows, tokens, width).
+class Refusal(NotImplementedError):
+    """Why a model cannot compute with the given input."""
 
-    Each pass makes a head, which dequantizes its weights once, not for every chunk. It also caps or scales the logits,
-    if the model does.
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn an error of a model's code into a Refusal with its first line. Wrap only calls into the model."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except FOREIGN as error:
+        raise Refusal(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
+    """Call a model and evaluate what it returns; raises Refusal."""
+    with refusals():
+        values = call(*arguments)
+        mx.eval(values)
+    if not isinstance(values, mx.array):
+        raise Refusal(f"it returns {type(values).__name__}, not an array")
+    return values
+
+
+def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], largest: float, share: float) -> bool:
+    """Whether these are the same numbers, up to a share of the largest one; NaN never is."""
+    with np.errstate(invalid="ignore"):
+        return all(
+            one.shape == other.shape and np.abs(numbers(one) - numbers(other)).max() <= share * largest
+            for one, other in zip(found, expected, strict=True)
+        )
+
+
+def numbers(values: mx.array) -> np.ndarray:
+    """Copy to numpy, in float32."""
+    return np.array(values.astype(mx.float32))
+
+
+def tolerance_of(dtype: Any) -> float:
+    """Largest rounding difference in this type, as a share of the largest number."""
+    return TOLERANCE if dtype == mx.float32 else TOLERANCE_16_BIT
+
+
+def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
+    """Call ``ask`` with the model in evaluation mode; raises Refusal.
+
+    It first tries only some blocks, at least one of each kind, because a large model takes long.
+    """
+    was_training = module.training
+    module.eval()  # dropout would make numbers differ, and use up random ones
+    try:
+        with few_blocks(module) as fewer:
+            try:
+                return ask()
+            except Refusal:
+                if not fewer:
+                    raise
+        return ask()
+    finally:
+        module.train(was_training)
+
+
+@contextmanager
+def few_blocks(module: Any) -> Iterator[bool]:
+    """Reduce the model to its first blocks that include every kind, inside this context; yields whether it has fewer.
+
+    Models that store their blocks elsewhere keep them all.
+    """
+    trunk: Any = getattr(module, "model", None)
+    blocks = trunk.get("layers") if isinstance(trunk, dict) else None  # mlx's modules are dicts, without properties
+    if not isinstance(blocks, list) or [id(block) for block in blocks] != [id(block) for block in module.layers]:
+        yield False
+        return
+    kinds = [_kind(block) for block in blocks]
+    count = max(kinds.index(kind) for kind in kinds) + 1
+    trunk.layers = blocks[:count]
+    try:
+        yield count < len(blocks)
+    finally:
+        trunk.layers = blocks
+
+
+def _kind(block: Any) -> list[tuple[str, str, str]]:
+    """The parts of a block, and their settings except the block's number."""
+    return sorted(
+        (name, type(part).__name__, str(sorted(
+            (key, value) for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER
+        )))
+        for name, part in block.named_modules()
+    )  # fmt: skip
+
+
+class PackedRowsCache:
+    """Takes the place of a key-value cache, from which mlx-lm's layers read positions: each token is a row of one.
+
+    Model code sees (tokens, 1) ids, rotates each token by its own offset, and passes this object to the attention.
     """
 
+    def __init__(self, rows: PackedRows) -> None:
+        self.rows = rows
+        self.offset = rows.offsets
+
+    def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> int | None:
+        """Where mlx-lm expects a mask: how many tokens a query sees, None for all before it."""
+        del return_array
+        return window_size
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return both unchanged: nothing is cached."""
+        return keys, values
+
+
+def packed_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention function, which also takes a ``PackedRowsCache``, and on a GPU holds no matrix of scores."""
+    if not isinstance(cache, PackedRowsCache):
+        if cache is None and sinks is None and isinstance(mask, str) and not device().on_cpu:  # "causal"
+            return padded_attention(queries, keys, values, scale)
+        return scaled_dot_product_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if sinks is not None:
+        raise Refusal("its attention has sinks")
+    if not isinstance(mask, int | None):
+        raise Refusal("its attention has its own mask")
+    outputs = [
+        block_attention(block, scale, mask)(*(x[block.start : block.stop] for x in (queries, keys, values)))
+        for block in cache.rows.blocks
+    ]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def call_packed(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: PackedRows) -> mx.array:
+    """Run a model or its trunk on (tokens,) ids laid out as in ``rows``; returns (tokens, features)."""
+    return call(ids[:, None], cache=[PackedRowsCache(rows)] * layers).squeeze(1)
+
+
+def call_padded(call: Callable[..., mx.array], ids: mx.array, rows: PackedRows) -> mx.array:
+    """The same for rows of one rectangle, as the model computes them by itself."""
+    (block,) = rows.blocks
+    values = call(ids.reshape(block.rows, block.width))
+    return values.reshape(-1, values.shape[-1])
+
+
+def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """mlx-lm's SwiGLU, or one without exponentials on a CPU."""
+    return kernels.swiglu(gate, x) if device().on_cpu else swiglu(gate, x)
+
+
+def delta_rule_in_stretches(
+    q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, a_log: mx.array, dt_bias: mx.array,
+    state: mx.array | None = None, mask: mx.array | None = None, *, use_kernel: bool = True, **how: Any,
+) -> tuple[mx.array, mx.array]:  # fmt: skip
+    """mlx-lm's gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear), with less memory for its gradient.
+
+    mlx-lm keeps the intermediate results of all n tokens: gigabytes per block at usual widths. In stretches of sqrt(n)
+    tokens, which the backward pass recomputes, only 2 sqrt(n) are kept.
+    """
+    if use_kernel or mask is not None:
+        return gated_delta_update(q, k, v, a, b, a_log, dt_bias, state, mask, use_kernel=use_kernel, **how)
+
+    def step(*arrays: mx.array) -> list[mx.array]:
+        *stretch, before = arrays[:6]
+        return list(gated_delta_update(*stretch, *arrays[6:], before, None, use_kernel=False, **how))
+
+    if state is None:
+        state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]), mx.float32)
+    tokens, outputs = q.shape[1], list[mx.array]()
+    size = math.isqrt(max(1, tokens - 1)) + 1
+    for start in range(0, tokens, size):
+        stretch = [each[:, start : start + size] for each in (q, k, v, a, b)]
+        values, state = recomputed(step, 0)(*stretch, state, a_log, dt_bias)
+        outputs.append(values)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), state
+
+
+OURS = (
+    (scaled_dot_product_attention, packed_attention),
+    (swiglu, fast_swiglu),
+    (gated_delta_update, delta_rule_in_stretches),
+)
+
+
+def replace(module: Any) -> bool:
+    """Put our functions into the mlx-lm files that define ``module``; returns whether attention is among them."""
+    kinds = {kind for _, part in module.named_modules() for kind in type(part).__mro__}
+    names = {kind.__module__ for kind in kinds if kind.__module__.startswith("mlx_lm.models.")}
+    for file in (sys.modules[name] for name in names):
+        for name, value in list(vars(file).items()):
+            for theirs, ours in OURS:
+                if value is theirs:
+                    setattr(file, name, ours)
+    return any(value is packed_attention for name in names for value in vars(sys.modules[name]).values())
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model as ``head()(trunk(ids))``; ids (rows, tokens), hidden states (rows, tokens, width)."""
+
     trunk: Callable[..., mx.array]
-    head: Callable[[], Head]
+    layer: Any  # the head's, or the embedding
+    project: Head  # the layer's product
+    finish: Head  # what the model does to its logits after that: nothing, a cap, or a scale
     vocabulary: int
-    matrix: "HeadMatrix | None"  # if the head only multiplies by it
+
+    def head(self) -> Head:
+        """The head of one pass, which dequantizes its weights once, not for every chunk."""
+        if not isinstance(self.layer, kernels.PER_USE) or "bias" in self.layer:
+            return lambda hidden: self.finish(self.project(hidden))
+        slices = _dequantized_slices(self.layer)
+        return lambda hidden: self.finish(mx.concatenate([hidden @ weight.T for weight in slices], axis=-1))
+
+    @property
+    def matrix(self) -> mx.array | None:
+        """The head's matrix (vocabulary, width), if it can be trained; None if it is quantized or has a bias."""
+        return self.layer.weight if type(self.layer) in (nn.Linear, nn.Embedding) and "bias" not in self.layer else None
+
+    def head_of(self, matrix: mx.array) -> Head:
+        """The head as a function of its matrix."""
+        return lambda hidden: self.finish(hidden @ matrix.T)
 
 
-@dataclass(frozen=True)
-class HeadMatrix:
-    """A head as a function of its matrix, so that the matrix can be trained."""
+def _dequantized_slices(layer: Any) -> list[mx.array]:
+    """The head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
 
-    now: Callable[[], mx.array]  # (vocabulary, width)
-    head_of: Callable[[mx.array], Head]
-
-
-@dataclass(frozen=True)
-class Adaptation:
-    """How this engine runs a model. A refusal says why it cannot pack rows, or split the model; empty if it can."""
-
-    packing_refusal: str  # rows are packed into one list of tokens; if refused, padded
-    split: SplitModel | None  # None if refused: logits are computed for all tokens
-    split_refusal: str
-
-    def describe(self) -> str:
-        """How rows and logits are computed, for the first lines of a training."""
-        packed = "rows packed without padding" if device().packs_without_padding else "rows padded to a few lengths"
-        rows = f"rows padded ({self.packing_refusal})" if self.packing_refusal else packed
-        return f"{rows}, logits for {f'all tokens ({self.split_refusal})' if self.split_refusal else 'labels only'}"
+    Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
+    """
+    rows = layer.weight.shape[0]
+    size, slices = max(1, rows // HEAD_SLICES), list[mx.array]()
+    for start in range(0, rows, size):
+        slices.append(dequantized(layer, slice(start, start + size)).astype(mx.float32))
+        mx.eval(slices[-1])
+    return slices
 
 
-def adapt(module: Any) -> Adaptation:
-    """Freeze the model, install this engine's functions, and find out what the model does not support."""
+def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
+    """Freeze the model, install this engine's functions, and find out what the model does not support.
+
+    Returns why it cannot pack rows of different lengths into one list of tokens, its split, and why it has none; both
+    reasons are empty if it can. Rows are packed on a CPU only.
+    """
     complete(module)
     module.freeze()
     module.eval()
     clip_once(module)
-    has_attention = replace(module)
-    packing = packing_refusal(module, device().attention_ways) if has_attention else "its attention is not mlx-lm's"
+    has_attention, packing = replace(module), ""
+    if device().on_cpu:
+        packing = packing_refusal(module) if has_attention else "its attention is not mlx-lm's"
     try:
-        return Adaptation(packing, split(module), "")
+        return packing, split(module), ""
     except Refusal as refusal:
-        return Adaptation(packing, None, str(refusal))
+        return packing, None, str(refusal)
 
 
-def packing_refusal(module: Any, ways: Sequence[Way] = tuple(Way)) -> str:
-    """Why packed rows give other numbers than single rows, by any of these ways of attention; empty if they do not.
-
-    This is found by comparing both on a few tokens, never by the model's name.
-    """
+def packing_refusal(module: Any) -> str:
+    """Why packed rows give other numbers than single rows; empty if they do not."""
 
     def ask() -> str:
         call = trunk_of(module) or module  # the head sees one token at a time
         alone = [asked(call, mx.array([row]))[0] for row in PROBE_ROWS]
         largest = max(float(abs(numbers(values)).max()) for values in alone)
         offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
-        ids = mx.array([token for row in PROBE_ROWS for token in row])
-        for way in ways:
-            blocks, start = list[Block](), 0
-            for row in PROBE_ROWS:
-                blocks.append(Block(start, start + len(row), 1, len(row), way=way))
-                start += len(row)
-            packed = asked(call_packed, call, len(module.layers), ids, PackedRows(offsets, tuple(blocks)))
-            found = [packed[block.start : block.stop] for block in blocks]
-            if not are_close(found, alone, largest, tolerance_of(alone[0].dtype)):
-                return "packed rows give other numbers"
-        return ""
+        ids, blocks = [token for row in PROBE_ROWS for token in row], list[Block]()
+        for row in PROBE_ROWS:
+            start = blocks[-1].stop if blocks else 0
+            blocks.append(Block(start, start + len(row), 1, len(row)))
+        packed = asked(call_packed, call, len(module.layers), mx.array(ids), PackedRows(offsets, tuple(blocks)))
+        found = [packed[block.start : block.stop] for block in blocks]
+        same = are_close(found, alone, largest, tolerance_of(alone[0].dtype))
+        return "" if same else "packed rows give other numbers"
 
     try:
         return through_few_blocks(module, ask)
     except Refusal as refusal:
         return str(refusal)
+
+
+def trunk_of(module: Any) -> Any:
+    """The part that turns ids into hidden states; None if it cannot be separated."""
+    trunk = getattr(module, "model", None)
+    return trunk if callable(trunk) else None
 
 
 def split(module: Any) -> SplitModel:
@@ -123,28 +335,44 @@ def split(module: Any) -> SplitModel:
     trunk = trunk_of(module)
     if trunk is None:
         raise Refusal("its parts have other names")
-    owner = getattr(module, "lm_head", None)
-    embedding = getattr(trunk, "embed_tokens", None)
-    head = getattr(embedding, "as_linear", None) if owner is None else owner
-    if not callable(head):  # Talkie's is an array
+    owner, embedding = getattr(module, "lm_head", None), getattr(trunk, "embed_tokens", None)
+    project = getattr(embedding, "as_linear", None) if owner is None else owner
+    if not callable(project):  # Talkie's is an array
         raise Refusal("its head is not a layer")
+    layer: Any = embedding if owner is None else owner
     ids = mx.array(PROBE_ROWS[:1])
-    weights: Any = embedding if owner is None else owner
 
-    def finish_of() -> tuple[LogitsTransform | None, int]:
-        with few_words(module, {id(part): part for part in (embedding, weights)}.values()):
-            parts, logits = asked(lambda: head(trunk(ids))), asked(module, ids)
+    def finish_of() -> tuple[Head | None, int]:
+        with _few_words(module, {id(part): part for part in (embedding, layer)}.values()):
+            parts, logits = asked(lambda: project(trunk(ids))), asked(module, ids)
             fitting = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), logits))
             return next(fitting, None), logits.shape[-1]
 
     finish, width = through_few_blocks(module, finish_of)
     if finish is None:
         raise Refusal("its head alone does not give its logits")
-    vocabulary = max(width, weights.weight.shape[0] if "weight" in weights else 0)
-    return SplitModel(trunk, lambda: _head_of(weights, head, finish), vocabulary, _matrix_of(weights, finish))
+    return SplitModel(trunk, layer, project, finish, max(width, layer.weight.shape[0] if "weight" in layer else 0))
 
 
-def _finishes(module: Any) -> Iterator[LogitsTransform]:
+@contextmanager
+def _few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
+    """Reduce these layers (embedding, head) to FEW_WORDS rows, inside this context: a vocabulary takes much memory.
+
+    They keep all rows if these are not the vocabulary in the model's arguments.
+    """
+    words = getattr(getattr(module, "args", None), "vocab_size", 0)
+    weights = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]
+    if all("weight" in arrays and arrays["weight"].shape[0] == words for _, arrays in weights):
+        for part, arrays in weights:
+            part.update({name: array[:FEW_WORDS] for name, array in arrays.items()})
+    try:
+        yield
+    finally:
+        for part, arrays in weights:
+            part.update(arrays)
+
+
+def _finishes(module: Any) -> Iterator[Head]:
     """Yield what the model may do to its logits, according to its arguments in mlx-lm."""
     yield lambda logits: logits
     arguments = getattr(module, "args", None)
@@ -157,30 +385,3 @@ def _finishes(module: Any) -> Iterator[LogitsTransform]:
         yield lambda logits: logits * scale
     if divisor:
         yield lambda logits: logits / divisor
-
-
-def _matrix_of(owner: Any, finish: LogitsTransform) -> HeadMatrix | None:
-    """The head's matrix; None if it is quantized or has a bias."""
-    if type(owner) not in (nn.Linear, nn.Embedding) or "bias" in owner:
-        return None
-    return HeadMatrix(lambda: owner.weight, lambda matrix: lambda hidden: finish(hidden @ matrix.T))
-
-
-def _head_of(owner: Any, head: Head, finish: LogitsTransform) -> Head:
-    if not isinstance(owner, (LinearDequantizedPerUse, EmbeddingDequantizedPerUse)) or "bias" in owner:
-        return lambda hidden: finish(head(hidden))
-    slices = _dequantized_slices(owner)
-    return lambda hidden: finish(mx.concatenate([hidden @ weight.T for weight in slices], axis=-1))
-
-
-def _dequantized_slices(owner: Any) -> list[mx.array]:
-    """The head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
-
-    Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
-    """
-    rows = owner.weight.shape[0]
-    size, slices = max(1, rows // HEAD_SLICES), []
-    for start in range(0, rows, size):
-        slices.append(dequantized(owner, slice(start, start + size)).astype(mx.float32))
-        mx.eval(slices[-1])
-    return slices

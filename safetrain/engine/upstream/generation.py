@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from safetrain.engine.upstream.probing import (
+from safetrain.engine.upstream.adaptation import (
     TOLERANCE_16_BIT,
     Refusal,
     are_close,

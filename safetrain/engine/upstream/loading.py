@@ -1,4 +1,7 @@
-"""Model folders as mlx-lm opens, builds, quantizes and writes them, and the types of their numbers."""
+"""Model folders as mlx-lm opens, builds, quantizes and writes them, the types of their numbers, and some layers.
+
+Two kinds of layers need special care: experts, and layers whose weights a model reads without a call.
+"""
 
 import json
 import re
@@ -13,6 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.convert import convert
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import (
     DEFAULT_ALLOW_PATTERNS,
     _get_classes,
@@ -24,16 +30,17 @@ from mlx_lm.utils import (
 
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.backend import device
-from safetrain.engine.cpu.kernels import dequantize_per_use
-from safetrain.engine.layers import multiply_as_one_matrix
-from safetrain.engine.upstream.layers import complete, dequantize_experts_per_use
+from safetrain.engine.cpu.kernels import dequantize_per_use, dequantizing_twice
+from safetrain.engine.layers import Dropout, Randomness, change_classes, dequantized
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
-NOT_TRAINED = {  # families, by the name in config.json
-    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens"
-}
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+# Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
+READ_DIRECTLY = frozenset({"prediction_coefs", "correction_coefs", "self_attention_res_proj", "mlp_res_proj"})
+CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 # Files that a new model writes itself, and one that it may add stop tokens to.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
@@ -49,14 +56,6 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory, so it cannot {doing}: {error}", where=where) from error
         raise ModelError(f"mlx-lm cannot {doing}: {error}", where=where) from error
-    except SystemExit:  # OLMo's first architecture, without ai2-olmo
-        raise ModelError("mlx-lm needs a package for this model that is not installed.", where=where) from None
-
-
-def training_refusal(folder: Path) -> str:
-    """Why this model family cannot be trained, read from its config.json; empty if it can."""
-    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
-    return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -87,19 +86,16 @@ def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
 def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: str | None = None) -> Any:
     """Read all weights in the backend's compute type, dequantized now or at each use."""
     here = device()
-    if compute_dtype is not None and not here.computes_in_float32:
+    if compute_dtype is not None and not here.on_cpu:
         cast(module, getattr(mx, compute_dtype))  # dequantizing after that is as exact as the quantized products
     if dequantize:
         module = dequantize_model(module)
-    if here.dequantizes_per_use:
+    if here.on_cpu:
         for name, part in module.named_modules():
             if getattr(part, "global_scale", None) is not None:  # nvfp4
                 raise ValueError(f"{name} is quantized with a global scale, which cannot be dequantized on CPU")
         dequantize_per_use(module)
-        dequantize_experts_per_use(module)
-    else:
-        multiply_as_one_matrix(module)
-    if here.computes_in_float32:
+        change_classes(module, {QuantizedSwitchLinear: ExpertsDequantizedPerUse})
         # but not scales and biases: dequantizing in their type is what mlx-lm computes
         cast(module, mx.float32, lambda name: not name.endswith((".scales", ".biases")))
     mx.eval(module.parameters())
@@ -177,3 +173,60 @@ def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
     with errors_told("open the adapter", str(adapter)):
         load_adapters(module, str(adapter)).eval()
         mx.eval(module.parameters())
+
+
+class ExpertsDequantizedPerUse(QuantizedSwitchLinear):
+    """Quantized experts that dequantize at each use. Made by changing a layer's class, so names and weights stay."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        def plain(x: mx.array) -> mx.array:
+            weight = dequantized(self).astype(x.dtype).swapaxes(-1, -2)
+            return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+
+        y = dequantizing_twice(plain)(x)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+class LoraExperts(LoRASwitchLinear):
+    """mlx-lm's LoRA on the experts of a mixture, with this engine's dropout."""
+
+    @classmethod
+    def on(cls, linear: Any, lora: LoraSettings, source: Randomness) -> "LoraExperts":
+        """Adapters for every expert of ``linear``."""
+        new = cls(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
+        new.linear = linear
+        new.dropout = Dropout(lora.dropout, source)
+        return new
+
+
+def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str]) -> None:
+    """Add mlx-lm's own LoRA, without dropout, to the layers named ``keys`` in the top ``blocks`` blocks."""
+    linear_to_lora_layers(module, blocks, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys})
+
+
+def without_adapter(block: Any) -> set[str]:
+    """Full names inside ``block`` of layers whose weights are read directly, or that mlx-lm adapts itself (AFM)."""
+    return {
+        name
+        for name, part in block.named_modules()
+        if hasattr(part, "to_lora") or name.rpartition(".")[2] in READ_DIRECTLY
+    }
+
+
+def clip_once(module: Any) -> None:
+    """Clip weights once that Gemma 3n clips in each pass, which would store placeholders while a gradient is traced."""
+    parts = [part for _, part in module.named_modules() if all(name in part for name in CLIPPED)]
+    for part in parts:
+        limit = part.config.altup_coef_clip
+        for name in CLIPPED:
+            weight = part[name].weight.astype(mx.float32)
+            part[name].weight = weight if limit is None else mx.clip(weight, -limit, limit)
+    for part in parts:  # they share a config
+        part.config.altup_coef_clip = None
+
+
+def complete(module: Any) -> None:
+    """Add the attribute that parts lack if they do not call mlx's own ``__init__`` (RecurrentGemma's)."""
+    for _, part in module.named_modules():
+        if "_no_grad" not in vars(part):
+            part._no_grad = set()
