@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.machine import write_result
 from safetrain.core.model.files import read_model_files
-from safetrain.plan.creation.shapes import PRESETS, SIZE_MISS
+from safetrain.plan.model_shape import PRESETS, SIZE_MISS
 
 SHIPPED = Path(__file__).parent.parent / "models" / "encyclopedia-3m"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024

@@ -192,9 +192,7 @@ def selftest(
 
 
 def create(
-    preset: Annotated[
-        str, typer.Argument(help="10m, 85m, 400m, 800m, another size such as 30m, or own with --hidden-size …")
-    ],
+    preset: Annotated[str, typer.Argument(help="10m, 85m, 400m, 800m, or another size such as 30m")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
     text: Annotated[
         list[Path] | None, typer.Option(help="text or rows for the tokenizer: a file or folder; repeatable")
@@ -203,40 +201,34 @@ def create(
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="number of tokens; default: from the model's size and the text")
     ] = None,
-    hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
-    num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
-    num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="in tokens; default: 1024; 2048 from 50m up")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="name of your text column, e.g. text=content")] = None,
-    split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
     seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """Make a new, untrained model for pretraining.
 
-    PRESET is the number of parameters, embeddings included. The command prints all dimensions with reasons.
+    PRESET is the number of parameters, embeddings included. The command prints the shape with reasons.
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts
-    from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
-    from safetrain.plan.creation.shapes import ShapeRequest, parameters_named
+    from safetrain.plan.create import create_model, reasons_of
+    from safetrain.plan.model_shape import ShapeRequest, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
-    if bool(text) == (tokenizer is not None):
-        raise ConfigError(
-            "A model needs one tokenizer.", expected="--text FILE, to train one; or --tokenizer MODEL, to copy one"
-        )
-    if tokenizer is not None and vocabulary is not None:
-        raise ConfigError("A copied tokenizer has its own vocabulary.", do="leave out --vocabulary")
+    if bool(text or vocabulary) == (tokenizer is not None):
+        expected = "--text FILE, to train one (--vocabulary N); or --tokenizer MODEL, to copy one as it is"
+        raise ConfigError("A model needs one tokenizer.", expected=expected)
     parameters = parameters_named(preset)
-    if parameters is None and preset != "own":
-        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, another size (30m), or own", got=preset)
-    request = ShapeRequest(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
+    if parameters is None:
+        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, or another size (30m)", got=preset)
+    request = ShapeRequest(parameters, vocabulary=vocabulary, context=context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
-    source = tokenizer or TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits)
     with still_working(f"creating {folder}"):
-        model_made = create_model(folder, request, source, seed, dtype, say_on_terminal)
-    for name, value, reason in reasons_of(model_made, request):
+        model = create_model(
+            folder, request, seed, texts=texts, where=", ".join(map(str, text or ())), tokenizer=tokenizer,
+            say=say_on_terminal,
+        )  # fmt: skip
+    for name, value, reason in reasons_of(model, request):
         print_text(f"{name:<17} {value:<20} {reason}")
-    print_text(f"Created {folder}: {size_text(model_made.size_bytes)} of untrained weights.")
+    print_text(f"Created {folder}: {size_text(4 * model.shape.parameters)} of untrained weights.")
     print_text(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

@@ -16,8 +16,8 @@ from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import training_texts, validate
-from safetrain.plan.creation.create import TokenizerOfText, create_model
-from safetrain.plan.creation.shapes import ShapeRequest, parameters_named
+from safetrain.plan.create import create_model
+from safetrain.plan.model_shape import ShapeRequest, parameters_named
 from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -66,9 +66,8 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
             do=f"safetrain create {preset} {folder} --tokenizer MODEL (one with that tokenizer), then run this again",
         )
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
-    source = TokenizerOfText(texts, config.data.path)
-    request = ShapeRequest(parameters_named(preset))
-    shape = create_model(folder, request, source, config.train.seed, say=say_on_terminal).shape
+    request, where = ShapeRequest(parameters_named(preset)), config.data.path
+    shape = create_model(folder, request, config.train.seed, texts=texts, where=where, say=say_on_terminal).shape
     print_text(
         f"created {folder}: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
         f"{shape.vocabulary:,} tokens (model.create={preset})"

@@ -22,14 +22,14 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.storage.files import write_text
 from safetrain.data.validate import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas
-from safetrain.plan.creation.create import TokenizerOfText, create_model
-from safetrain.plan.creation.shapes import ShapeRequest
+from safetrain.plan.create import create_model
+from safetrain.plan.model_shape import ShapeRequest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7
 PROJECT = ("params.yaml", "dvc.yaml", "conf")
 FILES = {"fused4": ("config.json", "model.safetensors"), "untrained": ("tokenizer.json", "tokenizer_config.json")}
-SHAPE = ShapeRequest(hidden=192, layers=6, heads=6, vocabulary=2048, context=512)
+SHAPE = ShapeRequest(hidden=192, layers=6, vocabulary=2048, context=512)
 ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document
 PIPELINE = (
     "train.method=pretrain", "train.optimizer=muon", "train.weight_decay=0.01", "train.schedule=linear",
@@ -103,7 +103,7 @@ def prepare(project: Path, rounds: dict[str, int], shape: ShapeRequest = SHAPE) 
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         write_text(project / "text" / f"{split}.jsonl", "".join(lines))
     read = training_texts([project / "text/train.jsonl"], None, print)
-    create_model(project / "untrained", shape, TokenizerOfText(read, "text/train.jsonl"), SEED)
+    create_model(project / "untrained", shape, SEED, texts=read, where="text/train.jsonl")
 
 
 def _safetrain(project: Path, *words: str) -> None:

@@ -21,10 +21,9 @@ from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, descr
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, read_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.candidates import BATCHES, Estimate
-from safetrain.plan.creation.create import InitialWeights, config_of
-from safetrain.plan.creation.shapes import PRESETS, ShapeRequest, parameters_named, shape_for
-from safetrain.plan.creation.tokenizers import OWN_IDS
+from safetrain.plan.create import OWN_IDS, config_of
 from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile, assumed_tflops
+from safetrain.plan.model_shape import PRESETS, ShapeRequest, parameters_named, shape_for
 from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
 from safetrain.plan.recommend import disk_bytes_of
 from safetrain.plan.remedies import what_would_fit
@@ -151,8 +150,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
             expected=f"{', '.join(PRESETS)}, another size such as 30m, or a model's folder",
             got=name,
         )
-    shape = shape_for(ShapeRequest(parameters))
-    return model_of_config(config_of(shape, OWN_IDS, InitialWeights(shape.hidden, shape.layers, 0)), Path(name))
+    return model_of_config(config_of(shape_for(ShapeRequest(parameters)), OWN_IDS), Path(name))
 
 
 def print_pretraining(

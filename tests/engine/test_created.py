@@ -11,17 +11,16 @@ from models.recipe import build
 from safetrain.core.model.files import read_model_files
 from safetrain.data.validate import training_texts
 from safetrain.engine.upstream.loading import load, quantize
-from safetrain.plan.creation.create import TokenizerOfText, create_model
-from safetrain.plan.creation.shapes import ShapeRequest
+from safetrain.plan.create import create_model
+from safetrain.plan.model_shape import ShapeRequest
 from tests.conftest import EMBEDDED, ROOT
 
 QUANTIZED = ("quantization", "quantization_config")  # in config.json
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path, dtype: str) -> None:
-    text = TokenizerOfText(training_texts([ROOT / "data/example/train.jsonl"], None, print), "example")
-    create_model(tmp_path / "new", ShapeRequest(hidden=64, layers=2, heads=2, vocabulary=320), text, 1, dtype)
+def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path) -> None:
+    texts = training_texts([ROOT / "data/example/train.jsonl"], None, print)
+    create_model(tmp_path / "new", ShapeRequest(hidden=64, layers=2, vocabulary=320), 1, texts=texts)
     model, _ = load(tmp_path / "new")
     logits = np.array(model(mx.array([[5, 9, 40, 300, 7]])).astype(mx.float32))[0]
     spread = logits - logits.max(axis=-1, keepdims=True)

@@ -17,7 +17,6 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import Estimate
-from safetrain.plan.creation.shapes import PRESETS
 from safetrain.plan.estimate import (
     LENGTHS,
     estimate_of,
@@ -27,6 +26,7 @@ from safetrain.plan.estimate import (
     training_speed,
 )
 from safetrain.plan.machine import ANY_CPU, machine_of, place_of, profile_names, read_profile
+from safetrain.plan.model_shape import PRESETS
 from safetrain.plan.pretraining import flops_per_token, multiplied_weights
 from safetrain.plan.remedies import what_would_fit
 from tests.conftest import ROOT

@@ -31,12 +31,11 @@ BYTES_PER_TOKEN, SEEN = 3.5, 20
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """The values that the user sets; the rest is derived. All are counts, ``context`` in tokens."""
+    """The size, or width and layers; the rest is derived unless it is given. All are counts, ``context`` in tokens."""
 
     parameters: int | None = None
     hidden: int | None = None
     layers: int | None = None
-    heads: int | None = None
     vocabulary: int | None = None
     context: int | None = None
 
@@ -84,15 +83,15 @@ def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShap
 
     The best vocabulary also depends on the size of the text, ``text_bytes`` (None if unknown).
     """
-    _refuse_impossible(request)
+    if request.vocabulary is not None and request.vocabulary < LEAST_VOCABULARY:
+        expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
+        raise ConfigError("The vocabulary is too small.", expected=expected, got=str(request.vocabulary))
     shapes = [shape for hidden in _widths(request) if (shape := _of_width(request, hidden, text_bytes)) is not None]
     best = min(shapes, key=lambda shape: _distance(shape, request.parameters), default=None)
     if best is None:
-        raise ConfigError(
-            "No shape fits this size and these widths.",
-            got=_request_text(request),
-            do="ask for more parameters, or a smaller vocabulary",
-        )
+        got = f"{request.parameters:,} parameters, vocabulary {request.vocabulary}"
+        do = "ask for more parameters, or a smaller vocabulary"
+        raise ConfigError("No shape fits this size.", got=got, do=do)
     return best
 
 
@@ -127,8 +126,6 @@ def _widths(request: ShapeRequest) -> Iterator[int]:
     """Yield candidate widths; wide ones only if their heads can share keys and values."""
     if request.hidden is not None:
         yield request.hidden
-    elif request.heads is not None:
-        yield from (width for size in (SMALL_HEAD, HEAD, 2 * HEAD) if (width := request.heads * size) % WIDTH_STEP == 0)
     else:
         widths = range(WIDTH_STEP, WIDEST + 1, WIDTH_STEP)
         yield from (width for width in widths if width < GROUPED_FROM or _group(width // HEAD) > 1)
@@ -136,7 +133,7 @@ def _widths(request: ShapeRequest) -> Iterator[int]:
 
 def _of_width(request: ShapeRequest, hidden: int, text_bytes: int | None) -> ModelShape | None:
     """The shape of this width; None if no parameters remain for a layer."""
-    heads = request.heads or hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
+    heads = hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
     step = WIDTH_STEP if hidden < MANY_FEATURES else 2 * WIDTH_STEP
     key_heads = heads // (_group(heads) if hidden >= GROUPED_FROM else 1)
     feed_forward = max(1, round(8 * hidden / 3 / step)) * step
@@ -169,29 +166,3 @@ def _distance(shape: ModelShape, parameters: int | None) -> float:
     depth = abs(math.log(shape.hidden) - (5.039 + 0.0555 * shape.layers))
     miss = abs(math.log(shape.parameters / parameters)) if parameters else 0.0
     return depth + miss + 20 * max(0.0, miss - SIZE_MISS)
-
-
-def _refuse_impossible(request: ShapeRequest) -> None:
-    """Raise ConfigError for an impossible request."""
-    size, width, asked = request.parameters, request.hidden or 0, _request_text(request)
-    if size is None and None in (request.hidden, request.layers):
-        expected = f"one of {', '.join(PRESETS)}; a size as 30m; or --hidden-size and --num-layers"
-        raise ConfigError("The size of the model is missing.", expected=expected)
-    if None not in (size, request.hidden, request.layers):
-        what = "Width and layers already decide the number of parameters."
-        raise ConfigError(what, got=asked, do="leave out one of them, or use own instead of a preset")
-    if width % WIDTH_STEP:
-        expected = f"--hidden-size: a multiple of {WIDTH_STEP}"
-        raise ConfigError("This width cannot be quantized in groups.", expected=expected, got=str(width))
-    if request.heads is not None and width % (2 * request.heads):
-        expected = "heads of an even size, as rotations need pairs"
-        raise ConfigError("The width cannot be divided among the heads.", expected=expected, got=asked)
-    if request.vocabulary is not None and request.vocabulary < LEAST_VOCABULARY:
-        expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
-        raise ConfigError("The vocabulary is too small.", expected=expected, got=str(request.vocabulary))
-
-
-def _request_text(request: ShapeRequest) -> str:
-    parts = (("parameters", request.parameters), ("hidden size", request.hidden), ("layers", request.layers))
-    more = (("heads", request.heads), ("vocabulary", request.vocabulary))
-    return ", ".join(f"{name} {value:,}" for name, value in (*parts, *more) if value is not None)
