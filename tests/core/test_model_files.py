@@ -48,7 +48,7 @@ WEIGHTS = [
         ({"d_model": 64, "n_layers": 2, "n_heads": 4}, (64, 2, 4, 4, 16, 256, 320, None)),
         ({"hidden_size": 64, "head_dim": 32}, (64, 4, 2, 2, 32, 256, 320, None)),  # recurrent, without heads
         ({}, (64, 4, 1, 1, 64, 256, 320, None)),
-        ({"model_dim": 64, "num_query_heads": [2, 4], "num_kv_heads": [1, 2], "intermediate_size": [80, 96]},
+        ({"num_attention_heads": [2, 4], "num_key_value_heads": [1, 2], "intermediate_size": [80, 96]},
          (64, 4, 4, 2, 16, 96, 320, None)),
     ],
 )  # fmt: skip

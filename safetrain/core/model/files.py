@@ -25,37 +25,15 @@ TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.p
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 # Names of sizes in mlx_lm/models/*.py; the first that config.json has counts
-WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "hidden_dim")
-DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
-KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_attention_groups")
-HEAD_SIZE = ("head_dim", "hidden_size_per_head", "kv_channels")
-FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ff_intermediate_size")
-VOCABULARY = ("vocab_size", "num_vocab")
+WIDTH, DEPTH, VOCABULARY = ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer", "n_layers"), ("vocab_size",)
+HEADS, KEY_HEADS, HEAD_SIZE = ("num_attention_heads", "n_head", "n_heads"), ("num_key_value_heads",), ("head_dim",)
+FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
 USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second as a multiple of the width
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
-BLOCK = re.compile(r"(?:^|[._])(layers|h|blocks)\.(\d+)\.")
-
-# Patterns of tensor names: the block of a tensor, and layers that can have an adapter
-IN_BLOCK = re.compile(r"(?:^|\.)(layers|h|blocks|kv_reuse_layers)\.(\d+)\.(.+)$")
-ON_TOP = "kv_reuse_layers"  # the last blocks of AFM, numbered from 0 again
-OTHER_PART = re.compile(
-    r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)"
-)  # parts that mlx-lm leaves out
-# Convolutions; the halves of the projection in multi-head latent attention; norms of heads; weights that Gemma 3n and
-# Kimi K3 read directly.
-NO_LINEAR = re.compile(
-    r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm|prediction_coefs|correction_coefs|attention_res_proj|"
-    r"mlp_res_proj)$"
-)
-ROUTER = "gate"  # a parameter, not a layer, in these families
-ROUTER_IS_A_PARAMETER = (
-    "bailing_hybrid", "bailing_moe_v3", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41",
-    "deepseek_v41_text", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash",
-    "kimi_k2", "kimi_vl", "mimo_v2_flash", "muse_spark", "nemotron_h",
-)  # fmt: skip
-ADAPTED_OTHERWISE = {"afm7": ("self_attn.qkv_proj",), "bitnet": ("proj",)}  # or not at all: ends of layer names
+IN_BLOCK = re.compile(r"(?:^|[._])(?:layers|h|blocks)\.(\d+)\.(.+)$")  # number of a block, name in the block
+OTHER_PART = re.compile(r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)")  # left out by mlx-lm
+NO_LINEAR = re.compile(r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm)$")  # layers without an adapter
 
 TOKENIZER_FILES = (  # that determine tokenization, the chat template and stop ids
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -173,7 +151,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
     """
     embedding = next((t.dequantized_shape for t in tensors if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
     hidden = _first_of(config, WIDTH) or embedding[1]
-    numbers = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
+    numbers = [int(match[1]) for tensor in tensors if (match := IN_BLOCK.search(tensor.name))]
     layers = _first_of(config, DEPTH) or max(numbers, default=-1) + 1
     vocabulary = _first_of(config, VOCABULARY) or embedding[0]
     if missing := [names[0] for names, n in ((WIDTH, hidden), (DEPTH, layers), (VOCABULARY, vocabulary)) if not n]:
@@ -295,26 +273,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def in_blocks(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
     """Yield block number, name in the block, and header of every tensor in a block."""
-    matches = [
-        (match, tensor)
-        for tensor in model.tensors
-        if (match := IN_BLOCK.search(tensor.name)) and not OTHER_PART.match(tensor.name)
-    ]
-    on_top = max((int(match[2]) + 1 for match, _ in matches if match[1] == ON_TOP), default=0)
-    for match, tensor in matches:
-        below = model.num_layers - on_top if match[1] == ON_TOP else 0
-        yield below + int(match[2]), match[3], tensor
+    for tensor in model.tensors:
+        if (match := IN_BLOCK.search(tensor.name)) and not OTHER_PART.match(tensor.name):
+            yield int(match[1]), match[2], tensor
 
 
 def adapted_weights(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
-    """Yield block number, name in the block, and weight of every layer that can have an adapter."""
-    otherwise = ADAPTED_OTHERWISE.get(model.model_type, ())
-    has_parameter = model.model_type in ROUTER_IS_A_PARAMETER
+    """Yield block number, name in the block, and weight of every layer that can have an adapter.
+
+    In a few families mlx-lm has a router or a shared block that is not a layer: there these are a few more.
+    """
     for block, name, tensor in in_blocks(model):
         layer, _, kind = name.rpartition(".")
-        if kind != "weight" or len(tensor.shape) < 2 or NO_LINEAR.search(layer) or layer.endswith(otherwise):
-            continue
-        if not (has_parameter and layer.rpartition(".")[2] == ROUTER):
+        if kind == "weight" and len(tensor.shape) >= 2 and not NO_LINEAR.search(layer):
             yield block, layer, tensor
 
 
