@@ -31,7 +31,7 @@ from benchmarks.machine import write_result
 from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import TrainJob

@@ -171,7 +171,7 @@ def selftest(
         for line in report_lines("safetrain.engine.probe", model):
             print(line, flush=True)
         return
-    from safetrain.core.memory.budget import own_limit_bytes
+    from safetrain.core.memory.system import own_limit_bytes
     from safetrain.core.model.files import read_model_files
     from safetrain.plan.selftest import selftest as run_selftest
 

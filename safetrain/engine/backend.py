@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.memory.budget import (
+from safetrain.core.memory.system import (
     DATA_BESIDE_BYTES,
     PROCESS_BYTES,
     budget_bytes,

@@ -15,7 +15,7 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.budget import host_room_bytes, read_memory
+from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import fingerprint, read_prompt_format

@@ -15,7 +15,7 @@ import psutil
 from safetrain.core.errors import InterruptedRun, RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
 from safetrain.core.formatting import RUN, dvc
-from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.run_state import is_finished

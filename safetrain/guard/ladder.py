@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import run_again, size_text
-from safetrain.core.memory.budget import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
+from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LargestUpdate, MemoryShape, Rung, TrainJob, TrainSettings, memory_shape
 from safetrain.core.storage.files import read_or_none

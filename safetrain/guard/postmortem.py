@@ -17,7 +17,7 @@ import psutil
 
 from safetrain.core.errors import EngineError
 from safetrain.core.memory import system
-from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.run_state import Checkpoint, is_finished, newest_whole

@@ -17,8 +17,8 @@ from typing import BinaryIO
 import psutil
 
 from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
-from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.system import (
+    OWN_LIMIT,
     PRESSURE_LEVEL,
     footprint_bytes,
     memory_groups,

@@ -14,7 +14,7 @@ import psutil
 
 from safetrain.core.events import Event, Said
 from safetrain.core.formatting import RUN
-from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.signals import handling
 from safetrain.guard.process import Ending, WatchedProcess, WatchSettings, culprit
 from safetrain.guard.ranks import start_ranks

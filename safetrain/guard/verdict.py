@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.memory.system import CRITICAL, WARNING
+from safetrain.core.memory.system import CRITICAL, OWN_LIMIT, WARNING
 from safetrain.core.recorder import Edge, Phase
 from safetrain.core.storage.paths import FLIGHT, STACKS, rank_folder
 from safetrain.guard.process import Ending

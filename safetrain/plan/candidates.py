@@ -13,7 +13,6 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import MOST_VALID_TOKENS, TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import own_limit_bytes, within_data_limit
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,
     in_rectangles,
@@ -24,6 +23,7 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
+from safetrain.core.memory.system import own_limit_bytes, within_data_limit
 from safetrain.core.memory.terms import (
     Backend,
     Shape,

@@ -16,11 +16,12 @@ import psutil
 from safetrain.core.errors import ConfigError, PreflightError, SafetrainError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.budget import GIB, PROCESS_BYTES
 from safetrain.core.memory.system import (
     CRITICAL,
     FREE_PERCENT,
+    GIB,
     PRESSURE_LEVEL,
+    PROCESS_BYTES,
     REPORTS,
     memory_groups,
     memory_limit_bytes,

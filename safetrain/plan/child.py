@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 import psutil
 
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.memory.budget import metal_budget_bytes, read_memory
-from safetrain.core.memory.system import footprint_bytes
+from safetrain.core.memory.system import footprint_bytes, metal_budget_bytes, read_memory
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine

@@ -11,14 +11,17 @@ import psutil
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory.budget import (
+from safetrain.core.memory.system import (
     GIB,
     budget_bytes,
     cuda_budget_bytes,
+    memory_groups,
+    memory_limit_bytes,
     metal_budget_bytes,
     read_memory,
+    sysctl_number,
+    sysctl_text,
 )
-from safetrain.core.memory.system import memory_groups, memory_limit_bytes, sysctl_number, sysctl_text
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine

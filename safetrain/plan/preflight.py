@@ -10,7 +10,7 @@ from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.budget import own_limit_bytes
+from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
+from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.evaluation import EVALUATION_SHARE, LEAST_EVALUATION_SECONDS

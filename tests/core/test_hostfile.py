@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import DATA_BESIDE_BYTES, MemoryBudget
+from safetrain.core.memory.system import DATA_BESIDE_BYTES, MemoryBudget
 from safetrain.core.records.hostfile import Hosts, backend_of_ranks, hosts_of, read_hostfile
 from safetrain.core.records.settings import TrainJob, shared_by
 from tests.support.settings import SETTINGS

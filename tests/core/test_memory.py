@@ -8,7 +8,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import (
     at_work_bytes,
     memory_of_run,
@@ -18,6 +17,7 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     METAL_HEAD_SIZES,
     Backend,

@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from safetrain.core.memory import budget as memory_budget
-from safetrain.core.memory.budget import (
+from safetrain.core.memory import system as memory_budget
+from safetrain.core.memory.system import (
     Readings,
     budget_bytes,
     cuda_budget_bytes,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.data.token_rows import token_row
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.records.settings import TrainJob
 from safetrain.engine.job import LEAST_VALID_TOKENS, load_job
 from tests.stores import write_stores

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from safetrain.core.errors import MachineError
-from safetrain.core.memory.budget import MemoryBudget, Readings
 from safetrain.core.memory.estimate import memory_of_run, with_margin
+from safetrain.core.memory.system import MemoryBudget, Readings
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings, PlannedMemory, TrainJob
 from safetrain.guard import ladder

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import cuda_budget_bytes
 from safetrain.core.memory.estimate import memory_of_run, total_bytes
+from safetrain.core.memory.system import cuda_budget_bytes
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.records.reports import Machine, read_machine

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.data.token_rows import token_row
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update

@@ -9,8 +9,8 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import with_margin
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.schema import Lora, Train

@@ -9,8 +9,8 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
-from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import RunMemory
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import (

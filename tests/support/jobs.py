@@ -6,7 +6,7 @@ from typing import Any
 
 from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings

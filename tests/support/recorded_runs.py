@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetrain.core.events import Begun, Died, Failed, Finished, Journal, Started
 from safetrain.core.lock import training_lock
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot_id
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.postmortem import PostMortem

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import TrainJob

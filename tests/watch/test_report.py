@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.records.evaluation import GroupScore, Improvement
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.reports import Finding

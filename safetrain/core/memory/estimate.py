@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
-from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     FLOAT32,
     Backend,

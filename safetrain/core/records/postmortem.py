@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import POSTMORTEM
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import similar_path
-from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
+from safetrain.core.memory.system import PROCESS_BYTES, MemoryBudget
 from safetrain.core.storage.files import read_result
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
+from safetrain.core.memory.system import MemoryBudget, own_limit_bytes
 from safetrain.core.records.schema import WHOLE, Lora, Train
 from safetrain.core.storage.files import read_result
 
