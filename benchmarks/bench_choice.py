@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from safetrain.core.data.row_order import Cursor, largest_update, rows_at
 from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.training_rows import Cursor, largest_update, rows_at
 from safetrain.core.formatting import counted
 from safetrain.core.records.run_state import discard_run
 from safetrain.core.records.settings import Recommendation, read_recommendation, updates_per_epoch

@@ -73,8 +73,8 @@ def update_ms(trick: str) -> float:
     take_away(trick)
     import mlx.core as mx
 
-    from safetrain.core.data.row_order import Cursor
     from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.core.data.training_rows import Cursor
     from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
     from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.dtypes import time_operation

@@ -106,7 +106,7 @@ def _train(_family: str, scratch: Path) -> None:
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_adapters, load_model
 
-    from safetrain.core.data.row_order import Cursor
+    from safetrain.core.data.training_rows import Cursor
     from safetrain.core.memory.terms import lora_parameters
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.settings import LoraSettings

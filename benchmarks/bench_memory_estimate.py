@@ -71,8 +71,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     load_fast_blas()
     import mlx.core as mx
 
-    from safetrain.core.data.row_order import Cursor
     from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.core.data.training_rows import Cursor
     from safetrain.engine.batches import layout_for, update_at
     from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.update import apply_gradient, prepare

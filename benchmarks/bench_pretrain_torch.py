@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks.bench_pretrain import VOCABULARIES, articles, make_model, write_documents
 from benchmarks.machine import show_result, write_result
 from benchmarks.throughput_cases import ROOT
-from safetrain.core.data.row_order import Cursor, row_order
 from safetrain.core.data.token_rows import TokenRow, TokenRows, TokenWindows, token_row
+from safetrain.core.data.training_rows import Cursor, row_order
 from safetrain.core.memory.terms import MOST_SHARDS, usable_cores
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings

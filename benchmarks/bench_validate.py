@@ -176,7 +176,7 @@ def trained(project: Path, data: Path) -> list[str]:
 ROWS_IN_MEMORY = """
 import psutil
 from pathlib import Path
-from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.training_rows import Cursor
 from safetrain.core.data.store import open_store, store_path
 from safetrain.engine.batches import BatchLayout, update_at
 from safetrain.core.records.settings import updates_per_epoch

@@ -154,8 +154,7 @@ def diagnose(
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock
-    from safetrain.core.records.postmortem import describe, read_postmortem
-    from safetrain.core.records.run_state import is_finished
+    from safetrain.core.records.run_state import describe, is_finished, read_postmortem
 
     require_project()
     if bundle is not None:  # works even during training: nothing is locked

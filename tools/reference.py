@@ -19,7 +19,7 @@ import yaml
 
 from safetrain.cli import app
 from safetrain.core import errors
-from safetrain.core.records import evaluation, metrics, postmortem, reports, settings
+from safetrain.core.records import evaluation, metrics, reports, run_state, settings
 from safetrain.plan import checks
 from tools.named_checks import named_checks
 
@@ -59,7 +59,7 @@ RECORDS = {
         evaluation.Forgetting,
         evaluation.Sample,
     ),
-    "postmortem.json": (postmortem.PostMortem,),
+    "postmortem.json": (run_state.PostMortem,),
 }
 SIGNALS = (
     (124, "The training process hung and was ended."),

@@ -20,9 +20,8 @@ from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, bo
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv
-from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_in
+from safetrain.core.records.run_state import Checkpoint, PostMortem, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, read_or_none, write_record

@@ -1,4 +1,4 @@
-"""The layout of an update's rows (core/data/row_order.py) in memory.
+"""The layout of an update's rows (core/data/training_rows.py) in memory.
 
 Rows become lists of tokens, longest row first, cut into micro-batches of limited size. The cut changes the gradient
 only by rounding, because it is a sum over labels. On CPU rows are not padded.
@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows, TrainRows
+from safetrain.core.data.training_rows import Cursor, rows_at
 from safetrain.core.memory.terms import WIDTH_STEP, padded
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel

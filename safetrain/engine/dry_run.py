@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
+from safetrain.core.data.training_rows import Cursor, largest_windows, rows_at
 from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Recorder

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.row_order import largest_update, order_fingerprint
 from safetrain.core.data.token_rows import TokenRows, TrainRows
-from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.data.training_rows import TrainingRows, largest_update, load_training_rows, order_fingerprint
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files

@@ -24,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.training_rows import Cursor
 from safetrain.core.errors import ConfigError, EngineError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase, Recorder, Work

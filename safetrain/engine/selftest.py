@@ -9,8 +9,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import Cursor
 from safetrain.core.errors import SafetrainError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings

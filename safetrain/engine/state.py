@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten, tree_unflatten
 
-from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.training_rows import Cursor
 from safetrain.core.errors import TrainingError
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.data.row_order import Cursor, advance
+from safetrain.core.data.training_rows import Cursor, advance
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Work

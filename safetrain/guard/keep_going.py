@@ -17,8 +17,7 @@ from safetrain.core.events import Died, Event, Journal, Said, Started
 from safetrain.core.formatting import RUN, dvc
 from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.memory.terms import padded
-from safetrain.core.records.postmortem import PostMortem, describe, describe_rank
-from safetrain.core.records.run_state import is_finished
+from safetrain.core.records.run_state import PostMortem, describe, describe_rank, is_finished
 from safetrain.core.records.settings import Rung, TrainJob, TrainSettings, memory_shape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record

@@ -19,8 +19,7 @@ from safetrain.core.errors import EngineError
 from safetrain.core.memory import system
 from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
-from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.run_state import Checkpoint, is_finished, newest_whole
+from safetrain.core.records.run_state import Checkpoint, PostMortem, is_finished, newest_whole
 from safetrain.core.run_folder import RunMarker, read_marker, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder

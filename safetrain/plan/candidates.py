@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import MOST_VALID_TOKENS, TokenRows, TrainRows
-from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.data.training_rows import TrainingRows, largest_update
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,

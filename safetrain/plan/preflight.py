@@ -5,8 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from safetrain.core.data.row_order import order_fingerprint
-from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows, order_fingerprint
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
@@ -15,9 +14,8 @@ from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
-from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of, require_source
-from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_run_state
+from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
 from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths

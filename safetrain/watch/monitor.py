@@ -17,7 +17,7 @@ from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalE
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import FlightRecord, Phase, allowed_seconds
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.postmortem import PostMortem
+from safetrain.core.records.run_state import PostMortem
 from safetrain.core.records.settings import TrainJob, memory_shape
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.charts import points_of

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
-from safetrain.core.records.postmortem import describe_rows
+from safetrain.core.records.run_state import describe_rows
 from safetrain.watch.charts import Points, points_of, smoothed
 from safetrain.watch.monitor import (
     MonitorView,

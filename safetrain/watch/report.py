@@ -13,7 +13,7 @@ from safetrain.core.events import Begun, Died
 from safetrain.core.formatting import counted, duration_text, override, size_text
 from safetrain.core.records.evaluation import Evaluation, Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
-from safetrain.core.records.postmortem import describe_memory, describe_place
+from safetrain.core.records.run_state import describe_memory, describe_place
 from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run

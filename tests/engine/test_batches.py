@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import Cursor, advance
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.engine.batches import (
     BatchLayout,

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.data.row_order import row_order
 from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import row_order
 from safetrain.core.errors import BadUpdateError, ConfigError, InterruptedRun
 from safetrain.core.records.metrics import read_csv
 from safetrain.core.records.run_state import RunIdentity

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from safetrain.core.data.row_order import order_fingerprint
+from safetrain.core.data.training_rows import order_fingerprint
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.run_state import MANIFEST, RunIdentity, checkpoints_in, write_manifest

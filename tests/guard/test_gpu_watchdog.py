@@ -10,7 +10,7 @@ import pytest
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Event, Said
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.records.postmortem import read_postmortem
+from safetrain.core.records.run_state import read_postmortem
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import FLIGHT, JOB, LADDER

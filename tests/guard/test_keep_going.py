@@ -10,7 +10,7 @@ from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
 from safetrain.core.formatting import RUN
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.records.postmortem import read_postmortem
+from safetrain.core.records.run_state import read_postmortem
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.core.storage.paths import ERROR, FLIGHT
 from safetrain.guard.keep_going import keep_going

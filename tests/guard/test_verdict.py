@@ -11,8 +11,7 @@ import pytest
 
 from safetrain.core.events import Failed
 from safetrain.core.recorder import NO_WORK, Allocator, Edge, FlightRecord, Phase, Recorder, Work, boot_id
-from safetrain.core.records.postmortem import PostMortem, describe, read_postmortem
-from safetrain.core.records.run_state import name_of, write_manifest
+from safetrain.core.records.run_state import PostMortem, describe, name_of, read_postmortem, write_manifest
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
 from safetrain.guard.process import Ending, Limit, MemoryReadings

@@ -10,9 +10,8 @@ import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
+from safetrain.core.records.run_state import PostMortem, RunIdentity, RunState, write_run_state
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM

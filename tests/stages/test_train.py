@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.data.training_rows import TrainingRows, largest_update
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.estimate import RunMemory
 from safetrain.core.memory.system import MemoryBudget

@@ -20,7 +20,7 @@ load_fast_blas()  # before mlx
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from safetrain.core.data.row_order import Cursor  # noqa: E402
+from safetrain.core.data.training_rows import Cursor  # noqa: E402
 from safetrain.core.errors import InterruptedRun, SafetrainError  # noqa: E402
 from safetrain.core.recorder import Recorder, read_flight  # noqa: E402
 from safetrain.core.records.metrics import append_csv, start_csv  # noqa: E402

@@ -13,8 +13,7 @@ from safetrain.core.lock import training_lock
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot_id
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
-from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest, write_run_state
+from safetrain.core.records.run_state import PostMortem, RunIdentity, RunState, name_of, write_manifest, write_run_state
 from safetrain.core.records.settings import MemoryShape, Rung, TrainJob
 from safetrain.core.run_folder import RunMarker, write_marker
 from safetrain.core.storage import paths

@@ -17,8 +17,8 @@ from safetrain.core.records.metrics import (
     start_csv,
     write_summary,
 )
-from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
+from safetrain.core.records.run_state import PostMortem
 from safetrain.core.records.settings import (
     LargestUpdate,
     MemoryTerm,

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, Started
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import start_csv
-from safetrain.core.records.postmortem import describe_rows, read_postmortem
+from safetrain.core.records.run_state import describe_rows, read_postmortem
 from safetrain.core.run_folder import Run, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record

@@ -1,4 +1,4 @@
-"""training_state.json and the checkpoints: the progress of an unfinished run, and what makes two runs the same run.
+"""training_state.json, the checkpoints and postmortem.json: the progress of a run, and why it ended.
 
 A checkpoint is a folder that can be verified: its manifest has the length and hash of every file.
 """
@@ -10,8 +10,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.system import OWN_LIMIT
+from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, sha256_of, write_json, write_record
-from safetrain.core.storage.paths import BAD_UPDATES, CHECKPOINTS, DAMAGED, HALF_WRITTEN, LADDER, POINTER, REPLACED
 
 MANIFEST = "manifest.json"
 KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
@@ -66,12 +68,12 @@ class RunState:
 
 def write_run_state(output: Path, state: RunState) -> None:
     """Write training_state.json."""
-    write_record(output / POINTER, state)
+    write_record(output / paths.POINTER, state)
 
 
 def read_run_state(output: Path) -> RunState | None:
     """Read training_state.json; None if it is missing or unreadable: the checkpoints are enough to resume."""
-    return read_or_none(output / POINTER, RunState)
+    return read_or_none(output / paths.POINTER, RunState)
 
 
 def is_finished(output: Path) -> bool:
@@ -103,7 +105,7 @@ def name_of(epoch: int, step: int) -> str:
 
 def checkpoints_in(output: Path) -> list[Checkpoint]:
     """List all checkpoints, intact or not, the newest first."""
-    matches = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
+    matches = [(folder, NAME.match(folder.name)) for folder in output.glob(paths.CHECKPOINTS)]
     checkpoints = [Checkpoint(folder, int(match[2])) for folder, match in matches if match and folder.is_dir()]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
@@ -132,7 +134,7 @@ def fault_of(folder: Path) -> str:
 
 def set_aside(checkpoint: Checkpoint) -> Path:
     """Rename a damaged checkpoint, so that nothing reads it, over an older damaged one; returns its new path."""
-    target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
+    target = checkpoint.folder.with_name(paths.DAMAGED + checkpoint.folder.name)
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.folder.rename(target)
     return target
@@ -157,11 +159,11 @@ def remove_half_written(output: Path) -> None:
 
     A folder that was being replaced gets its own name back if nothing has it.
     """
-    for old in output.glob(REPLACED):
+    for old in output.glob(paths.REPLACED):
         own = output / old.name[1:].rpartition("-old-")[0]
         if not own.exists() and any(old.iterdir()):
             old.rename(own)
-    for path in (path for pattern in HALF_WRITTEN for path in output.glob(pattern)):
+    for path in (path for pattern in paths.HALF_WRITTEN for path in output.glob(pattern)):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -173,11 +175,98 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
 
     Returns the number of checkpoints. Damaged ones stay for inspection, unless ``damaged_too``.
     """
-    (output / POINTER).unlink(missing_ok=True)
-    (output / LADDER).unlink(missing_ok=True)
+    (output / paths.POINTER).unlink(missing_ok=True)
+    (output / paths.LADDER).unlink(missing_ok=True)
     remove_half_written(output)
-    checkpoints = list(output.glob(CHECKPOINTS))
-    for folder in [*checkpoints, *(output.glob(DAMAGED + CHECKPOINTS) if damaged_too else ())]:
+    checkpoints = list(output.glob(paths.CHECKPOINTS))
+    for folder in [*checkpoints, *(output.glob(paths.DAMAGED + paths.CHECKPOINTS) if damaged_too else ())]:
         shutil.rmtree(folder)
-    shutil.rmtree(output / BAD_UPDATES, ignore_errors=True)
+    shutil.rmtree(output / paths.BAD_UPDATES, ignore_errors=True)
     return len(checkpoints)
+
+
+# Why a training ended
+
+
+@dataclass(frozen=True)
+class PostMortem:
+    """postmortem.json."""
+
+    cause: str
+    title: str
+    confidence: str
+    is_memory: bool
+    evidence: tuple[str, ...]
+    advice: str
+    phase: str
+    step: int  # step in progress, from 1; 0 before the first
+    micro_batch: int
+    rows: int
+    tokens: int
+    row_ids: tuple[int, ...]  # first lines of data/validated/train.jsonl in the micro-batch
+    footprint_bytes: int  # memory of the process, as its limit counts it
+    limit_bytes: int
+    limit_name: str
+    predicted_peak_bytes: int
+    mlx_active_bytes: int
+    mlx_peak_bytes: int
+    loss: float | None  # loss of the last step; None: not a number
+    resumes_from_step: int
+    next_command: str
+    exit_code: int
+    ended_seconds: float  # time of the end, Unix seconds
+    quoted: tuple[str, ...] = ()  # evidence in the words of another program
+    went_on: bool = False  # whether the run continued by itself
+    rank: int | None = None  # rank that ended the training; None: one process, or all ranks
+    ranks: int = 1
+    host: str = ""  # machine of that rank; empty: this one
+
+
+def read_postmortem(output: Path) -> PostMortem | None:
+    """Read postmortem.json; None if no training has ended badly here."""
+    return read_or_none(output / paths.POSTMORTEM, PostMortem)
+
+
+def describe(death: PostMortem, *, with_next: bool = True) -> str:
+    """Describe the end of a training in lines of text, for people."""
+    rows = [*describe_rows(death), *([("next", death.next_command)] if with_next else [])]
+    return "\n".join(f"  {label + ':':<10}{text}" for label, text in rows)
+
+
+def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
+    """List the labels and texts of that description, without the next command."""
+    rows = [("what", f"{death.title} ({death.confidence})"), ("where", describe_place(death))]
+    rows += [("memory", describe_memory(death))] if death.footprint_bytes else []
+    rows += [("because", text) for text in death.evidence]
+    saved = f"everything up to step {death.resumes_from_step}" if death.resumes_from_step else "no checkpoint yet"
+    rows.append(("kept", saved))
+    return [*rows, ("advice", death.advice)] if death.advice else rows
+
+
+def describe_place(death: PostMortem) -> str:
+    """``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``."""
+    text = f"{death.phase} of step {death.step}".replace("save of", "saving") if death.step else death.phase
+    text = "while checking the saved adapter" if "verify" in death.phase else text
+    if death.rows:
+        size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
+        text += f", micro-batch {death.micro_batch}: {size}"
+    if death.row_ids:
+        ids = ", ".join(map(str, death.row_ids)) + (", …" if death.rows > len(death.row_ids) else "")
+        text += f" (train.jsonl {'line' if death.rows == 1 else 'lines'} {ids})"
+    return text if death.rank is None else f"{describe_rank(death)}; {text}"
+
+
+def describe_memory(death: PostMortem) -> str:
+    """Compare the memory of the process with its limit, and mlx's memory with the prediction."""
+    process = "process" if death.ranks == 1 else f"all {death.ranks} ranks"
+    kind = "private memory" if death.limit_name == OWN_LIMIT else process
+    text = f"{kind} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
+    if death.predicted_peak_bytes:
+        predicted = size_text(death.predicted_peak_bytes)
+        text += f"; mlx {size_text(death.mlx_active_bytes)}, predicted peak {predicted}"
+    return text
+
+
+def describe_rank(death: PostMortem) -> str:
+    """Name the rank that ended the training, and its machine."""
+    return f"rank {death.rank} of {death.ranks}, on {death.host or 'this machine'}"

@@ -79,7 +79,7 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """Size of a run's largest update, with truncated rows (core/data/row_order.py)."""
+    """Size of a run's largest update, with truncated rows (core/data/training_rows.py)."""
 
     rows: int
     longest: int  # input tokens of the longest row, in training or validation

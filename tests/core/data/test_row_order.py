@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from safetrain.core.data.row_order import Cursor, largest_update, rows_at
 from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import Cursor, largest_update, rows_at
 from safetrain.core.memory.estimate import largest_micro_batch
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import updates_per_epoch
