@@ -208,8 +208,8 @@ class FlightReader:
             return []
         except OSError:  # a failing disk: what was read stays
             return []
-        header = _header_in(content)
-        if len(content) < RING_BYTES or header is None:  # its writer is still making it
+        header = _header_in(content) if len(content) == RING_BYTES else None
+        if header is None:  # its writer is still making it
             return []
         if self._file != (facts.st_dev, facts.st_ino, header.pid):  # a new file may have the old one's inode
             self._forget((facts.st_dev, facts.st_ino, header.pid))
