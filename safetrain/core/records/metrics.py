@@ -1,8 +1,6 @@
 """A training's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
-import csv
 import dataclasses
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,14 +153,17 @@ def read_run_shape(path: Path) -> RunShape:
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:
     """Write the header and the records so far atomically."""
-    write_text(path, _lines([list(COLUMNS), *(_fields(record) for record in records)]))
+    write_text(path, "".join([",".join(COLUMNS), "\n", *map(_line_of, records)]))
 
 
 def append_csv(path: Path, record: StepRecord) -> None:
     """Append one line; a reader may tail the file."""
     with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(_lines([_fields(record)]))
-        file.flush()
+        file.write(_line_of(record))
+
+
+def _line_of(record: StepRecord) -> str:
+    return ",".join("" if value is None else str(value) for value in dataclasses.astuple(record)) + "\n"
 
 
 def read_csv(path: Path) -> list[StepRecord]:
@@ -174,30 +175,15 @@ def read_csv(path: Path) -> list[StepRecord]:
 
 def parse_csv(text: str) -> list[StepRecord]:
     """Parse a metrics file, without a torn last line. Raises ValueError for anything else."""
-    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
-    head = next(lines, list(COLUMNS))
-    is_integer = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
-    if set(head) != set(is_integer):
+    kinds = {field.name: int if field.type is int else float for field in dataclasses.fields(StepRecord)}
+    head, *lines = (line.split(",") for line in text.split("\n")[:-1] or [",".join(COLUMNS)])
+    if set(head) != set(kinds):
         raise ValueError(f"its columns are {', '.join(head)}")
-    kinds = [(name, is_integer[name]) for name in head]
-    return [_record(kinds, line) for line in lines]
+    return [StepRecord(**_values(line, head, kinds)) for line in lines]
 
 
-def _record(kinds: list[tuple[str, bool]], line: list[str]) -> StepRecord:
-    values: dict[str, Any] = {}
-    for (name, is_integer), text in zip(kinds, line, strict=True):
-        values[name] = None if text == "" else (int(text) if is_integer else float(text))
-    return StepRecord(**values)
-
-
-def _fields(record: StepRecord) -> list[object]:
-    return ["" if value is None else value for value in dataclasses.astuple(record)]
-
-
-def _lines(rows: list[list[object]]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue()
+def _values(line: list[str], head: list[str], kinds: dict[str, type[int] | type[float]]) -> dict[str, Any]:
+    return {name: kinds[name](text) if text else None for name, text in zip(head, line, strict=True)}
 
 
 def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
