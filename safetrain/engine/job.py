@@ -54,6 +54,11 @@ class Job(TrainJob):
         return self.rows.valid
 
     @property
+    def bits_per_byte_of_nat(self) -> float:
+        """Factor from nats per token to bits per byte, which pretraining reports; 0 for other methods."""
+        return self.rows.bits_per_byte_of_nat if self.settings.method == PRETRAIN else 0.0
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
         settings = self.settings

@@ -192,7 +192,8 @@ def _result(run: TrainingRun) -> Result:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
     require_other_loss(before, state.best_valid_loss, "validation rows", str(run.job.adapters))
     final = state.final_loss / state.final_tokens
-    metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step)
+    bits = state.best_valid_loss * run.job.bits_per_byte_of_nat or None
+    metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step, bits)
     trainable = sum(weight.size for weight in adapter_weights(run.model).values())
     return Result(metrics, state, trainable, remember_best(run))
 

@@ -23,7 +23,6 @@ from safetrain.core.records.metrics import (
     start_csv,
     write_summary,
 )
-from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
@@ -123,23 +122,16 @@ def _train(
     memory = memory_of(job, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     job = dataclasses.replace(job, mlx_limit_bytes=asked.mlx_limit_bytes or memory.mlx_limit_bytes)
-    bits, is_complete = job.rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0, True
 
     def begin(records: list[StepRecord], resumed_from_step: int, computed: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
-        words = describe(job, predicted, blas.name, computed)
+        words, bits = describe(job, predicted, blas.name, computed), job.bits_per_byte_of_nat
         pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(job), bits))
 
     def record(records: list[StepRecord]) -> None:
-        nonlocal is_complete
-        append, is_complete = is_complete, False
-        if append:
-            append_csv(paths.METRICS_CSV, records[-1])
-        else:  # a failed attempt may have left half a line
-            start_csv(paths.METRICS_CSV, records)
-        is_complete = True
+        append_csv(paths.METRICS_CSV, records[-1])
         pipe.send(records[-1])
 
     def say(text: str) -> None:
@@ -152,8 +144,6 @@ def _train(
     metrics = result.metrics
     proof = prove(job, result.tuned, watcher, metrics.steps)
     say(describe_proof(proof))
-    if bits:
-        metrics = dataclasses.replace(metrics, best_valid_bits_per_byte=metrics.best_valid_loss * bits)
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, metrics)
         outcome = _outcome(job, result, predicted, blas.name)

@@ -1,6 +1,7 @@
 """A training's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,14 @@ def start_csv(path: Path, records: list[StepRecord]) -> None:
 
 
 def append_csv(path: Path, record: StepRecord) -> None:
-    """Append one line; a reader may tail the file."""
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(_line_of(record))
+    """Append one line, or nothing if that fails; a reader may tail the file."""
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(_line_of(record))
+    except OSError:
+        os.truncate(path, size)
+        raise
 
 
 def _line_of(record: StepRecord) -> str:
