@@ -113,20 +113,18 @@ def memory_of(job: Job, backend_name: str) -> RunMemory:
     return memory
 
 
-def describe(job: Job, predicted_bytes: int, blas: str, computed: str) -> str:
-    """Describe the run before its first step. ``computed``: how rows and logits are computed."""
+def describe(job: Job, predicted_bytes: int) -> str:
+    """Describe the run before its first step."""
     settings, rows = job.settings, job.train
     layers = f"the top {counted(settings.lora.num_layers, 'block')}"
     adapter = f"{settings.method} of rank {settings.lora.rank} on {layers}"
     trained = {PRETRAIN: "all weights", "full": f"all weights of {layers}"}.get(settings.method, adapter)
-    lost = (
-        f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
-        f"{counted(rows.lost_labels, 'label')} lost\n"
-    )
-    name, shared = "window" if settings.method == PRETRAIN else "row", f" shared by {job.ranks} ranks"
-    return (lost if rows.cut_rows else "") + (
-        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update"
-        f"{shared if job.ranks > 1 else ''}, {counted(job.updates, 'update')}; {settings.optimizer}, "
-        f"{settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; predicted peak of mlx "
-        f"{size_text(predicted_bytes)}; BLAS: {blas}; {computed}"
+    cut, lost = counted(rows.cut_rows, "row"), counted(rows.lost_labels, "label")
+    truncated = f"{cut} cut to {settings.max_seq_length} tokens, {lost} lost\n" if rows.cut_rows else ""
+    shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
+    return (
+        f"{truncated}training on {counted(len(rows), 'window' if settings.method == PRETRAIN else 'row')}: "
+        f"{memory_shape(settings).window} rows per update{shared}, {counted(job.updates, 'update')}; "
+        f"{settings.optimizer}, {settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; "
+        f"predicted peak of mlx {size_text(predicted_bytes)}"
     )

@@ -37,14 +37,6 @@ class BaseModel:
         """Whether a padded batch of prompts gives the same answers as single prompts; tried once on a few tokens."""
         return not padding_refusal(self.module)
 
-    def describe(self) -> str:
-        """How rows and logits are computed, for the first lines of a training."""
-        why = f" ({self.packing_refusal})" if self.packing_refusal else ""
-        rows = "packed without padding" if self.packs_rows else f"padded{why}"
-        return (
-            f"rows {rows}, logits for {f'all tokens ({self.split_refusal})' if self.split_refusal else 'labels only'}"
-        )
-
 
 def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
     """Load the model in ``folder``; raises ModelError when mlx-lm cannot.

@@ -37,12 +37,12 @@ SPARE_BYTES = MIB = 2**20
 class Watcher:
     """How the loop is observed.
 
-    ``begin`` is called once with earlier records, the step resumed from and how rows and logits are computed;
-    ``record`` with all records after each new one; ``say`` with messages for people. ``stop`` is called between
-    micro-batches and returns the signal that requests a stop, or 0. ``recorder`` gets each phase.
+    ``begin`` is called once with earlier records and the step resumed from; ``record`` with all records after each new
+    one; ``say`` with messages for people. ``stop`` is called between micro-batches and returns the signal that requests
+    a stop, or 0. ``recorder`` gets each phase.
     """
 
-    begin: Callable[[list[StepRecord], int, str], None]
+    begin: Callable[[list[StepRecord], int], None]
     record: Callable[[list[StepRecord]], None]
     stop: Callable[[], int]
     recorder: Recorder

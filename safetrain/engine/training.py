@@ -47,7 +47,7 @@ def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
     """
     run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
     state = run.state
-    run.watcher.begin(state.records, state.resumed_from_step, run.model.describe())
+    run.watcher.begin(state.records, state.resumed_from_step)
     try:
         _train_steps(run)
     except StopRequested:

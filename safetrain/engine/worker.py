@@ -123,11 +123,11 @@ def _train(
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     job = dataclasses.replace(job, mlx_limit_bytes=asked.mlx_limit_bytes or memory.mlx_limit_bytes)
 
-    def begin(records: list[StepRecord], resumed_from_step: int, computed: str) -> None:
+    def begin(records: list[StepRecord], resumed_from_step: int) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
-        words, bits = describe(job, predicted, blas.name, computed), job.bits_per_byte_of_nat
+        words, bits = describe(job, predicted), job.bits_per_byte_of_nat
         pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(job), bits))
 
     def record(records: list[StepRecord]) -> None:
