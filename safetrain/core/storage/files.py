@@ -222,12 +222,6 @@ def _field(kind: Any, value: Any) -> Any:
     return from_json(kind, value) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else value
 
 
-def copied_sha256(source: Path, copy: Path) -> str:
-    """Copy a file; returns the hash of the copy."""
-    shutil.copyfile(source, copy)
-    return sha256_of(copy)
-
-
 def sha256_of(file: Path) -> str:
     """Hash the file's bytes."""
     with file.open("rb") as content:

@@ -95,7 +95,7 @@ def calls_of(site: Site, step: int) -> int:
         case "prune":  # the newest two and the best one are kept
             return max(0, saves - 1) if step >= 2 * SAVE_STEPS else 0
     counts = {"gradient": len(steps), "optimizer": len(steps), "evaluate": validations + (step == 0)}
-    by_file = site.name in ("write arrays", "read back")
+    by_file = site.name == "write arrays"
     return (counts | {"save": saves * (ARRAY_FILES if by_file else 1)}).get(site.phase, 1)
 
 

@@ -30,7 +30,6 @@ SITES = (
     Site("keep best", SAVING, "save_best", "evaluate"),
     Site("save", SAVING, "save_checkpoint", "save"),
     Site("write arrays", STATE, "save_arrays", "save"),
-    Site("read back", STATE, "require_same", "save"),
     Site("manifest", STATE, "write_manifest", "save"),
     Site("rename", STATE, "replace_directory", "save"),
     Site("pointer", STATE, "write_run_state", "save"),
