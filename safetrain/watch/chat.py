@@ -167,7 +167,6 @@ class Chat:
         for token in side.speaker.answer(side.prompt, lambda: self._stopped):
             print(printable(answer.add(token)), end="", flush=True)
             side.text = answer.text
-        print(printable(answer.rest()), end="")
         side.text = answer.text
         print("" if side.text or self._stopped else EMPTY_ANSWER, flush=True)
 

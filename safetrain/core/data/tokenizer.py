@@ -6,9 +6,9 @@ Reads local folders only; never runs code that came with a model.
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and other keys of a template
-HALF = "\ufffd"  # a tokenizer's text for bytes of an incomplete character
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
 
 
@@ -128,6 +127,12 @@ class ChatTokenizer:
         """Text of ``ids`` with special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def decode_stream(self) -> Callable[[int], str | None]:
+        """Decode ids one by one, without special tokens: a text for each, None while a character is incomplete."""
+        from tokenizers.decoders import DecodeStream
+
+        return partial(DecodeStream(skip_special_tokens=True).step, self._backend)
+
     def _sources(self) -> dict[str, str]:
         """The chat templates by name, from the tokenizer or from chat_template.json."""
         template = self._tokenizer.chat_template
@@ -181,26 +186,12 @@ class AnswerText:
     """Decodes an answer token by token: only whole characters, without white space around the answer."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._decode = tokenizer.decode
-        self._ids: list[int] = []  # the tail to decode: the tokenizer may join words in it
-        self._shown = 0  # how many of them are decoded already
+        self._step = tokenizer.decode_stream()
         self._white, self.text = "", ""
 
     def add(self, token: int) -> str:
         """The text that the next token adds; empty until a character is complete."""
-        self._ids.append(token)
-        return self._grow(at_end=False)
-
-    def rest(self) -> str:
-        """The text held back so far, for the end of the answer."""
-        return self._grow(at_end=True)
-
-    def _grow(self, *, at_end: bool) -> str:
-        before, now = self._decode(self._ids[: self._shown]), self._decode(self._ids)
-        if now.endswith(HALF) and not at_end:
-            return ""
-        self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
-        pending = self._white + now[len(before) :]
+        pending = self._white + (self._step(token) or "")
         words = pending.rstrip()
         self._white = pending[len(words) :] if words or self.text else ""
         words = words if self.text else words.lstrip()

@@ -31,8 +31,6 @@ FETCH_LFS = "git lfs install && git lfs pull, in the repository that holds it"
 SPARE_BYTES = 2**20  # that stay free on the disk
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the disk, or no quota left
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
-
-
 MAC_CACHE = Path("Library/Caches/safetrain")  # in a user's home; macOS removes nothing there
 
 
@@ -69,20 +67,13 @@ def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = Tr
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``.
-
-    Raises OSError if the disk fails, or if ``path`` exists and is not an empty folder.
-    """
+    """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
-    temporary.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-", suffix=".partial") as scratch:
+        temporary = Path(scratch) / path.name
+        temporary.mkdir()
         write(temporary)
-        _fsync_inside(temporary)
-        temporary.rename(path)
-        _fsync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        replace_directory(temporary, path)
 
 
 @contextlib.contextmanager
@@ -97,14 +88,10 @@ def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
 
 
 def require_new(target: Path, do: str = "choose another folder") -> Path:
-    """Return the parent folder of ``target``; raises ConfigError if ``target`` exists or cannot be written."""
+    """Return the parent folder of ``target``; raises ConfigError if ``target`` exists."""
     if target.exists() or target.is_symlink():
         raise ConfigError("The target already exists.", where=str(target), do=do)
-    parent = target.parent.resolve()
-    nearest = next(folder for folder in (parent, *parent.parents) if folder.exists())
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError("This folder is not writable.", where=str(nearest), do="choose another folder")
-    return parent
+    return target.parent.resolve()
 
 
 def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
@@ -168,10 +155,8 @@ def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
     os.fsync(descriptor)
 
 
-def write_record(path: Path, record: object) -> None:
+def write_record(path: Path, record: Any) -> None:
     """Write a frozen dataclass as JSON."""
-    if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        raise TypeError(f"a record is a dataclass, not {record!r}")
     write_json(path, dataclasses.asdict(record))
 
 
