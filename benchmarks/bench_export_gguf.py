@@ -21,8 +21,11 @@ import numpy as np  # noqa: E402
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.engine.exchange.gguf_export import QUANTIZER, export_gguf  # noqa: E402
+from safetrain.engine.folding import FLOAT  # noqa: E402
+from safetrain.engine.fuse import fuse_adapter  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.tuned import ExportJob  # noqa: E402
+from tests.engine.test_fuse import adapter_of  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.llama_judge import LlamaJudge, divergence  # noqa: E402
 from tests.support.tokenizers_made import CORPUS, SPECIAL  # noqa: E402
@@ -139,10 +142,16 @@ class Family:
     """A random model of a family, and what it answers."""
 
     def __init__(self, name: str, folder: Path, **changes: int) -> None:
-        self.name, self.folder = name, build(folder, name, **changes)
-        self.measured, self.prompts = chats(self.folder)
+        self.name, self.base, self.folder = name, build(folder / "base", name, **changes), folder / "tuned"
+        self.adapter = adapter_of(self.base, folder / "adapter")
+        self.measured, self.prompts = chats(self.base)
+        fuse_adapter(self.job(self.folder), print, FLOAT)
         self.expected = answers_of_mlx(self.folder, self.prompts)
         self.tokens = ""
+
+    def job(self, out: Path) -> ExportJob:
+        """An export of the base with its adapter."""
+        return ExportJob(self.base, self.adapter, out, self.measured, 256, 2**30, 1.0)
 
     def in_llama(self, file: Path) -> tuple[float, float]:
         """Mean divergence of llama.cpp's logits from the model's at labels, and the share of equal choices."""
@@ -159,8 +168,8 @@ class Family:
 
     def row(self, kind: str) -> list[object]:
         """As one type of file."""
-        file = self.folder.with_name(f"{self.folder.name}-{kind}.gguf")
-        report = export_gguf(ExportJob(self.folder, None, file, self.measured, 256, 2**30, 1.0), kind, print)
+        file = self.folder.with_name(f"{kind}.gguf")
+        report = export_gguf(self.job(file), kind, print)
         self.tokens = self.tokens or same_tokens(file, self.folder)
         answers = zip(answers_of_llama(file, self.prompts), self.expected, strict=True)
         apart, same = self.in_llama(file)

@@ -89,7 +89,7 @@ def fuse(
 
     with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text, FLOAT if as_float else bits)
-    share = f"keeps {100 * (report.kept or 0.0):.1f} % of the improvement"
+    share = f"keeps {100 * report.kept:.1f} % of the improvement"
     print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}; figures: {out / REPORT}")
     print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
@@ -160,7 +160,6 @@ def export_gguf(
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
-    fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
 ) -> None:
     """Write the base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio.
 
@@ -174,9 +173,7 @@ def export_gguf(
         raise ConfigError("The package gguf is not installed.", do="pip install -e '.[gguf]' -c constraints.txt")
     if out.suffix != SUFFIX:
         raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}{SUFFIX}")
-    if fused is not None and model is not None:
-        raise ConfigError("A fused model has no base.", do="leave out --model, or --fused")
-    job = _export_job(out, adapter, model, may_lose, fused)
+    job = _export_job(out, adapter, model, may_lose)
     from safetrain.engine.exchange.gguf_export import export_gguf, report_of
 
     with still_working(f"writing and measuring {out}"):
@@ -215,32 +212,17 @@ def import_peft(
     print_text(f'Use it: safetrain ask "..." --adapter {out}')
 
 
-def _export_job(
-    out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0, fused: Path | None = None
-) -> "ExportJob":
+def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0) -> "ExportJob":
     """Gather what every export needs, and load the BLAS for mlx. ``may_lose`` is in percent."""
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import read_run_shape
     from safetrain.engine.cpu.blas import load_fast_blas
 
-    base = fused or model or base_of(adapter)
-    run = read_run_shape(paths.SUMMARY)
-    rows = load_valid_rows(_tokens_of(base), run.max_seq_length)
+    base, run = model or base_of(adapter), read_run_shape(paths.SUMMARY)
+    rows = load_valid_rows(base, run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.tuned import ExportJob
 
     limits = run.most_tokens, run.mlx_limit_bytes, may_lose / 100
-    return ExportJob(base, None if fused else adapter, out, rows, *limits, run.compute_dtype)
-
-
-def _tokens_of(folder: Path) -> Path:
-    """The folder whose tokenizer made the rows: a fused model's base, because fuse adds stop tokens."""
-    from safetrain.core.model.files import make_same_tokens
-    from safetrain.core.records.fusing import REPORT, ExportReport
-    from safetrain.core.storage.files import read_record
-
-    if not (folder / REPORT).is_file():
-        return folder
-    base = Path(read_record(folder / REPORT, ExportReport).base_model)
-    return base if base.is_dir() and make_same_tokens(base, folder) else folder
+    return ExportJob(base, adapter, out, rows, *limits, run.compute_dtype)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
-from safetrain.core.model.files import read_model_files, tokenizer_hash
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
@@ -99,17 +99,10 @@ def test_a_gguf_file_is_measured_on_the_same_rows(
     write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
     with pytest.raises(ConfigError, match=r"name does not end with \.gguf"):
         invoke("export", "gguf", "out")
-    with pytest.raises(ConfigError, match="A fused model has no base"):
-        invoke("export", "gguf", "out.gguf", "--fused", "f", "--model", str(base))
     said = invoke("export", "gguf", "out.gguf")
     assert "on 9 validation rows" in said
     assert "out.gguf is written: q8_0" in said
     assert "llama-cli -m out.gguf" in said
-    said = invoke("export", "gguf", "alone.gguf", "--fused", str(base), "--type", "f16")
-    assert "alone.gguf is written: f16" in said
-    invoke("fuse", "fused", "--may-lose", "30")
-    assert tokenizer_hash(Path("fused")) != tokenizer_hash(base)  # training taught a token that ends answers
-    assert "fused.gguf is written: f16" in invoke("export", "gguf", "fused.gguf", "--fused", "fused", "--type", "f16")
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda _name: None)
         with pytest.raises(ConfigError, match="package gguf is not installed"):

@@ -36,12 +36,10 @@ class Folds:
     values: dict[str, mx.array]
 
 
-def open_to_fold(base: Path, adapter: Path | None) -> tuple[Any, dict[str, Any], Folds]:
+def open_to_fold(base: Path, adapter: Path) -> tuple[Any, dict[str, Any], Folds]:
     """Open a base, its configuration and the adapter's changes, without reading weights. Raises ModelError."""
     with errors_told("open the model", str(base)):
         module, config = load(base)
-    if adapter is None:
-        return module, config, Folds({}, {})
     return module, config, folds_of(module, adapter_arrays(adapter), lora_number(adapter, "scale"))
 
 

@@ -27,8 +27,8 @@ def fuse_adapter(job: ExportJob, say: Callable[[str], None], bits: int | None = 
     ModelError if no model is accurate enough or adapter and base do not match, DiskFullError, and MachineError if
     memory is too small to measure a model.
     """
-    parent, files, adapter = require_new(job.out), read_model_files(job.base), job.adapter or Path()
-    require_base(adapter, job.base, files.fingerprint)
+    parent, files = require_new(job.out), read_model_files(job.base)
+    require_base(job.adapter, job.base, files.fingerprint)
     set_limits(job.mlx_limit_bytes)
     own, tried = files.quantization_bits, list[tuple[float, str]]()  # share kept, why it fails
     order: list[int | None] = [FLOAT if bits is None else bits]
@@ -51,12 +51,12 @@ def fuse_adapter(job: ExportJob, say: Callable[[str], None], bits: int | None = 
                     write_record(folder / REPORT, report)
                     replace_directory(folder, job.out)
                     return report
-                tried.append((report.kept or 0.0, f"in {name}, it {why}"))
+                tried.append((report.kept, f"in {name}, it {why}"))
                 shutil.rmtree(folder)
     kept, why = max(tried)
     raise ModelError(
         f"{'No fused model keeps' if bits is None else 'This fused model does not keep'} the improvement: {why}.",
-        where=str(adapter),
+        where=str(job.adapter),
         expected=f"at least {100 * (1 - job.may_lose):g} % kept",
         got=f"{100 * kept:.1f} %",
         do="keep base and adapter separate, or raise --may-lose" if bits is None
@@ -74,7 +74,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
     require_room(job.out.parent, size, "There is too little disk space for the fused model.", do)
     folder.mkdir()
     write_config(module, quantization_in(config, module, plan), folder)
-    form = read_prompt_format(job.adapter or job.base)
+    form = read_prompt_format(job.adapter)
     copy_beside(job.base, folder, form.stop_ids if form else ())
     if form is not None:
         write_prompt_format(folder, form)  # for safetrain chat and serve

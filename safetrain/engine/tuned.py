@@ -83,7 +83,7 @@ class ExportJob:
     """The trained model, its destination, the rows to measure both on, and what may be lost."""
 
     base: Path
-    adapter: Path | None  # None: the base is the tuned model already
+    adapter: Path
     out: Path
     rows: TokenRows  # validation rows to measure on
     most_tokens: int  # that are computed together
@@ -98,7 +98,7 @@ class ExportJob:
 
 
 class ExportComparison:
-    """The tuned model and, if it has an adapter, its base: what a written model is compared with, each in a line."""
+    """The tuned model and its base: what a written model is compared with, each in a line."""
 
     def __init__(self, job: ExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
         """Measure both, and free them. Raises ModelError if the adapter has no effect."""
@@ -106,35 +106,32 @@ class ExportComparison:
         model = job.open(job.base)
         most_tokens = min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters))
         rows = sample_of(job.rows, files, model, most_tokens, LEAST_ROWS)
-        if job.adapter is not None:
-            apply_adapter(model, job.adapter)
+        apply_adapter(model, job.adapter)
         self._tuned = TunedModel.of(model, rows, job.most_tokens)
         del model
         gc.collect()
-        self._base = None if job.adapter is None else self._tuned.likeness_of(job.open(job.base))
+        self._base = self._tuned.likeness_of(job.open(job.base))
         gc.collect()
-        if self._base is not None:
-            require_effect(self._base, str(job.adapter))
+        require_effect(self._base, str(job.adapter))
         some = f"; evenly spread among {len(job.rows):,}" if len(rows) < len(job.rows) else ""
         count = f"{counted(len(rows), 'validation row')} ({counted(len(self._tuned.keys), 'label')}{some})"
         say(f"Loss and predictions are compared with the tuned model's on {count}.")
         say(HEADER)
-        if self._base is not None:
-            say(describe("base", files.static_bytes, 0.0, self._base, len(rows)))
-            size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter or Path()).values())
-            say(describe("base and adapter", size, 1.0, self._tuned.own, len(rows)))
+        say(describe("base", files.static_bytes, 0.0, self._base, len(rows)))
+        size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter).values())
+        say(describe("base and adapter", size, 1.0, self._tuned.own, len(rows)))
 
     def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, str]:
         """Compare a written model; returns its report, and why it fails or an empty text."""
         job, tuned, rows = self._job, self._tuned, self._tuned.rows
         likeness = tuned.likeness_of(model)
-        share = None if self._base is None else kept_share(self._base, tuned.own, likeness)
-        why = refusal(1.0 if share is None else share, likeness, job.may_lose)
+        share = kept_share(self._base, tuned.own, likeness)
+        why = refusal(share, likeness, job.may_lose)
         self._say(describe(name, size_bytes, share, likeness, len(rows), why or "passes"))
-        adapter, form = fingerprint(job.adapter) if job.adapter else "", read_prompt_format(job.adapter or job.base)
+        form, base = read_prompt_format(job.adapter), str(job.base)
         return ExportReport(
-            kind, size_bytes, str(job.base), self._files.fingerprint, adapter, len(rows), len(tuned.keys), self._base,
-            tuned.own, likeness, share, form.stop_ids if form else (),
+            kind, size_bytes, base, self._files.fingerprint, fingerprint(job.adapter), len(rows), len(tuned.keys),
+            self._base, tuned.own, likeness, share, form.stop_ids if form else (),
         ), why  # fmt: skip
 
 

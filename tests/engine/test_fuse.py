@@ -141,7 +141,7 @@ def test_a_small_adapter_that_4_bits_lose_is_refused_there_and_found_at_more(tmp
     report, said = fused(job_of(base, adapter, tmp_path / "out"))
     assert [line.split("  ")[0] for line in said[-2:]] == ["4 bits", "8 bits"]
     assert report.type == "8 bits"
-    assert (report.kept or 0) >= 0.98
+    assert report.kept >= 0.98
     entries = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     assert entries["bits"] == 4  # of what no adapter is on
     assert {entry["bits"] for entry in entries.values() if isinstance(entry, dict)} == {8}

@@ -148,7 +148,6 @@ def test_the_report_compares_what_was_opened_again_with_the_tuned_model(base: Pa
     report, said = exported(base, adapter, tmp_path / "out")
     assert read_record(tmp_path / "out" / EXPORT_REPORT, ExportReport) == report
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted((CONFIG, WEIGHTS, EXPORT_REPORT))
-    assert report.base is not None
     assert report.written.divergence < 1e-6 < report.base.divergence
     assert (report.written.same_answers, report.rows, report.stop_ids) == (1.0, 6, (0, 7))
     assert report.written.loss == pytest.approx(report.tuned.loss, abs=1e-5)

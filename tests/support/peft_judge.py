@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.engine.folding import FLOAT, folded, open_to_fold, plan_of, quantization_in
-from safetrain.engine.upstream.loading import write_config
+from safetrain.engine.folding import FLOAT, Folds, folded, plan_of, quantization_in
+from safetrain.engine.upstream.loading import load, write_config
 from safetrain.engine.weight_files import save_shards
 
 
@@ -31,7 +31,7 @@ def logits_of_peft(base: Path, adapter: Path, ids: list[list[int]]) -> np.ndarra
 def dequantized_base(base: Path, folder: Path) -> Path:
     """A float copy of a quantized model, which transformers opens."""
     folder.mkdir()
-    module, config, nothing = open_to_fold(base, None)
+    (module, config), nothing = load(base), Folds({}, {})
     plan = plan_of(module, nothing, FLOAT)
     write_config(module, quantization_in(config, module, plan), folder)
     save_shards(folder, folded(module, nothing, plan))

@@ -25,22 +25,19 @@ class Likeness:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """fuse_report.json, export_report.json or OUT.gguf.json: what was written, loaded again and compared.
-
-    ``base`` and ``kept`` are None without an adapter.
-    """
+    """fuse_report.json, export_report.json or OUT.gguf.json: what was written, loaded again and compared."""
 
     type: str  # of the changed weights: 8 bits, float, q8_0, peft
     size_bytes: int
     base_model: str
     base_fingerprint: str
-    adapter_fingerprint: str  # empty without an adapter
+    adapter_fingerprint: str
     rows: int
     labels: int
-    base: Likeness | None
+    base: Likeness
     tuned: Likeness
     written: Likeness
-    kept: float | None  # share of the improvement
+    kept: float  # share of the improvement
     stop_ids: tuple[int, ...]  # tokens that end an answer after training
 
 
@@ -84,8 +81,8 @@ def refusal(share: float, other: Likeness, may_lose: float) -> str:
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 
 
-def describe(name: str, size_bytes: int, share: float | None, other: Likeness, rows: int, verdict: str = "") -> str:
-    """Make one line of the table below ``HEADER``. ``share`` is None without an adapter."""
-    same, kept = f"{round(other.same_answers * rows)} of {rows}", "" if share is None else f"{100 * share:.1f} %"
-    line = f"{name:<28}{size_text(size_bytes):>10}{kept:>9}{other.loss:>9.4f}{same:>15}  {verdict}"
+def describe(name: str, size_bytes: int, share: float, other: Likeness, rows: int, verdict: str = "") -> str:
+    """Make one line of the table below ``HEADER``."""
+    same = f"{round(other.same_answers * rows)} of {rows}"
+    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * share:.1f} %':>9}{other.loss:>9.4f}{same:>15}  {verdict}"
     return line.rstrip()

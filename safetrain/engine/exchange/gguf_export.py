@@ -82,8 +82,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     """Measure the tuned model, write it to ``path``, and measure what was written."""
     files, stored = read_model_files(job.base), KINDS.get(kind, KINDS[QUANTIZED_FROM])
     family = family_of(files.model_type, str(job.base))
-    if job.adapter is not None:
-        require_base(job.adapter, job.base, files.fingerprint)
+    require_base(job.adapter, job.base, files.fingerprint)
     set_limits(job.mlx_limit_bytes)
     module, config, folds = open_to_fold(job.base, job.adapter)
     parts, writer = parts_of(module, family), gguf.GGUFWriter(None, family.architecture)
@@ -110,7 +109,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
             f"This GGUF file does not keep the improvement: in {kind}, it {why}.",
             where=str(job.out),
             expected=f"at least {100 * (1 - job.may_lose):g} % kept",
-            got="" if report.kept is None else f"{100 * report.kept:.1f} %",
+            got=f"{100 * report.kept:.1f} %",
             do="choose more bits (--type q8_0, bf16, f16), or write it anyway with --may-lose 100",
         )
     return report
@@ -126,7 +125,7 @@ def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, module: Any) -> tuple[
     writer.add_name(f"{job.out.stem} ({STRIPPING})" if strips else job.out.stem)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     write_vocabulary(writer, vocabulary)
-    write_chat(writer, tokenizer, read_prompt_format(job.adapter or job.base), size, job.base)
+    write_chat(writer, tokenizer, read_prompt_format(job.adapter), size, job.base)
     return vocabulary.tokens
 
 

@@ -52,17 +52,16 @@ class Family:
     turns: bool = False  # llama.cpp rotates neighbouring numbers of q and k, mlx-lm the halves of a head
     adds_one: bool = False  # mlx-lm's norms multiply by 1 + weight
     rotations: tuple[str, ...] = ("default", "linear")
-    blocks_of_27b: int = 0  # in the size whose attention llama.cpp scales by width / heads
 
 
 LLAMA = Family("llama", LLAMA_BLOCK, turns=True, rotations=("default", "linear", "llama3"))
-GEMMA3 = Family("gemma3", {**LLAMA_BLOCK, **GEMMA_NORMS, **HEAD_NORMS}, adds_one=True, blocks_of_27b=62)
+GEMMA3 = Family("gemma3", {**LLAMA_BLOCK, **GEMMA_NORMS, **HEAD_NORMS}, adds_one=True)
 FAMILIES = {  # by model_type in config.json
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": Family("qwen2", LLAMA_BLOCK),
     "qwen3": Family("qwen3", {**LLAMA_BLOCK, **HEAD_NORMS}),
-    "gemma2": Family("gemma2", {**LLAMA_BLOCK, **GEMMA_NORMS}, adds_one=True, blocks_of_27b=46),
+    "gemma2": Family("gemma2", {**LLAMA_BLOCK, **GEMMA_NORMS}, adds_one=True),
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
     "phi3": Family("phi3", {**LLAMA_BLOCK, **PHI_BLOCK}, rotations=("default", "linear", *LONG)),
@@ -105,7 +104,7 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> dict[st
     head = int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
     scaling = getattr(args, "rope_scaling", None) or {}
     rotation = str(scaling.get("type") or scaling.get("rope_type") or "default")
-    _require_known(family, args, head, rotation)
+    _require_known(family, args, rotation)
     context = getattr(args, "max_position_embeddings", None) or DEFAULT_CONTEXT
     writer.add_context_length(context)
     writer.add_embedding_length(args.hidden_size)
@@ -149,22 +148,14 @@ def _rotation(writer: gguf.GGUFWriter, module: Any, rotation: str, scaling: Mapp
     return {}
 
 
-def _require_known(family: Family, args: Any, head: int, rotation: str) -> None:
-    is_27b = args.num_hidden_layers == family.blocks_of_27b
-    scale = args.hidden_size // args.num_attention_heads if is_27b else head
-    scalar = getattr(args, "query_pre_attn_scalar", scale) if family.blocks_of_27b else scale
+def _require_known(family: Family, args: Any, rotation: str) -> None:
     windows = family is LLAMA and "sliding_attention" in (getattr(args, "layer_types", None) or ())
-    for is_known, what in (
-        (rotation in family.rotations, f"its rotary scaling is {rotation}"),
-        (not getattr(args, "rope_traditional", False), "it rotates neighbouring numbers (rope_traditional)"),
-        (not windows, "some of its blocks see only a sliding window"),
-        (math.isclose(scalar, scale), f"query_pre_attn_scalar is {scalar:g}, not {scale}"),
-    ):
-        if not is_known:
-            raise ModelError(
-                f"llama.cpp would compute this model differently than in training: {what}.",
-                do="keep it as an MLX model: safetrain fuse OUT",
-            )
+    if windows or rotation not in family.rotations:
+        what = "some of its blocks see only a sliding window" if windows else f"its rotary scaling is {rotation}"
+        raise ModelError(
+            f"llama.cpp would compute this model differently than in training: {what}.",
+            do="keep it as an MLX model: safetrain fuse OUT",
+        )
 
 
 @dataclass(frozen=True)

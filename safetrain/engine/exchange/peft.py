@@ -73,24 +73,24 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
     ``base_name``: the float model that PEFT loads it on. Raises ConfigError if the target exists, ModelError if PEFT
     cannot hold the adapter, adapter and base do not match or the written adapter gives other results, DiskFullError.
     """
-    parent, files, adapter = require_new(job.out), read_model_files(job.base), job.adapter or Path()
-    require_base(adapter, job.base, files.fingerprint)
+    parent, files = require_new(job.out), read_model_files(job.base)
+    require_base(job.adapter, job.base, files.fingerprint)
     require_same_names(job.base)
-    arrays = adapter_arrays(adapter)
-    require_pairs(arrays, adapter)
+    arrays = adapter_arrays(job.adapter)
+    require_pairs(arrays, job.adapter)
     set_limits(job.mlx_limit_bytes)
     comparison, reports = ExportComparison(job, files, say), list[ExportReport]()
 
     def write(folder: Path) -> None:
         model = job.open(job.base)
-        write_peft(adapter, arrays, places_of(model), base_name, folder)
+        write_peft(job.adapter, arrays, places_of(model), base_name, folder)
         put_on(model, folder)
         size = sum(value.nbytes for value in arrays.values())
         report, why = comparison.of(model, "exported adapter, reloaded", "peft", size)
         if why:
             do = "merge the adapter into its base instead: safetrain fuse OUT"
             what = "The exported adapter does not reproduce the tuned model."
-            raise ModelError(what, where=str(adapter), got=why, do=do)
+            raise ModelError(what, where=str(job.adapter), got=why, do=do)
         reports.append(report)
         write_record(folder / EXPORT_REPORT, report)
 

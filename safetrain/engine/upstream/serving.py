@@ -36,12 +36,13 @@ from safetrain.engine.model import dequantize_to_answer
 from safetrain.engine.upstream.conversation import open_tuned
 from safetrain.engine.upstream.generation import padding_refusal
 
+KEPT_PROMPTS = 10  # for the next request; the oldest is dropped
 # Defaults of mlx-lm's command line, for what a request does not set; tests compare the names.
 USUAL: dict[str, Any] = {
     "draft_model": None, "num_draft_tokens": 3, "trust_remote_code": False, "chat_template": "",
     "use_default_chat_template": False, "pipeline": False, "chat_template_args": {}, "allowed_origins": (),
     "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "decode_concurrency": 32, "prompt_concurrency": 8,
-    "prefill_step_size": 512, "prompt_cache_size": 10, "prompt_cache_bytes": None, "kv_bits": None,
+    "prefill_step_size": 512, "prompt_cache_size": KEPT_PROMPTS, "prompt_cache_bytes": None, "kv_bits": None,
     "kv_group_size": 64, "quantized_kv_start": 0, "adapter_path": None,
 }  # fmt: skip
 IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str, Any]], list[int]]
@@ -69,12 +70,13 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
     listening, files, room = _listening(job.host, job.port), read_model_files(job.folder), room_bytes()
     set_limits(room)
     weight_bytes = FLOAT32 * files.parameters if dequantize_to_answer(files) else files.static_bytes
-    provider = OneModel(job, served_cache_bytes(weight_bytes, room))
+    kept_bytes = max(0, room - weight_bytes) // 2  # prompts that are read need the other half
+    provider, kept = OneModel(job), LRUPromptCache(KEPT_PROMPTS, kept_bytes)
     host = "127.0.0.1" if job.host == "0.0.0.0" else f"[{job.host}]" if ":" in job.host else job.host
     address = f"http://{host}:{listening.server_port}/v1"
     try:
         with handling({signal.SIGTERM: _interrupt}):
-            generator = ResponseGenerator(provider, kept_prompts(provider))
+            generator = ResponseGenerator(provider, kept)
             provider.ready.wait()
             if provider.model_key is None:
                 generator.stop_and_join()  # mlx-lm has written the traceback of an error that is not ours
@@ -100,22 +102,11 @@ def _interrupt(_number: int) -> None:
     raise KeyboardInterrupt
 
 
-def served_cache_bytes(weight_bytes: int, room_bytes: int) -> int:
-    """Bytes for the key-value caches: half of what the weights leave; prompts that are read need the other half."""
-    return max(0, room_bytes - weight_bytes) // 2
-
-
-def kept_prompts(provider: "OneModel") -> LRUPromptCache:
-    """Where prompts are kept for the next request; the oldest is dropped. mlx-lm's own server counts only prompts."""
-    return LRUPromptCache(provider.cli_args.prompt_cache_size, provider.cli_args.prompt_cache_bytes)
-
-
 class OneModel(ModelProvider):
     """Opens the model in the thread that computes, and returns it for every name."""
 
-    def __init__(self, job: ServeJob, cache_bytes: int) -> None:
-        """``cache_bytes``: of kept prompts."""
-        own = {"model": str(job.folder), "max_tokens": job.max_new_tokens, "prompt_cache_bytes": cache_bytes}
+    def __init__(self, job: ServeJob) -> None:
+        own = {"model": str(job.folder), "max_tokens": job.max_new_tokens}
         super().__init__(argparse.Namespace(**{**USUAL, **own}))
         self._job, self.ready = job, Event()
         self.error: SafetrainError | None = None
