@@ -77,9 +77,8 @@ def update_ms(trick: str) -> float:
     from safetrain.core.data.training_rows import Cursor
     from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
     from safetrain.engine.batches import training_layout, update_at
-    from safetrain.engine.dtypes import time_operation
     from safetrain.engine.optimizer import optimizer_of
-    from safetrain.engine.selftest import settings_of
+    from safetrain.engine.selftest import settings_of, time_operation
     from safetrain.engine.update import apply_gradient, equip, measure
     from tests.support.random_models import open_skeleton
 
@@ -98,7 +97,7 @@ def update_ms(trick: str) -> float:
         apply_gradient(model, optimizer, gradient, norm, 1e-4, settings.max_grad_norm)
         return model.module.trainable_parameters(), optimizer.state
 
-    return 1000 * time_operation(step)[0]
+    return 1000 * time_operation(step)
 
 
 if __name__ == "__main__":

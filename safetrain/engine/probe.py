@@ -37,11 +37,10 @@ def probe(blas: Blas, folder: str = "", limit: str = "") -> dict[str, object]:
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.backend import device, keep_to_room
-    from safetrain.engine.dtypes import probed_dtype
-    from safetrain.engine.selftest import load, product_gflops
+    from safetrain.engine.selftest import load, probed_dtype, product_gflops
 
     here = device()
-    info, metal = here.facts, here.name == "metal"
+    info = here.facts
     answer: dict[str, object] = {
         "backend": here.name,
         "device": str(info.get("device_name", "")),
@@ -53,8 +52,8 @@ def probe(blas: Blas, folder: str = "", limit: str = "") -> dict[str, object]:
         "blas_is_fast": blas.fast,
         "blas_reason": blas.reason,
         "gemm_gflops": round(product_gflops(1024), 1),
-        "compute_dtype": probed_dtype(info, metal=metal, quantized=False),
-        "quantized_compute_dtype": probed_dtype(info, metal=metal, quantized=True),
+        "compute_dtype": probed_dtype(info, quantized=False),
+        "quantized_compute_dtype": probed_dtype(info, quantized=True),
     }
     if folder:
         keep_to_room(int(limit) if limit else None)

@@ -1,6 +1,11 @@
-"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures this machine's speed."""
+"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures this machine's speed.
+
+NVIDIA GPUs before Ampere emulate bfloat16. There a layer is timed, plain or quantized: quantized products use other
+kernels, which use no tensor cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``).
+"""
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,6 @@ from safetrain.core.storage.files import with_traceback
 from safetrain.engine.adapters import adapted_names
 from safetrain.engine.backend import device
 from safetrain.engine.batches import training_layout, update_at
-from safetrain.engine.dtypes import time_operation
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.update import equip, prepare
 from safetrain.engine.upstream.adaptation import Refusal, are_close, asked, few_blocks, numbers, refusals, tolerance_of
@@ -27,6 +31,10 @@ from safetrain.engine.upstream.loading import NO_MEMORY, add_lora, plain_model
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
 TRIED_TOKENS = 8
+ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
+NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
+NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
+TIMED_TOKENS, TIMED_WIDTH = 1024, 2048  # of a layer; four timings take less than half a second
 
 
 def load(folder: Path) -> dict[str, object]:
@@ -195,4 +203,44 @@ def product_gflops(width: int) -> float:
     """Speed of a square matrix product in float32."""
     matrix = mx.random.normal((width, width))
     mx.eval(matrix)
-    return 2e-9 * width**3 / time_operation(mx.matmul, matrix, matrix)[0]
+    return 2e-9 * width**3 / time_operation(mx.matmul, matrix, matrix)
+
+
+def probed_dtype(facts: Mapping[str, object], *, quantized: bool) -> str | None:
+    """The type to compute in with a bfloat16 base: float32 if it is faster by more than noise, else None.
+
+    ``facts``: ``mx.device_info()`` of a GPU; one with bfloat16 in hardware is not timed.
+    """
+    capability = facts.get("compute_capability_major")
+    if not isinstance(capability, int) or capability >= NATIVE_CAPABILITY:
+        return None
+    return "float32" if layer_speed(mx.float32, quantized) > NOISE * layer_speed(mx.bfloat16, quantized) else None
+
+
+def layer_speed(dtype: Any, quantized: bool) -> float:
+    """Gradients per second through a linear layer, forward and backward; 0 if mlx cannot compute them."""
+    layer: Any = nn.Linear(TIMED_WIDTH, TIMED_WIDTH, bias=False)
+    layer.set_dtype(dtype)
+
+    def summed(x: mx.array) -> mx.array:
+        return layer(x).square().sum()
+
+    try:
+        if quantized:
+            layer = nn.QuantizedLinear.from_linear(layer, group_size=64, bits=4)
+        x = mx.random.normal((TIMED_TOKENS, TIMED_WIDTH)).astype(dtype)
+        mx.eval(x, layer.parameters())
+        return 1 / time_operation(mx.grad(summed), x)
+    except (RuntimeError, ValueError):  # from mlx: no such kernel, or no memory
+        return 0.0
+
+
+def time_operation(function: Callable[..., Any], *arguments: mx.array) -> float:
+    """Seconds of the fastest of a few runs after the first, which may compile."""
+    mx.clear_cache()
+    seconds = list[float]()
+    while len(seconds) < 2 or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_RUNS):
+        began = time.perf_counter()
+        mx.eval(function(*arguments))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

@@ -75,7 +75,7 @@ def _train_steps(run: TrainingRun) -> None:
         try:
             upcoming = make_update(run, update, _rate_after(run, state.step))
         except RuntimeError as error:
-            raise _failed(error, state, update) from error
+            raise _failed(error, state.step + 1) from error
 
 
 def _record_if_due(run: TrainingRun) -> None:
@@ -198,13 +198,7 @@ def _result(run: TrainingRun) -> Result:
     return Result(metrics, state, trainable, remember_best(run))
 
 
-def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:
+def _failed(error: RuntimeError, step: int) -> EngineError:
     """The error for a failure inside mlx, such as running out of GPU memory."""
-    first = update.micro_batches[:1]
-    tokens = sum(shard.inputs.size for batch in first for shard in batch.shards)
-    rows = sum(len(batch.rows) for batch in first)
-    return EngineError(
-        f"mlx failed at step {state.step + 1}: {error}",
-        where=f"a micro-batch of {counted(rows, 'row')} and {counted(tokens, 'token')}",
-        do="if memory ran out, lower train.batch_size or train.max_seq_length; saved checkpoints are kept",
-    )
+    do = "if memory ran out, lower train.batch_size or train.max_seq_length; saved checkpoints are kept"
+    return EngineError(f"mlx failed at step {step}: {error}", do=do)

@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from safetrain.engine import dtypes
-from safetrain.engine.dtypes import layer_speed, probed_dtype
+from safetrain.engine import selftest
+from safetrain.engine.selftest import layer_speed, probed_dtype
 from safetrain.engine.upstream.loading import cast
 
 TURING, AMPERE = ({"compute_capability_major": major} for major in (7, 8))  # 7 is a V100's too
@@ -24,37 +24,30 @@ TURING, AMPERE = ({"compute_capability_major": major} for major in (7, 8))  # 7 
         (0.0, 0.0, None),
     ],
 )
-def test_float32_must_be_faster_by_more_than_noise(bfloat16: float, float32: float, expected: str | None) -> None:
-    def speed(dtype: Any, _quantized: bool) -> float:
-        return float32 if dtype == mx.float32 else bfloat16
-
-    assert probed_dtype(TURING, metal=False, quantized=False, speed=speed) == expected
-
-
-@pytest.mark.parametrize(
-    ("device", "metal"),
-    [(AMPERE, False), ({"compute_capability_major": 9}, False), ({}, False), (TURING, True), ({}, True)],
-)
-def test_what_computes_in_bfloat16_by_itself_is_never_timed(device: dict[str, Any], metal: bool) -> None:
-    def never(_dtype: Any, _quantized: bool) -> float:
-        raise AssertionError
-
-    for quantized in (False, True):
-        assert probed_dtype(device, metal=metal, quantized=quantized, speed=never) is None
+def test_float32_must_be_faster_by_more_than_noise(
+    monkeypatch: pytest.MonkeyPatch, bfloat16: float, float32: float, expected: str | None
+) -> None:
+    monkeypatch.setattr(selftest, "layer_speed", lambda dtype, _: float32 if dtype == mx.float32 else bfloat16)
+    assert probed_dtype(TURING, quantized=False) == expected
 
 
-def test_plain_and_quantized_layers_are_decided_each_by_its_own_speed() -> None:
-    def speed(dtype: Any, quantized: bool) -> float:
-        plain = 80.0 if dtype == mx.float32 else 10.0
-        return 30.0 if quantized else plain
+@pytest.mark.parametrize("device", [AMPERE, {"compute_capability_major": 9}, {}])  # Metal has no such number
+def test_what_computes_in_bfloat16_by_itself_is_never_timed(
+    monkeypatch: pytest.MonkeyPatch, device: dict[str, Any]
+) -> None:
+    monkeypatch.delattr(selftest, "layer_speed")
+    assert [probed_dtype(device, quantized=each) for each in (False, True)] == [None, None]
 
-    found = [probed_dtype(TURING, metal=False, quantized=each, speed=speed) for each in (False, True)]
-    assert found == ["float32", None]
+
+def test_plain_and_quantized_layers_are_decided_each_by_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {mx.float32: 80.0, mx.bfloat16: 10.0}
+    monkeypatch.setattr(selftest, "layer_speed", lambda dtype, quantized: 30.0 if quantized else plain[dtype])
+    assert [probed_dtype(TURING, quantized=each) for each in (False, True)] == ["float32", None]
 
 
 def test_what_is_timed_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "TOKENS", 16)
-    monkeypatch.setattr(dtypes, "WIDTH", 128)
+    monkeypatch.setattr(selftest, "TIMED_TOKENS", 16)
+    monkeypatch.setattr(selftest, "TIMED_WIDTH", 128)
     for quantized in (False, True):
         for dtype in (mx.bfloat16, mx.float32):
             assert layer_speed(dtype, quantized) > 0

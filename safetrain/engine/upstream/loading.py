@@ -133,10 +133,8 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
         temporary = Path(scratch) / "new"
-        try:
+        with errors_told("convert the model", str(source)):
             convert(str(source), mlx_path=str(temporary), quantize=True, q_bits=bits, q_group_size=group_size)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise ModelError(f"mlx-lm cannot convert the model: {error}", where=str(source)) from error
         read_model_files(temporary)
         replace_directory(temporary, target)
 
