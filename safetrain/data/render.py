@@ -109,9 +109,9 @@ class Layouts:
         try:
             return self._place(row, tools)
         except TemplateError as error:
-            if error.kind != "refuses":
-                raise RenderError("TEMPLATE-SANDBOX", error.message) from error
-            raise RenderError("TEMPLATE-REFUSES", error.message + _hint(row, error.message)) from error
+            if error.is_broken:
+                raise RenderError("TEMPLATE-SANDBOX", str(error)) from error
+            raise RenderError("TEMPLATE-REFUSES", str(error) + _hint(row, str(error))) from error
 
     def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""

@@ -43,7 +43,7 @@ OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 Kind = TypeVar("Kind")
 # Files of core that decide the memory of a step.
-CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py")
+CORE_CODE = ("memory/terms.py", "data/training_rows.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 NOT_INSTALLED = "not installed"  # instead of a version
 MOST_SECONDS = 3600.0  # time limit of a dry run

@@ -12,39 +12,34 @@ from typing import Any
 
 MARK = re.compile(r"Zq(\d{5,})qZ")
 LEXEME = re.compile(r"</?[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
-PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # that a template can raise
+PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 
 
 class TemplateError(ValueError):
-    """The template does not render these messages. ``kind``: refuses, sandbox (it uses a forbidden feature), broken."""
+    """The template does not render these messages, or none at all: it is broken, or forbidden in the sandbox."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, message: str, *, is_broken: bool = False) -> None:
         super().__init__(message)
-        self.kind, self.message = kind, message
+        self.is_broken = is_broken
 
 
 class ChatTemplate:
     """Renders chats. ``sources`` by name: default, and perhaps tool_use, as in tokenizer_config.json."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any], today: date) -> None:
-        self._sources, self._special, self._today = dict(sources), dict(special_tokens), today
+        self.sources, self._special, self._today = dict(sources), dict(special_tokens), today
 
     def __bool__(self) -> bool:
-        return bool(self._sources)
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        """The templates by name."""
-        return self._sources
+        return bool(self.sources)
 
     def source(self, tools: Sequence[Any] | None) -> str:
         """The template for rows with or without tools, chosen as transformers does; raises TemplateError."""
-        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
-        if name not in self._sources:
-            only = ", ".join(sorted(self._sources))
-            raise TemplateError("refuses", f"the model has no template named default (only {only})")
-        return self._sources[name]
+        name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            only = ", ".join(sorted(self.sources))
+            raise TemplateError(f"the model has no template named default (only {only})")
+        return self.sources[name]
 
     def write(
         self,
@@ -64,14 +59,11 @@ class ChatTemplate:
         try:
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
             return str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
-        except RecursionError as error:
-            raise TemplateError("broken", "it recurses without end") from error
-        except jinja2.TemplateSyntaxError as error:
-            kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "broken"
-            raise TemplateError(kind, f"line {error.lineno} of the template: {error}") from error
         except (jinja2.TemplateError, *PYTHON_ERRORS) as error:
-            kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "refuses"
-            raise TemplateError(kind, str(error).strip() or type(error).__name__) from error
+            where = f"line {error.lineno} of the template: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            is_broken = bool(where) or isinstance(error, RecursionError) or any(each in str(error) for each in SANDBOX)
+            message = where + str(error).strip() or type(error).__name__
+            raise TemplateError(message, is_broken=is_broken) from error
 
 
 @functools.lru_cache(maxsize=8)

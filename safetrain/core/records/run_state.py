@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.system import OWN_LIMIT
@@ -37,23 +38,22 @@ class RunIdentity:
         names = ("base_model", "training_rows", "validation_rows")
         texts = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         texts += [] if self.draws == other.draws else [OTHER_DRAWS]
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        for key in self._changed_settings(other):
-            texts.append(f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)")
-        return texts
+        changed = self._changed_settings(other).items()
+        return texts + [f"{key} ({json.dumps(old)} before, {json.dumps(new)} now)" for key, (old, new) in changed]
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; values recommended for a run's length may differ too."""
         same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
-        changed = set(self._changed_settings(other))
-        if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
-            return False
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
+        changed = self._changed_settings(other)
+        before, now = changed.get("num_epochs", (0, 0))
+        is_longer = before < now and json.loads(self.settings)["max_steps"] is None
+        return same and is_longer and changed.keys() <= GROWS_WITH_LENGTH
 
-    def _changed_settings(self, other: "RunIdentity") -> list[str]:
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+    def _changed_settings(self, other: "RunIdentity") -> dict[str, tuple[Any, Any]]:
+        """The settings that differ, with their values before and now."""
+        now, before = json.loads(self.settings), json.loads(other.settings)
+        pairs = {key: (before.get(key), now.get(key)) for key in sorted(now.keys() | before.keys())}
+        return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @dataclass(frozen=True)
