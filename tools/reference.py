@@ -219,7 +219,7 @@ def findings() -> str:
     """Every check of preflight; the findings in data have a page that people write."""
     packages = [f"`{each.id}`" for each in named_checks() if each.id.startswith("DEP-")]
     others = [each for each in named_checks() if not each.id.startswith("DEP-")]
-    lines = [f"- `{each.id}` {each.name}{f': {cell(each.remedy)}' if each.remedy else ''}" for each in others]
+    lines = [f"- `{each.id}`{f': {cell(each.remedy)}' if each.remedy else ''}" for each in others]
     return "\n\n".join([
         "# Findings and checks",
         "**Findings in the data**, from `validate_data` and `safetrain validate`: [each with its remedy](../data.md).",

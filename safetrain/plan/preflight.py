@@ -1,51 +1,59 @@
 """The checks before training: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
+import platform
+import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import psutil
 
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows, order_fingerprint
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.system import own_limit_bytes
+from safetrain.core.memory.system import (
+    CRITICAL,
+    FREE_PERCENT,
+    GIB,
+    PRESSURE_LEVEL,
+    PROCESS_BYTES,
+    own_limit_bytes,
+    sysctl_number,
+)
 from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
-from safetrain.core.records.hostfile import Hosts
+from safetrain.core.records.hostfile import hosts_of
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
-from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
+from safetrain.core.records.schema import Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
 from safetrain.plan.candidates import PlanInputs, recommended_lora
-from safetrain.plan.checks import (
-    DEPENDENCIES,
-    FAIL,
-    PASS,
-    WARN,
-    Check,
-    engine_checks,
-    environment_checks,
-    from_error,
-    graded,
-    skipped,
-    software_checks,
-    verdict,
-)
-from safetrain.plan.hosts import host_checks, is_shared, room_checks
+from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, skipped, verdict
+from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import disk_bytes_of, plan_run
 
-GIB = 2**30
+DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
 IDS = (
-    "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
-    "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
-    "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
-    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "RANKS-CORES", "RANKS-ROOM",
+    "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU", "CPU-BLAS",
+    "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MODEL-FILES", "DATA-FILES", "DISK-FREE", "RUN-PREV", "HOSTS-FILE",
+    "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT",
 )  # fmt: skip
+REINSTALL = "run 'make clean && make'"
+MIN_MLX = (0, 32, 0)
+MIN_PYTHON = (3, 11)
+LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
+SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
+SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # with this much swap in use, the machine is already short of memory
+# An idle 8 GB M1 has 54 or more; at 44, a run of 11 GB did not fit in 24 GB (john-rocky/apple-silicon-llm-bench #7).
+LITTLE_FREE_PERCENT = 45
+LEVELS = {1: "normal", 2: "warning", CRITICAL: "critical"}
 SPARE_DISK_BYTES = GIB
 
 
@@ -61,135 +69,168 @@ def examine(
 
     ``folder`` is the model's, ``before`` the machine of the last preflight; the modules belong to the engine.
     """
-    train, lora, level = config.train, config.lora, config.preflight.level
-    checks = software_checks()
-    model, model_found = _model(folder, level)
+    train, level = config.train, config.preflight.level
+    model, model_check = model_files(folder)
     probe, why_not = ask_engine(probe_module, model, level, own_limit_bytes(train.memory_limit_gb))
-    data, rows, data_found = _data(config, model)
-    last = [*model_found, *data_found, *environment_checks(model.static_bytes if model else 0)]
-    last += [_disk_check(config, data, model), previous_run_check(paths.OUTPUT, _identity(model, rows))]
-    hosts_found, hosts = host_checks(train, folder) if is_shared(train) else ([], None)
-    last += hosts_found
-    if probe is None:
-        checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
-                            f"python -m {probe_module}", "run 'make clean && make'"))  # fmt: skip
-        open_questions = ("HW-RAM", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT")
-        return [*checks, *last, *_open(open_questions, "mlx does not work")], None
-    machine = settle(read_machine_now(probe), before)
-    checks += [*engine_checks(machine, probe), *last]
-    if model is None:
-        checks += _open(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "the model is incomplete")
-        return checks, machine
-    checks += [load_check(probe, level), train_check(model, probe)]
-    checks.append(static_check(model, machine))
+    machine = settle(read_machine_now(probe), before) if probe else None
+    data, rows, data_check = _data(config, model)
+    identity = None
+    if model is not None and rows is not None:
+        identity = RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "", order_fingerprint())
+    checks = [*software_checks()]
+    if machine is not None and probe is not None:
+        checks += engine_checks(machine, probe)
+    else:
+        checks.append(verdict("HW-GPU", False, True, f"mlx does not work here: {why_not}", "mlx starts",
+                              f"python -m {probe_module}", REINSTALL))  # fmt: skip
+    checks += [*environment_checks(model.static_bytes if model else 0), model_check, data_check]
+    checks += [_disk_check(config, data, model), previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
+    if machine is None or probe is None or model is None:
+        why = "the model is incomplete" if model is None else "mlx does not work"
+        return [*checks, *(skipped(each, why) for each in ("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"))], machine
+    checks += [load_check(probe, level), train_check(model, probe), static_check(model, machine)]
     if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
-        return [*checks, skipped("MEM-FIT", "training fits", why, critical=checks[-2].status != FAIL)], machine
+        return [*checks, skipped("MEM-FIT", why)], machine
     module, inputs = dry_run_module if level == "certify" else "", PlanInputs(data, machine, model, rows)
-    return [*checks, *_fit_checks(train, lora, inputs, module, say, hosts)], machine
+    return [*checks, _fit_check(config, inputs, module, say)], machine
 
 
-def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
-    """Check the number of rows in each split, and their lengths against the model's context."""
-    reading = f"{report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows from {report.source}"
-    ok = min(report.train.rows, report.valid.rows, report.test.rows) > 0
-    status = FAIL if not ok else WARN if report.warnings else PASS
-    notes, source = "; ".join(report.warnings), "data_report.json"
-    files = Check("DATA-FILES", "data", status, True, f"{reading}; {notes}" if notes else reading,
-                  "at least one row in each", source,
-                  "" if status == PASS else f"see checkpoints_qlora/{source}")  # fmt: skip
-    lengths = report.train.lengths
-    text = f"row length: median {lengths.p50} tokens, p99.5 {lengths.p99_5}, max {lengths.max}"
-    short = longest_allowed is None or lengths.max <= longest_allowed
-    longer = verdict("DATA-LENGTH", "row length", short, False, text, f"at most {longest_allowed} tokens",
-                     "train.max_seq_length or the model's context",
-                     "shorten the rows: longer ones are truncated")  # fmt: skip
-    return [files, longer]
+def software_checks() -> Iterator[Check]:
+    """Check the versions of Python and all dependencies."""
+    needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
+    ok = sys.version_info >= MIN_PYTHON
+    yield verdict("PY-VERSION", ok, True, platform.python_version(), needed, sys.executable, remedy)
+    for name in DEPENDENCIES:
+        found, needed = version_of(name), "installed"
+        ok = found != NOT_INSTALLED
+        if ok and name == "mlx":
+            needed = "0.32 or newer; older versions abort if the GPU runs out of memory"
+            ok = tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) >= MIN_MLX
+        yield verdict(f"DEP-{name.upper()}", ok, True, found, needed, "installed packages", REINSTALL)
 
 
-def model_checks(model: ModelFiles, level: str) -> list[Check]:
-    """Check that the model is complete and its architecture known."""
+def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
+    """Check chip, memory, backend and BLAS."""
+    memory, budget, gpu = psutil.virtual_memory(), machine.memory_budget_bytes, machine.backend != "cpu"
+    cores = f"{machine.chip}, {machine.physical_cores} cores, {machine.architecture}"
+    yield Check("HW-CHIP", PASS, False, cores)
+    yield verdict("HW-RAM", budget >= GOOD_BUDGET_BYTES, budget < LEAST_BUDGET_BYTES,
+                  f"budget {size(budget)}; {size(memory.available)} available of {size(memory.total)}",
+                  f"at least {size(LEAST_BUDGET_BYTES)}, better {size(GOOD_BUDGET_BYTES)}",
+                  "free memory, minus a reserve",
+                  "close other programs, or raise the memory limit of the container or shell")  # fmt: skip
+    backend = f"{machine.backend}{f': {machine.device}' if machine.device else ''}"
+    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False,
+                  backend if gpu else "cpu (no GPU: fine for tests and small models)", "Metal on a Mac", "mlx",
+                  "install mlx's Metal wheels: 'make clean && make'")  # fmt: skip
+    if not gpu:
+        text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
+        text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
+        yield verdict("CPU-BLAS", probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS, False, text,
+                      f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s", "product of two 1024 x 1024 matrices",
+                      "run 'make clean && make'")  # fmt: skip
+
+
+def environment_checks(static_bytes: int) -> Iterator[Check]:
+    """Check limits of the shell, memory used by other programs, and a laptop's power."""
+    yield _ulimit_check(static_bytes)
+    if sys.platform == "darwin":
+        yield pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT))
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        if battery is not None:
+            yield power_check(bool(battery.power_plugged), battery.percent)
+        return
+    swap = psutil.swap_memory()
+    short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
+    text = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
+    yield verdict("ENV-SWAP", not short, False, text, f"less than {size(SWAP_BYTES)} or a quarter in use", "psutil",
+                  "close other programs: training that swaps is ten times slower")  # fmt: skip
+
+
+def _ulimit_check(static_bytes: int) -> Check:
+    names = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
+    limits = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
+    limited = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
+    if not limited:
+        return Check("ENV-ULIMIT", PASS, True, "no limit", source="getrlimit")
+    flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
+    if flag == "-v":  # it also counts memory that libraries map but never use
+        least += psutil.Process().memory_info().vms
+    return verdict("ENV-ULIMIT", False, limited[flag] < least, f"ulimit {flag} is {size(limited[flag])}",
+                   f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails", "getrlimit",
+                   f"ulimit {flag} unlimited")  # fmt: skip
+
+
+def pressure_check(level: int, free_percent: int) -> Check:
+    """Check macOS's own measure of memory pressure.
+
+    Swap in use means nothing: macOS swaps idle pages even with half of its memory free, and enlarges swap on demand.
+    Level 2 means little: 8 GB machines stay there with 46 % free.
+    """
+    short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
+    reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "unknown"
+    return verdict("ENV-SWAP", not short, False, reading, f"not critical, at least {LITTLE_FREE_PERCENT} % free",
+                   f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
+                   "close other programs: training that swaps is ten times slower")  # fmt: skip
+
+
+def power_check(plugged: bool, percent: float) -> Check:
+    """Warn about a laptop on battery."""
+    text = "mains" if plugged else f"battery, {percent:.0f} %"
+    return verdict("MAC-POWER", plugged, False, text, "mains", "psutil", "plug it in, and leave the lid open")
+
+
+def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
+    """Read the model's files; None if they are incomplete."""
+    try:
+        model = read_model_files(folder)
+    except ModelError as error:
+        return None, from_error("MODEL-FILES", error)
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
-    files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, "
-    is_known_shape = is_known(model.model_type)
-    unknown = f"{model.model_type}: memory cannot be estimated; a dry run measures it"
-    kind = model.model_type if is_known_shape else unknown
-    return [
-        Check("MODEL-FILES", "model complete", PASS, True, files + size(model.static_bytes), source="file headers"),
-        verdict("MODEL-ARCH", "architecture", is_known_shape or level == "certify", False, kind,
-                "a dense architecture with known shapes", "config.json",
-                "use preflight.level=certify, which makes a dry run"),
-    ]  # fmt: skip
+    text = f"{folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, {size(model.static_bytes)}"
+    return model, Check("MODEL-FILES", PASS, True, text, source="file headers")
 
 
-def load_check(probe: Probe, level: str) -> Check:
-    """Check that mlx-lm loads the model and that a forward pass works through each kind of block."""
-    if probe.loads is None:
-        why = "level quick does not load the model" if level == "quick" else "it is larger than the memory budget"
-        return skipped("MODEL-LOAD", "model loads", why)
-    text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
-    text = text if probe.loads else probe.load_error
-    return verdict("MODEL-LOAD", "model loads", probe.loads, True, text, "loads, with finite logits", "mlx-lm",
-                   "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
+def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, Check]:
+    """Read the data report and the rows; None if validate_data has not run or found no rows."""
+    try:
+        if not paths.DATA_REPORT.is_file():
+            require_source(config.data.path)
+        data = read_data_report(paths.DATA_REPORT)
+        require_data_of(data, config.data.path)
+        rows = load_training_rows(model.folder, config.train.max_examples) if model else None
+    except (ConfigError, DataError) as error:
+        return None, None, from_error("DATA-FILES", error)
+    return data, rows, data_check(data)
 
 
-def train_check(model: ModelFiles, probe: Probe) -> Check:
-    """Check that the model can be trained: some have kernels without gradients, or attention to later tokens."""
-    if probe.trains is None:
-        return skipped("MODEL-TRAIN", "model trains", "no forward pass was run")
-    works = "backward pass works for every kind of block"
-    text = works if probe.trains else f"{model.model_type}: {probe.train_error}"
-    return verdict("MODEL-TRAIN", "model trains", probe.trains, True, text, "a gradient for each, causal attention",
-                   "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
-
-
-def static_check(model: ModelFiles, machine: Machine) -> Check:
-    """Check that the weights fit the memory budget."""
-    fits = model.static_bytes < machine.memory_budget_bytes
-    return verdict("MEM-STATIC", "weights fit", fits, True, f"weights {size(model.static_bytes)}",
-                   f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
-                   "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
-
-
-def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
-    """Check that the training planned by recommend_config fits."""
-    process, margin = planned.process_memory_bytes, planned.margin_bytes
-    shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
-    text = f"{size(planned.predicted_peak_bytes + process)}"
-    text += f" and a margin of {size(margin)}" if margin else ""
-    text += f", {shape} (closed form)"
-    footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
-    if footprint is not None and peak is not None:  # a process's footprint leaves out GPU memory
-        measured = footprint if planned.planned_backend == "cpu" else peak + process
-        text += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
-    most = f"at most {size(planned.memory_budget_bytes)}"
-    source = "the smaller of machine.json and train.memory_limit_gb"
-    over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
-    if by_dry_run and not planned.verified:
-        return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {text}", critical=True)
-    if over:
-        text += "; the estimate is conservative, recommend_config's dry run decides"
-    return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, text, most, source)
+def data_check(report: DataReport) -> Check:
+    """Check that each split has rows; warnings of the data warn here too."""
+    counts = [split.rows for _, split in report.splits]
+    ok, text = all(counts), "{} train, {} valid, {} test rows from {}".format(*counts, report.source)
+    return verdict("DATA-FILES", ok and not report.warnings, not ok, "; ".join([text, *report.warnings]),
+                   "at least one row in each", paths.DATA_REPORT.name, f"see {paths.DATA_REPORT}")  # fmt: skip
 
 
 def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
     if data is None or model is None:
-        return skipped("DISK-FREE", "disk", "the needed space depends on the data and the model", critical=True)
+        return skipped("DISK-FREE", "the needed space depends on the data and the model")
     try:
         lora, _ = recommended_lora(data, model, config.lora)
-        trained = trained_parameters(model, lora, config.train.method)
-        return disk_check(paths.OUTPUT, disk_bytes_of(trained, config.train.keep_checkpoints))
     except ConfigError as error:
-        return from_error("DISK-FREE", "disk", error)
+        return from_error("DISK-FREE", error)
+    trained = trained_parameters(model, lora, config.train.method)
+    return disk_check(paths.OUTPUT, disk_bytes_of(trained, config.train.keep_checkpoints))
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
     """Check that the disk has room for these bytes."""
-    free = shutil.disk_usage(folder).free
-    needed = f"{size(needed_bytes)} for checkpoints and adapter, better {size(needed_bytes + SPARE_DISK_BYTES)}"
-    return graded("DISK-FREE", "disk", free, (needed_bytes, needed_bytes + SPARE_DISK_BYTES), f"{size(free)} free",
-                  needed, "trained weights and their checkpoints (train.keep_checkpoints)",
-                  f"free some space: du -sh {folder}/*")  # fmt: skip
+    free, better = shutil.disk_usage(folder).free, needed_bytes + SPARE_DISK_BYTES
+    return verdict("DISK-FREE", free >= better, free < needed_bytes, f"{size(free)} free",
+                   f"{size(needed_bytes)} for checkpoints and adapter, better {size(better)}",
+                   "trained weights and their checkpoints (train.keep_checkpoints)",
+                   f"free some space: du -sh {folder}/*")  # fmt: skip
 
 
 def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
@@ -198,90 +239,94 @@ def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Chec
     The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse it
     (exit code 7). The settings of ``planned`` are not compared.
     """
-    return _other_run_check(output, planned) or _death_check(output)
-
-
-def _other_run_check(output: Path, planned: RunIdentity | None) -> Check | None:
-    state = read_run_state(output)
-    if state is None or state.finished or planned is None or not checkpoints_in(output):
-        return None
-    identity = dataclasses.replace(planned, settings=state.identity.settings)
-    differences = identity.differences(state.identity)
-    if not differences:
-        return None
-    text = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
-    return Check("RUN-PREV", "previous run", FAIL, True, text, "the same data and model, or no unfinished run", POINTER,
-                 "safetrain discard (deletes that run), or use its data and model again")  # fmt: skip
-
-
-def _death_check(output: Path) -> Check:
-    source = "postmortem.json"
+    state, source = read_run_state(output), "postmortem.json"
+    if state is not None and not state.finished and planned is not None and checkpoints_in(output):
+        identity = dataclasses.replace(planned, settings=state.identity.settings)
+        if differences := identity.differences(state.identity):
+            text = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
+            return Check("RUN-PREV", FAIL, True, text, "the same data and model, or no unfinished run", POINTER,
+                         "safetrain discard (deletes that run), or use its data and model again")  # fmt: skip
     if (output / FLIGHT / MARKER).is_file():
-        return Check("RUN-PREV", "previous run", WARN, False, "a training run ended suddenly and was not diagnosed",
-                     "", source, "safetrain diagnose")  # fmt: skip
+        text = "a training run ended suddenly and was not diagnosed"
+        return Check("RUN-PREV", WARN, False, text, "", source, "safetrain diagnose")
     death, pointer = read_postmortem(output), output / POINTER
     # training_state.json is not an output of DVC, so its time is that of the last training run
     finished_since = death is not None and is_finished(output) and pointer.stat().st_mtime > death.ended_seconds
     if death is None or finished_since:
-        return Check("RUN-PREV", "previous run", PASS, False, "no crash since the last finished run", source=source)
+        return Check("RUN-PREV", PASS, False, "no crash since the last finished run", source=source)
     ended = "was stopped" if death.cause == "stopped" else "died"
     text = f"the last training {ended} at step {death.step}: {death.title}"
-    return Check("RUN-PREV", "previous run", WARN, False, text, "", source, death.next_command or "safetrain diagnose")
+    return Check("RUN-PREV", WARN, False, text, "", source, death.next_command or "safetrain diagnose")
 
 
-def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
-    """Read the model's files; if they are incomplete, return a failed check."""
+def _hosts_check(train: Train) -> Iterator[Check]:
+    """Check train.hostfile, if several ranks train; the ranks themselves compare versions, data and model."""
+    if train.ranks == 1 and train.hostfile is None:
+        return
     try:
-        model = read_model_files(folder)
-    except ModelError as error:
-        return None, [from_error("MODEL-FILES", "model complete", error)]
-    return model, model_checks(model, level)
-
-
-def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, list[Check]]:
-    """Read the data report and the rows; if validate_data has not run or found no rows, return a failed check."""
-    try:
-        if not paths.DATA_REPORT.is_file():
-            require_source(config.data.path)
-        data = read_data_report(paths.DATA_REPORT)
-        require_data_of(data, config.data.path)
-        rows = load_training_rows(model.folder, config.train.max_examples) if model else None
-    except (ConfigError, DataError) as error:
-        return None, None, [from_error("DATA-FILES", "data", error)]
-    limits = [config.train.max_seq_length, model.max_positions if model else None]
-    if config.train.method == PRETRAIN:  # windows truncate nothing
-        limits = []
-    return data, rows, data_checks(data, min((limit for limit in limits if limit), default=None))
-
-
-def _identity(model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentity | None:
-    """Identity of the planned training; None if model or rows are missing."""
-    if model is None or rows is None:
-        return None
-    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "", order_fingerprint())
-
-
-def _fit_checks(
-    train: Train, lora: Lora, inputs: PlanInputs, module: str, say: Callable[[str], None], hosts: Hosts | None
-) -> Iterator[Check]:
-    """Check by a cached or new dry run that recommend_config's plan fits, also with several ranks."""
-    is_known_shape = is_known(inputs.model.model_type)
-    if is_known_shape or module:
-        try:
-            plan = plan_run(inputs, train, lora, module, say)
-            yield fit_check(plan, by_dry_run=bool(module))
-        except (ConfigError, DataError, ModelError, MachineError) as error:
-            yield from_error("MEM-FIT", "training fits", error)
-    else:
-        yield skipped(
-            "MEM-FIT", "training fits", "the architecture is unknown; the dry run of recommend_config decides"
-        )
-    try:
-        yield from room_checks(hosts, inputs, train, lora) if hosts and is_known_shape else ()
+        here = hosts_of(train.hostfile, train.ranks).ranks_here
     except ConfigError as error:
-        yield from_error("RANKS-ROOM", "memory for ranks", error)
+        yield from_error("HOSTS-FILE", error)
+        return
+    text = f"{counted(train.ranks, 'rank')}, {here} on this machine"
+    yield Check("HOSTS-FILE", PASS, True, text, source=train.hostfile or "train.ranks")
 
 
-def _open(identifiers: Sequence[str], why: str) -> list[Check]:
-    """Skip checks that this level requires but an earlier failure prevents."""
-    return [skipped(identifier, identifier, why, critical=True) for identifier in identifiers]
+def load_check(probe: Probe, level: str) -> Check:
+    """Check that mlx-lm loads the model and that a forward pass works through each kind of block."""
+    if probe.loads is None:
+        why = "level quick does not load the model" if level == "quick" else "it is larger than the memory budget"
+        return skipped("MODEL-LOAD", why)
+    text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
+    return verdict("MODEL-LOAD", probe.loads, True, text if probe.loads else probe.load_error,
+                   "loads, with finite logits", "mlx-lm",
+                   "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
+
+
+def train_check(model: ModelFiles, probe: Probe) -> Check:
+    """Check that the model can be trained: some have kernels without gradients, or attention to later tokens."""
+    if probe.trains is None:
+        return skipped("MODEL-TRAIN", "no forward pass was run")
+    works = "backward pass works for every kind of block"
+    return verdict("MODEL-TRAIN", probe.trains, True,
+                   works if probe.trains else f"{model.model_type}: {probe.train_error}",
+                   "a gradient for each, causal attention", "mlx-lm",
+                   "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
+
+
+def static_check(model: ModelFiles, machine: Machine) -> Check:
+    """Check that the weights fit the memory budget."""
+    return verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, True,
+                   f"weights {size(model.static_bytes)}",
+                   f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
+                   "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
+
+
+def _fit_check(config: Pipeline, inputs: PlanInputs, module: str, say: Callable[[str], None]) -> Check:
+    """Check by a cached or new dry run that recommend_config's plan fits."""
+    if not module and not is_known(inputs.model.model_type):
+        return skipped("MEM-FIT", "the architecture is unknown; the dry run of recommend_config decides")
+    try:
+        return fit_check(plan_run(inputs, config.train, config.lora, module, say), by_dry_run=bool(module))
+    except (ConfigError, DataError, ModelError, MachineError) as error:
+        return from_error("MEM-FIT", error)
+
+
+def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
+    """Check that the training planned by recommend_config fits."""
+    process, margin = planned.process_memory_bytes, planned.margin_bytes
+    text = size(planned.predicted_peak_bytes + process)
+    text += f" and a margin of {size(margin)}" if margin else ""
+    text += f", {counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens (closed form)"
+    footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
+    if footprint is not None and peak is not None:  # a process's footprint leaves out GPU memory
+        measured = footprint if planned.planned_backend == "cpu" else peak + process
+        text += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
+    if by_dry_run and not planned.verified:
+        return skipped("MEM-FIT", f"no dry run was made; predicted {text}", critical=True)
+    over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
+    if over:
+        text += "; the estimate is conservative, recommend_config's dry run decides"
+    most = f"at most {size(planned.memory_budget_bytes)}"
+    source = "the smaller of machine.json and train.memory_limit_gb"
+    return verdict("MEM-FIT", not over, False, text, most, source)

@@ -8,21 +8,12 @@ from safetrain.core.formatting import run_again, size_text
 from safetrain.core.memory.estimate import does_not_fit, with_margin
 from safetrain.core.memory.terms import WIDTH_STEP
 from safetrain.core.records.schema import WHOLE
-from safetrain.plan.candidates import Estimate, PlannedTraining, candidates_at
+from safetrain.plan.candidates import Estimate, PlannedTraining
 
 SHORTEST_ROWS = 64
 FEWER_BITS = (4, 3, 2)
 BITS_OF_SCALES = 0.5  # per weight: two 16-bit numbers for 64 weights
 SMALLEST_BASE_MILLIONS = 1.0
-
-
-def best_fit(question: PlannedTraining) -> Estimate:
-    """The fastest candidate that fits by the closed form, at the first length where one does; raises MachineError."""
-    fits = [fit for length in question.lengths for fit in candidates_at(question, length)]
-    best = next((fit for fit in fits if fit.fits), None)
-    if best is None:
-        raise nothing_fits(question, fits)
-    return best
 
 
 def nothing_passed(question: PlannedTraining) -> MachineError:

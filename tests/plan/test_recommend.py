@@ -21,9 +21,9 @@ from safetrain.core.records.settings import (
     resolve,
 )
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask
+from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at
 from safetrain.plan.recommend import recommendation_of
-from safetrain.plan.remedies import best_fit
+from safetrain.plan.remedies import nothing_fits
 from stages.recommend_config import recommendation_lines
 from tests.conftest import EMBEDDED
 from tests.updates import worst_update
@@ -72,7 +72,11 @@ def question_of(
 def recommend(*parts: Any, **rows: Any) -> Recommendation:
     """By the closed form alone."""
     question = question_of(*parts, **rows)
-    return recommendation_of(question, best_fit(question))
+    candidates = [fit for length in question.lengths for fit in candidates_at(question, length)]
+    best = next((fit for fit in candidates if fit.fits), None)
+    if best is None:
+        raise nothing_fits(question, candidates)
+    return recommendation_of(question, best)
 
 
 def plan(train: Train = OPEN, lora: Lora = NO_LORA_PINS, **changes: object) -> Recommendation:
