@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from safetrain.core.data.token_files import Corpus, FileValues, OpenFile
+from safetrain.core.data.token_files import Corpus, FileValues
 from safetrain.core.data.token_rows import Question, Questions, TokenRows, Values
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import dvc
@@ -222,14 +222,15 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
 
 def _read(path: Path) -> Store:
     """Read a store's header and the sizes of its rows; raises DataError if it is damaged or has another version."""
-    file, size, end = OpenFile(path), path.stat().st_size, 0
+    with path.open("rb") as file:
+        size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+        text, end = file.read(length) if length < size else b"", 0
     try:
-        length = int.from_bytes(file.read(0, 8), "little")
-        header = json.loads(file.read(8, length) if length < size else b"")
+        header = json.loads(text)
         metadata, arrays = header["__metadata__"], dict[str, FileValues]()
         for name, kind in (OF_DOCUMENTS if CORPUS in metadata else OF_ROWS).items():
             (begin, stop), (count,) = header[name]["data_offsets"], header[name]["shape"]
-            arrays[name], end = FileValues(file, np.dtype(DTYPES[kind]), 8 + length + begin, count), max(end, stop)
+            arrays[name], end = FileValues(path, np.dtype(DTYPES[kind]), 8 + length + begin, count), max(end, stop)
             if header[name]["dtype"] != kind:
                 raise ValueError(name)
         if metadata["version"] != str(VERSION) or size != 8 + length + end:

@@ -18,43 +18,31 @@ from safetrain.core.formatting import dvc
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a file, evenly spaced from its first to its last bytes
 
 
-class OpenFile:
-    """A file that stays readable when it is replaced, and closes when it is garbage-collected."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        self._path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read ``size`` bytes; raises DataError if the file is too short or unreadable."""
-        try:
-            content = os.pread(self._descriptor, size, offset)
-        except OSError as error:
-            raise DataError(f"The tokens cannot be read: {error.strerror}.", where=str(self._path)) from None
-        if len(content) < size:
-            what, do = (
-                "A token file is damaged: it has become shorter.",
-                "restore it and run the same command, which resumes",
-            )
-            raise DataError(what, where=str(self._path), expected=f"{offset + size} bytes or more", do=do)
-        return content
-
-
 class FileValues:
-    """Numbers of one type in an open file, from an offset."""
+    """Numbers of one type in a file, from an offset. The file stays readable when it is replaced."""
 
-    def __init__(self, file: OpenFile, dtype: np.dtype, offset: int, count: int) -> None:
-        self._file, self._dtype, self._offset, self._count = file, dtype, offset, count
+    def __init__(self, path: Path, dtype: np.dtype, offset: int, count: int) -> None:
+        """Raises OSError."""
+        self._path, self._dtype, self._offset, self._count = path, dtype, offset, count
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, place: slice) -> np.ndarray:
-        """Raises DataError if they cannot be read."""
+        """Raises DataError if the file is too short or unreadable."""
         start, stop, _ = place.indices(self._count)
         width = self._dtype.itemsize
-        return np.frombuffer(self._file.read(self._offset + width * start, width * max(0, stop - start)), self._dtype)
+        offset, size = self._offset + width * start, width * max(0, stop - start)
+        try:
+            content = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise DataError(f"The tokens cannot be read: {error.strerror}.", where=str(self._path)) from None
+        if len(content) < size:
+            what, do = "A token file has become shorter.", "restore it and run the same command, which resumes"
+            raise DataError(what, where=str(self._path), expected=f"{offset + size} bytes or more", do=do)
+        return np.frombuffer(content, self._dtype)
 
 
 @dataclass(frozen=True)
@@ -85,10 +73,10 @@ class TokenFile:
     def ids(self, begin: int, end: int) -> np.ndarray:
         """Read ids, (tokens,) uint32; raises DataError. Reopens the file: macOS allows 256 open files."""
         try:
-            file = OpenFile(Path(self.path))
+            values = FileValues(Path(self.path), np.dtype(f"<u{self.token_bytes}"), 0, self.tokens)
         except OSError as error:
             raise DataError(f"The corpus cannot be read: {error.strerror}.", where=self.path) from None
-        return FileValues(file, np.dtype(f"<u{self.token_bytes}"), 0, self.tokens)[begin:end].astype(np.uint32)
+        return values[begin:end].astype(np.uint32)
 
 
 @dataclass(frozen=True)
