@@ -34,6 +34,7 @@ from safetrain.engine.job import Job, describe, load_job, memory_of
 
 if TYPE_CHECKING:
     from safetrain.engine.ranks import Ranks
+    from safetrain.engine.run import Watcher
     from safetrain.engine.training import Result  # loads mlx
 
 RANK = "MLX_RANK"  # set by mlx.launch
@@ -111,45 +112,48 @@ def _train(
     with recorder.phase(Phase.LOAD_MODEL):
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
-        from safetrain.engine.proof import passes_over, prove
+        from safetrain.engine.proof import prove
         from safetrain.engine.ranks import ALONE, facts_of
-        from safetrain.engine.run import Watcher
         from safetrain.engine.state import mark_finished
         from safetrain.engine.training import train
-    settings, ranks = job.settings, ranks or ALONE
+    ranks = ranks or ALONE
     if ranks.together:
         ranks.require_same(facts_of(job.identity))
     memory = memory_of(job, device().name)
-    predicted = recorder.predicted_peak_bytes = memory.peak_bytes
+    recorder.predicted_peak_bytes = memory.peak_bytes
     job = dataclasses.replace(job, mlx_limit_bytes=asked.mlx_limit_bytes or memory.mlx_limit_bytes)
-
-    def begin(records: list[StepRecord], resumed_from_step: int) -> None:
-        for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
-            stale.unlink(missing_ok=True)
-        start_csv(paths.METRICS_CSV, records)
-        words, bits = describe(job, predicted), job.bits_per_byte_of_nat
-        pipe.send(Begun(job.updates, resumed_from_step, words, settings.eval_steps, passes_over(job), bits))
-
-    def record(records: list[StepRecord]) -> None:
-        append_csv(paths.METRICS_CSV, records[-1])
-        pipe.send(records[-1])
-
-    def say(text: str) -> None:
-        pipe.send(Said(text))
-
-    watcher = Watcher(begin, record, lambda: stop.signal_number, recorder, say)
+    watcher = _watcher(job, recorder, pipe, stop)
     result = train(job, watcher, ranks)
     if result is None:  # rank 0 does the rest
         return
     metrics = result.metrics
     proof = prove(job, result.tuned, watcher, metrics.steps)
-    say(describe_proof(proof))
+    watcher.say(describe_proof(proof))
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, metrics)
-        outcome = _outcome(job, result, predicted, blas.name)
-        write_summary(paths.SUMMARY, TrainingSummary(settings, metrics, outcome, proof))
+        outcome = _outcome(job, result, memory.peak_bytes, blas.name)
+        write_summary(paths.SUMMARY, TrainingSummary(job.settings, metrics, outcome, proof))
         mark_finished(job.output, metrics.steps, job.identity)
     pipe.send(Finished(metrics.steps))
+
+
+def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> "Watcher":
+    """What a training reports goes to the metrics file and to the supervisor."""
+    from safetrain.engine.proof import passes_over
+    from safetrain.engine.run import Watcher
+
+    def begin(records: list[StepRecord], resumed_from_step: int) -> None:
+        for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
+            stale.unlink(missing_ok=True)
+        start_csv(paths.METRICS_CSV, records)
+        words, bits = describe(job, recorder.predicted_peak_bytes), job.bits_per_byte_of_nat
+        pipe.send(Begun(job.updates, resumed_from_step, words, job.settings.eval_steps, passes_over(job), bits))
+
+    def record(records: list[StepRecord]) -> None:
+        append_csv(paths.METRICS_CSV, records[-1])
+        pipe.send(records[-1])
+
+    return Watcher(begin, record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text)))
 
 
 def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingOutcome:

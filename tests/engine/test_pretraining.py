@@ -70,7 +70,7 @@ def plain_gradient(module: Any, pieces: TokenRows) -> tuple[float, dict[str, np.
     ("name", "tied", "recomputed"),
     [
         ("one list", True, False), ("one list", False, True), ("two lists at a time", True, True),
-        ("planned rectangles", True, False), ("planned rectangles", False, False),
+        ("rectangles of 640 tokens", True, False), ("rectangles of 640 tokens", False, False),
         ("lists of 100 tokens", False, False),
     ],
 )  # fmt: skip
