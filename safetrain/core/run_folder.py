@@ -3,16 +3,15 @@
 Reading takes no lock and changes nothing. Missing and unreadable records are None; the unreadable ones are listed.
 """
 
+import functools
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from safetrain.core.errors import ModelError
 from safetrain.core.events import Begun, Finished, JournalEntry, parse_journal
 from safetrain.core.lock import is_locked
 from safetrain.core.memory.system import footprint_bytes
@@ -101,7 +100,6 @@ class RunReader:
         """``output``: None for subclasses that read the files from elsewhere, by their own ``file`` and ``adapter``."""
         self.output, self.name = output, name
         self._flight = FlightReader(output / FLIGHT / RECORDER) if output is not None else None
-        self._adapter: tuple[tuple[int, int], str] | None = None  # of a file of this time and size
         self._csv, self._steps = b"", list[StepRecord]()
         self._unreadable = list[tuple[str, str]]()
 
@@ -113,18 +111,12 @@ class RunReader:
             return None
 
     def adapter(self) -> str | None:
-        """Fingerprint of the trained adapter; empty without one, None if unknown.
-
-        It is computed again only when the file has changed: the file may be as large as a model.
-        """
+        """Fingerprint of the trained adapter; empty without one, None if unknown."""
         folder = (self.output or Path()) / paths.ADAPTERS.name
         try:
             facts = (folder / "adapters.safetensors").stat()
-            version = facts.st_mtime_ns, facts.st_size
-            if self._adapter is None or self._adapter[0] != version:
-                self._adapter = version, fingerprint(folder)
-            return self._adapter[1]
-        except (OSError, ModelError):
+            return _fingerprint(folder, facts.st_mtime_ns, facts.st_size)
+        except OSError:
             return ""
 
     def read(self) -> Run:
@@ -181,18 +173,20 @@ class RunReader:
         return tuple(self._steps)
 
     def _record(self, name: str, kind: type[Kind]) -> Kind | None:
-        return self._part(name, lambda text: from_json(kind, json.loads(text)))
-
-    def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
-        """Build a record from a file's text; None if the file is missing or unreadable."""
+        """Read a record; None if it is missing or unreadable."""
         content = self.file(name)
         if content is None:
             return None
         try:
-            return build(content.decode("utf-8"))
+            return from_json(kind, json.loads(content))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._unreadable.append((str(paths.OUTPUT / name), f"{type(error).__name__}: {error}"))
             return None
+
+
+@functools.lru_cache(maxsize=1)  # the file may be as large as a model
+def _fingerprint(folder: Path, _time: int, _size: int) -> str:
+    return fingerprint(folder)
 
 
 def read_run(output: Path = paths.OUTPUT) -> Run:
