@@ -25,8 +25,7 @@ KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "
 FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
-MOST_NAMES, MOST_GROUP = 12, 80  # keys in an error; characters of a category
-GROUPS = ("category", "task")  # keys of a row's category
+MOST_NAMES = 12  # keys in an error
 CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
@@ -92,11 +91,9 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     row = row_of(_parts(value, keys), keys)
     used = set(keys.values())
     ignored = [key for key, item in value.items() if key not in used and item not in (None, "", [], {})]
-    texts = {key: value[key] for key in GROUPS if key in ignored and isinstance(value[key], str)}
-    group = next((key for key, text in texts.items() if len(text) <= MOST_GROUP and text.isprintable()), None)
-    ignored_names = tuple(sorted(shown(key) for key in ignored if key != group))
+    ignored_names = tuple(sorted(map(shown, ignored)))
     renamed = ", ".join(f"{shown(key)} -> {part}" for part, key in keys.items() if key != part or part == "input")
-    return replace(row, ignored_keys=ignored_names, taken=renamed, group=value[group].strip() if group else "")
+    return replace(row, ignored_keys=ignored_names, taken=renamed)
 
 
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
@@ -207,7 +204,7 @@ def _unknown(value: dict[str, Any]) -> RowError:
             return RowError(f"{key} must be a string, not {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
         return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
-    if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, *GROUPS, "id", "system", "tools"}:
+    if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, "category", "task", "id", "system", "tools"}:
         return RowError(f"{questions[0]} has no answer next to it: expected {', '.join(ANSWERS[:4])}")
     texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]

@@ -7,7 +7,6 @@ from typing import Any
 
 from safetrain.data.json_rows import RowError, dump, kind, load, require_unicode, shown
 
-GROUP = "category"  # the key under which a row's category is written
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_NAMES = {  # other names of the roles, in lower case
     **{name: name for name in ROLES},
@@ -57,7 +56,6 @@ class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
     ``ignored_keys`` are the unused keys. ``taken`` names the keys that were read, if they are not the usual ones.
-    ``group`` is the row's category or task, by which answers are scored.
     """
 
     format: str
@@ -66,18 +64,16 @@ class Row:
     text: str = ""
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     taken: str = field(default="", compare=False)
-    group: str = field(default="", compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON for data/validated, in its own format, with its category."""
-        group = {GROUP: self.group} if self.group else {}
+        """The row as JSON for data/validated, in its own format."""
         if self.format == "text":
-            return {"text": self.text, **group}
+            return {"text": self.text}
         if self.format == "completions":
             pair = {"prompt": self.messages[-2].content, "completion": self.messages[-1].content}
-            return {**({"system": self.system} if self.system else {}), **pair, **group}
+            return {**({"system": self.system} if self.system else {}), **pair}
         tools = {"tools": json.loads(self.tools)} if self.format == "tools" else {}
-        return {"messages": [message.as_json() for message in self.messages], **tools, **group}
+        return {"messages": [message.as_json() for message in self.messages], **tools}
 
     @property
     def system(self) -> str:
@@ -87,7 +83,7 @@ class Row:
     def identity(self) -> str:
         """A text that is equal for equal rows, in any order of keys. Most rows are plain chats and need no JSON."""
         if self.tools or any(message.details or not message.trained for message in self.messages):
-            return json.dumps(replace(self, group="").as_json(), sort_keys=True, ensure_ascii=False)
+            return json.dumps(self.as_json(), sort_keys=True, ensure_ascii=False)
         return "\0".join([self.format, self.text, *(f"{each.role}\1{each.content}" for each in self.messages)])
 
 

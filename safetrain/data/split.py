@@ -200,7 +200,7 @@ class SplitWriter(contextlib.ExitStack):
         for (number, tokens, prompt), encoding in zip(asking, encodings, strict=True):
             end = prompt.begin + int(np.flatnonzero(tokens.trained[prompt.begin :])[-1]) + 1
             answer = tuple(tokens.ids[prompt.begin : end].tolist())
-            self._store.add_question(Question(number, tuple(encoding.ids), answer, prompt.text, prompt.group))
+            self._store.add_question(Question(number, tuple(encoding.ids), answer, prompt.text))
 
 
 def write_splits(

@@ -61,7 +61,6 @@ class Prompt(NamedTuple):
     begin: int  # index of the answer's first token in the row
     rendered: str  # the row's text up to that token
     text: str  # the message that it answers
-    group: str  # the row's category or task
 
 
 @dataclass(slots=True)
@@ -219,7 +218,7 @@ class RowReader:
         self.label_bytes += read.label_bytes
         if rendered.can_be_asked:
             text = rendered.text[: rendered.spans[-1].start]
-            read.prompt = Prompt(runs[-1][0], text, _question_text(row), row.group)
+            read.prompt = Prompt(runs[-1][0], text, _question_text(row))
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """The finding's id and detail if a row cannot be trained on, or only in part."""

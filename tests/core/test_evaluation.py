@@ -28,12 +28,10 @@ PIECES, VOCABULARY = {"english": 24, "portuguese": 24, "code": 12}, 1000  # chan
 KNOWN = 30.0  # nats of a piece of ten labels
 
 
-def evaluated(
-    groups: tuple[str, str] = ("capitals", "symbols"), step: int = 1, general: float = KNOWN, available: int = ROWS
-) -> Evaluation:
+def evaluated(step: int = 1, general: float = KNOWN, available: int = ROWS) -> Evaluation:
     """Row i has i % 3 + 1 labels; its question asks for 100 + i. The tuned model knows the first 24, the base 3."""
     rows = [token_row([7, *range(row % 3 + 1)], [False, *[True] * (row % 3 + 1)]) for row in range(ROWS)]
-    questions = [Question(row, (1,), (100 + row,), f"question {row}", groups[row % 2]) for row in range(ROWS)]
+    questions = [Question(row, (1,), (100 + row,), f"question {row}") for row in range(ROWS)]
     where = lambda row: f"test.jsonl:{row + 1}"  # noqa: E731
     data = HeldOut(TokenRows.of(rows), tuple(questions), frozenset(), where, available, len(questions))
     labels = data.rows.label_counts.astype(float)
@@ -73,17 +71,6 @@ def test_worst_rows_keep_their_place() -> None:
     first = found.worst[0]
     assert (first.question, first.expected, first.base, first.tuned) == ("question 0", "100", "100", "100")
     assert first.base_loss - first.tuned_loss == pytest.approx(0.5)
-
-
-def test_each_category_has_its_scores_and_a_line_in_the_table() -> None:
-    found = evaluated()
-    assert [(group.name, group.questions) for group in found.groups] == [("capitals", 15), ("symbols", 15)]
-    assert found.groups[0].base_exact_match == pytest.approx(2 / 15)
-    assert found.groups[0].tuned_exact_match == pytest.approx(12 / 15)
-    head, first, _ = describe_evaluation(found)[-3:]
-    assert head.split()[:2] == ["category", "questions"]
-    assert first.split()[:3] == ["capitals", "15", "13.3"]
-    assert evaluated(groups=("", "")).groups == ()
 
 
 def test_the_file_comes_back_with_what_counts_first(tmp_path: Path) -> None:

@@ -99,10 +99,7 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
     write_jsonl: Write, tmp_path: Path
 ) -> None:
     """More than one block of lines, blank ones among them: nothing is lost where blocks meet."""
-    rows = [
-        {**chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 40), "category": f"of {n % 10}"}
-        for n in range(1000)
-    ]
+    rows = [chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 44) for n in range(1000)]
     path = write_jsonl("a.jsonl", [line for row in rows for line in (json.dumps(row), "")])
     assert path.stat().st_size > CHUNK_BYTES
     report = gate(path, tmp_path)
@@ -115,7 +112,7 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
         messages = json.loads(lines[question.row])["messages"]
         number = int(messages[0]["content"].split()[-1].strip("?"))
         assert test.where(question.row) == f"{path}:{2 * number + 1}"
-        assert (question.text, question.group) == (messages[0]["content"], f"of {number % 10}")
+        assert question.text == messages[0]["content"]
         tokens = test.rows[question.row]
         assert [*question.prompt, *question.answer] == tokens.ids.tolist()
         assert tokens.trained.tolist() == [False] * len(question.prompt) + [True] * len(question.answer)

@@ -40,18 +40,10 @@ def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -
     assert (found.as_json(), found.taken) == (row, taken)
 
 
-@pytest.mark.parametrize(
-    ("beside", "group", "ignored"),
-    [
-        ({"category": "open_qa"}, "open_qa", ()),
-        ({"category": "a", "task": "b"}, "a", ("task",)),
-        ({"category": "x" * 81}, "", ("category",)),
-    ],
-)
-def test_a_category_is_kept_for_tables_of_scores(beside: dict[str, object], group: str, ignored: tuple[str]) -> None:
-    row = parse_row({"prompt": "q", "completion": "a", **beside})
-    assert (row.group, row.ignored_keys) == (group, ignored)
-    assert row.as_json() == {"prompt": "q", "completion": "a", **({"category": group} if group else {})}
+def test_keys_beside_the_parts_are_named_as_ignored() -> None:
+    row = parse_row({"prompt": "q", "completion": "a", "category": "a", "task": "b", "empty": ""})
+    assert row.ignored_keys == ("category", "task")
+    assert row.as_json() == {"prompt": "q", "completion": "a"}
 
 
 # data.columns

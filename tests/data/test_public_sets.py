@@ -33,12 +33,12 @@ READ = {
     ),
     "databricks/databricks-dolly-15k": (
         {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},
-        {"prompt": "q\n\nc", "completion": "a", "category": "closed_qa"},
+        {"prompt": "q\n\nc", "completion": "a"},
     ),
     "HuggingFaceH4/ultrachat_200k": ({"prompt": "q", "prompt_id": "f0", **CHAT}, CHAT),
     "HuggingFaceH4/no_robots": (
         {"prompt": "s", "prompt_id": "2d", "messages": [SYSTEM, USER, ASSISTANT], "category": "Chat"},
-        {"messages": [SYSTEM, USER, ASSISTANT], "category": "Chat"},
+        {"messages": [SYSTEM, USER, ASSISTANT]},
     ),
     "ShareGPT": ({"id": "x_0", "conversations": [HUMAN, GPT]}, CHAT),
     "Open-Orca/OpenOrca": (
@@ -71,7 +71,7 @@ READ = {
         },
         {
             "messages": [SYSTEM, USER, ASSISTANT, SUNNY, ASSISTANT],
-            "tools": [TOOL], "category": "IoT",
+            "tools": [TOOL],
         },
     ),
     "OpenAI's, with weights": (

@@ -68,7 +68,6 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
         chat("Quoi ?", "Ça va — “très” bien… 中文 🦊 \u00a0 ½"),
         {"text": "a\tb\r\nc"},
         {"prompt": "p", "completion": "c"},
-        {"prompt": "q", "completion": "c", "category": "what evaluate scores by"},
     ]
     source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     done = repair(source, tmp_path / "b.jsonl")

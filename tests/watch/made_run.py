@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
+from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score
 from safetrain.core.records.metrics import (
     ComparedWith,
     Proof,
@@ -63,7 +63,7 @@ def sample(text: str, number: int = 1) -> Sample:
     return Sample(text, "expected " + text, "base " + text, "expected " + text, f"data/test.jsonl:{number}", 2.0, 1.0)
 
 
-def evaluation(samples: tuple[Sample, ...], gain: float = 1.5, groups: tuple[GroupScore, ...] = ()) -> Evaluation:
+def evaluation(samples: tuple[Sample, ...], gain: float = 1.5) -> Evaluation:
     """Of nine rows; the gain has an interval of ± 0.25."""
     base, tuned = (
         Score(loss=loss, perplexity=2.7, exact_match=0.1, exact_match_low=0.05, exact_match_high=0.3, token_f1=0.5)
@@ -73,7 +73,6 @@ def evaluation(samples: tuple[Sample, ...], gain: float = 1.5, groups: tuple[Gro
     return Evaluation(
         improvement=Improvement(gain, 0.25, 9), base=base, tuned=tuned, forgetting=Forgetting(0.1, 0.02, "", parts),
         rows=9, rows_available=9, cut_rows=0, questions=9, answered=9, adapter="", samples=samples, worst=samples,
-        groups=groups,
     )  # fmt: skip
 
 

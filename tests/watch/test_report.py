@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.records.evaluation import GroupScore, Improvement
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import Rung, TrainJob, memory_shape
@@ -85,8 +84,7 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     wild = tuple(sample(text, number) for number, text in enumerate((*HOSTILE, UNSEEN, "long " * 2000)))
-    groups = tuple(GroupScore(f"{text} 数", 9, 0.1, 0.5, 0.3, 0.7, Improvement(1.0, None, 1)) for text in HOSTILE)
-    make_run(tmp_path, found=evaluation(wild * 20, groups=groups), base_model=HOSTILE[1])
+    make_run(tmp_path, found=evaluation(wild * 20), base_model=HOSTILE[1])
     finding = Finding("ANSWER-LOST", "error", 56, HOSTILE * 20, HOSTILE[0], HOSTILE[1])
     write_record(tmp_path / paths.DATA_REPORT, dataclasses.replace(data_report((finding,) * 90), source=HOSTILE[2]))
     change(tmp_path / paths.MACHINE, chip="\ud800 half a pair")

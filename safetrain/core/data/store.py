@@ -3,7 +3,7 @@
 A store is a safetensors file (8 bytes of header length, JSON, little-endian arrays), so other tools can open it. It has
 the ``ids`` of all rows in sequence, ``trained`` (whether a token is a label), ``row_ends``, ``label_counts``, the
 source ``files`` and ``lines`` of each row, and for each question ``question_rows``, the ids of prompt and answer,
-the text and the category. The metadata has the provenance.
+and the text. The metadata has the provenance.
 
 The tokens of a corpus stay in their own files, and all are labels. Its store has the length, file and number of each
 document; the metadata names the files, and the stretches in them that belong to the split.
@@ -30,14 +30,12 @@ from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, write_atomic
 
-VERSION = 2
+VERSION = 3
 DTYPES = {"U8": "u1", "BOOL": "?", "U32": "<u4", "U64": "<u8"}
 OF_ROWS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8",
-           "question_groups": "U8", "row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64",
-           "answer_ends": "U64", "text_ends": "U64", "group_ends": "U64", "label_counts": "U32", "files": "U32",
-           "lines": "U32"}  # fmt: skip
-ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts",
-        "group_ends": "question_groups"}  # fmt: skip
+           "row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64", "answer_ends": "U64", "text_ends": "U64",
+           "label_counts": "U32", "files": "U32", "lines": "U32"}  # fmt: skip
+ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
 OF_DOCUMENTS = {"lengths": "U32", "files": "U32", "lines": "U32"}
 CORPUS = "documents_in"  # the metadata key of a corpus
 COPY_BYTES = 2**20
@@ -154,9 +152,9 @@ class StoreWriter(_Writer):
     def add_question(self, question: Question) -> None:
         """Add the question of a row, in the order of the rows."""
         self._put(question_rows=np.array([question.row]))
-        texts = (np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in (question.text, question.group))
-        parts = (np.array(question.prompt), np.array(question.answer), *texts)
-        for name, values in zip(("prompt_ends", "answer_ends", "text_ends", "group_ends"), parts, strict=True):
+        text = np.frombuffer(question.text.encode("utf-8"), dtype=np.uint8)
+        parts = {"prompt_ends": np.array(question.prompt), "answer_ends": np.array(question.answer), "text_ends": text}
+        for name, values in parts.items():
             self._ends[name] += len(values)
             self._put(**{ENDS[name]: values, name: np.array([self._ends[name]])})
 

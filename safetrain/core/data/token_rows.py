@@ -51,25 +51,24 @@ class Question:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]  # with its stop token
     text: str
-    group: str = ""  # its row's category or task
 
 
 class Questions:
     """The questions of a split, each read when it is needed."""
 
     def __init__(self, rows: np.ndarray, *parts: tuple[Values, np.ndarray]) -> None:
-        """``rows`` (questions,); ``parts``: values of prompts, answers, texts and groups (UTF-8), and their ends."""
+        """``rows`` (questions,); ``parts``: values of prompts, answers and texts (UTF-8), and their ends."""
         self.rows, self._parts = rows, parts
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, place: int) -> Question:
-        prompt, answer, *texts = (
+        prompt, answer, text = (
             values[int(ends[place - 1]) if place else 0 : int(ends[place])] for values, ends in self._parts
         )
-        text, group = (each.tobytes().decode("utf-8") for each in texts)
-        return Question(int(self.rows[place]), tuple(prompt.tolist()), tuple(answer.tolist()), text, group)
+        question = text.tobytes().decode("utf-8")
+        return Question(int(self.rows[place]), tuple(prompt.tolist()), tuple(answer.tolist()), question)
 
 
 class TokenRows(Sequence[TokenRow]):

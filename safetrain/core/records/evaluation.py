@@ -54,19 +54,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class GroupScore:
-    """Scores on the answered questions of one category or task."""
-
-    name: str
-    questions: int
-    base_exact_match: float
-    tuned_exact_match: float
-    tuned_exact_match_low: float
-    tuned_exact_match_high: float
-    improvement: Improvement
-
-
-@dataclass(frozen=True)
 class PartLoss:
     """Tuned minus base on one part of the general text, in nats per token; None if not measured."""
 
@@ -101,11 +88,10 @@ class Evaluation:
     adapter: str  # fingerprint of the measured adapter
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # highest loss of the tuned model
-    groups: tuple[GroupScore, ...]  # the largest; empty if no row has a category
 
 
 def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_examples") -> list[str]:
-    """Sentences for a terminal, and a table of the categories. ``more`` is the option for more questions."""
+    """Sentences for a terminal. ``more`` is the option for more questions."""
     lines = [describe_loss(evaluation)]
     if evaluation.answered:
         lines.append(describe_exact_match(evaluation))
@@ -113,7 +99,7 @@ def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_exampl
     lines.append(describe_forgetting(evaluation.forgetting))
     if remark := describe_answered(evaluation.answered, evaluation.questions, more):
         lines.append(remark)
-    return [*(f"{line}." for line in lines), *_table_of_groups(evaluation.groups)]
+    return [f"{line}." for line in lines]
 
 
 def describe_answered(answered: int, questions: int, more: str) -> str:
@@ -174,19 +160,6 @@ def shortened(text: str, most: int = 140) -> str:
 
 def _places(half: float | None) -> int:
     return 2 if half is None or half >= 0.005 else 4
-
-
-def _table_of_groups(groups: tuple[GroupScore, ...]) -> list[str]:
-    lines = ["category              questions  base exact  tuned exact (95 %)       gain in loss"] if groups else []
-    for group in groups:
-        base, tuned, low, high = (
-            100 * each for each in (group.base_exact_match, group.tuned_exact_match, group.tuned_exact_match_low,
-                                    group.tuned_exact_match_high)
-        )  # fmt: skip
-        exact, gain = f"{tuned:.1f} % ({low:.1f} to {high:.1f})", group.improvement
-        gained = f"{gain.nats_per_label:.2f}" + ("" if gain.plus_minus is None else f" ± {gain.plus_minus:.2f}")
-        lines.append(f"{shortened(group.name, 20):<20}  {group.questions:>9}  {base:>8.1f} %  {exact:<23}  {gained}")
-    return lines
 
 
 Verdict = tuple[int, str, list[str]]  # exit code: 0 better, 1 not, 2 forgets or undecided; a title; reasons

@@ -1,22 +1,20 @@
-"""Scores from losses and answers, with 95 % intervals, groups and forgetting. Pure functions."""
+"""Scores from losses and answers, with 95 % intervals and forgetting. Pure functions."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from safetrain.core.data.held_out import LEAST_PIECES, GeneralText, HeldOut
-from safetrain.core.data.token_rows import Question
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
-from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
+from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
 SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst``
-MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
@@ -39,9 +37,9 @@ def evaluation_of(
     adapter: str,
 ) -> Evaluation:
     """Compare two models that answered the same questions. ``vocabulary``: tokens that the model knows."""
-    labels, order = held_out.rows.label_counts, sorted(tuned.answers)
-    samples = list[Sample]()
-    for number, question in ((number, held_out.questions[number]) for number in order):
+    labels, samples = held_out.rows.label_counts, list[Sample]()
+    for number in sorted(tuned.answers):
+        question = held_out.questions[number]
         texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
         row, count = question.row, max(1, labels[question.row])
         losses = [float(each.losses[row] / count) for each in (base, tuned)]
@@ -60,30 +58,7 @@ def evaluation_of(
         adapter=adapter,
         samples=tuple(samples[:SAMPLES]),
         worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
-        groups=_groups([held_out.questions[number] for number in order], samples, base, tuned, labels),
     )
-
-
-def _groups(
-    questions: Sequence[Question],
-    samples: Sequence[Sample],
-    base: ModelMeasures,
-    tuned: ModelMeasures,
-    labels: np.ndarray,
-) -> tuple[GroupScore, ...]:
-    """Score each category of ``questions``, the largest first; empty if there is only one."""
-    places = defaultdict[str, list[int]](list)
-    for place, question in enumerate(questions):
-        places[question.group].append(place)
-    groups, large = [], [item for item in places.items() if len(item[1]) >= LEAST_GROUP]
-    for name, group in sorted(large, key=lambda item: -len(item[1]))[:MOST_GROUPS] if len(places) > 1 else ():
-        rows, size = np.array([questions[place].row for place in group]), len(group)
-        by_base = sum(samples[place].base == samples[place].expected for place in group)
-        by_tuned = sum(samples[place].tuned == samples[place].expected for place in group)
-        interval = wilson_interval(by_tuned, size)
-        gain = improvement(base.losses[rows], tuned.losses[rows], labels[rows])
-        groups.append(GroupScore(name, size, by_base / size, by_tuned / size, *interval, gain))
-    return tuple(groups)
 
 
 def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:

@@ -20,7 +20,7 @@ SOURCE = np.random.default_rng(9)
 QUESTIONS = [
     Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"),
     Question(2, (9,), (), ""),
-    Question(2, (), (5,), "日本", "país"),
+    Question(2, (), (5,), "日本"),
 ]
 
 
