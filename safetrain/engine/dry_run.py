@@ -66,7 +66,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     """Make the largest updates, validate and save; then time a few ordinary updates if updates are quick."""
     start = time.monotonic()
     from safetrain.engine.backend import device
-    from safetrain.engine.saving import record, save
+    from safetrain.engine.training import record, save
 
     run, made, own = _open(job, scratch), list[Measured](), list[Measured]()
     largest_updates = _largest_updates(run)

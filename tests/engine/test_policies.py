@@ -17,8 +17,7 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import identity_of
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.saving import fault_in
-from safetrain.engine.training import Result
+from safetrain.engine.training import Result, fault_in
 from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LORA, SETTINGS, STILL
 from tests.engine.test_training import (

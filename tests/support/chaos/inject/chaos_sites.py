@@ -13,7 +13,7 @@ class Site:
     phase: str
 
 
-RUN, SAVING, STATE = "safetrain.engine.run", "safetrain.engine.saving", "safetrain.engine.state"
+RUN, STATE = "safetrain.engine.run", "safetrain.engine.state"
 UPDATE, TRAINING = "safetrain.engine.update", "safetrain.engine.training"
 SITES = (
     Site("read rows", "safetrain.core.data.training_rows", "load_training_rows", "load data"),
@@ -26,9 +26,9 @@ SITES = (
     Site("micro-batch", UPDATE, "Gradients._of_micro_batch", "gradient"),
     Site("measure", TRAINING, "measure", "gradient"),
     Site("update", TRAINING, "apply_gradient", "optimizer"),
-    Site("validate", SAVING, "measure_loss", "evaluate"),
-    Site("keep best", SAVING, "save_best", "evaluate"),
-    Site("save", SAVING, "save_checkpoint", "save"),
+    Site("validate", TRAINING, "measure_loss", "evaluate"),
+    Site("keep best", TRAINING, "save_best", "evaluate"),
+    Site("save", TRAINING, "save_checkpoint", "save"),
     Site("write arrays", STATE, "save_arrays", "save"),
     Site("manifest", STATE, "write_manifest", "save"),
     Site("rename", STATE, "replace_directory", "save"),
@@ -41,7 +41,7 @@ SITES = (
     Site("mark finished", STATE, "mark_finished", "finish"),
 )
 OF_RANKS = (  # where there are several
-    Site("own validation rows", SAVING, "row_losses", "evaluate"),
+    Site("own validation rows", TRAINING, "row_losses", "evaluate"),
     Site("sum", "safetrain.engine.ranks", "mx.distributed.all_sum", "exchange"),
     Site("gather", "safetrain.engine.ranks", "mx.distributed.all_gather", "exchange"),
 )
