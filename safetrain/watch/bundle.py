@@ -20,6 +20,7 @@ from safetrain.core.records.schema import CHOICES, Train
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import require_new, write_atomic
 
+PROCESSES = ("is_locked", "worker_lives", "worker_is_stopped", "worker_footprint_bytes")
 MOST_STEPS, LAST_STEPS, LAST_RECORDS, LAST_EVENTS = 2000, 200, 400, 200
 PACKAGES = (
     "safetrain", "mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "transformers", "tokenizers",
@@ -67,7 +68,8 @@ def write_bundle(out: Path, run: Run) -> list[str]:
 def _items(run: Run) -> Iterator[tuple[str, str, str]]:
     """Name, content in words, and text of each file."""
     yield "machine.json", "this machine now: memory, disk, versions of packages", _json(_machine())
-    status = {name: _numbers(getattr(run, name)) for name in ("state", "checkpoint", "marker", "processes")}
+    status = {name: _numbers(getattr(run, name)) for name in ("state", "checkpoint", "marker")}
+    status |= {"processes": {name: getattr(run, name) for name in PROCESSES}}
     status |= {"unreadable": [Path(name).name for name, _ in run.unreadable]}
     yield "status.json", "whether training is running, and how far it is", _json(status)
     events = [
