@@ -1,16 +1,17 @@
 """Ends trainings in every way there is and continues them.
 
-``python -m benchmarks.bench_chaos [--kills 200] [--seed 1]``
+``python -m benchmarks.bench_chaos [--ranks] [--kills 200] [--seed 1]``
 
-Two tables: kills drawn from a seed over all phases and signals, and other endings staged one by one. Each time the
-verdict is compared with what really happened, and what the continued training comes to with one that nobody killed.
+With ``--ranks``: one of two ranks. Two tables: kills drawn from a seed over all phases and signals, and other endings
+staged one by one. Each time the verdict is compared with what really happened, and what the continued training comes to
+with one that nobody killed.
 """
 
 import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.chaos.deaths import deaths
 from benchmarks.chaos.memory import memory
@@ -22,19 +23,18 @@ from tests.support.chaos.ending import Ending, Ground
 from tests.support.chaos.inject.chaos_sites import PHASES
 from tests.support.chaos.kills import SIGNALS
 from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
+from tests.support.chaos.ranks import RANKS, endings_of_ranks, run_kills
 
 KINDS: dict[str, Callable[[Ground], Iterator[Ending]]] = {
-    "deaths": deaths,
-    "above": above,
-    "disk": disk,
-    "memory": memory,
-}
+    "deaths": deaths, "above": above, "disk": disk, "memory": memory,
+}  # fmt: skip
 
 
 def main() -> None:
     """Both tables; ends with 1 when anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="at least so many")
+    parser.add_argument("--ranks", action="store_true", help="end one of two ranks")
+    parser.add_argument("--kills", type=int, help="at least so many: 200, or 60 of ranks")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     began = time.monotonic()
@@ -43,23 +43,26 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.0f} s  {text}", flush=True)
 
     with scratch_folder() as folder:
-        project = Project(folder / "main")
+        project = Project(folder / "main", train={"ranks": RANKS} if asked.ranks else None)
         project.plan()
         reference = make_reference(project)
         say("the training that nobody kills is made, twice alike")
         ground = Ground(project, reference, folder, random.Random(asked.seed))
-        endings = stage_all(ground, say)
-        outcomes = run_chains(project, reference, asked.kills, asked.seed, say)
+        endings = stage_all(ground, {"ranks": endings_of_ranks} if asked.ranks else KINDS, say)
+        kill = run_kills if asked.ranks else run_chains
+        outcomes = kill(project, reference, asked.kills or (60 if asked.ranks else 200), asked.seed, say)
     wrong = [f"{o.text}: {'; '.join(o.faults)}" for o in outcomes if o.faults]
     wrong += [f"{e.what}: {'; '.join(e.faults)}" for e in endings if e.faults]
-    write_tables(outcomes, endings, wrong, asked.seed)
+    write_tables(outcomes, endings, wrong, asked.seed, ranks=asked.ranks)
     sys.exit(bool(wrong))
 
 
-def stage_all(ground: Ground, say: Callable[[str], None]) -> list[Ending]:
+def stage_all(
+    ground: Ground, kinds: Mapping[str, Callable[[Ground], Iterator[Ending]]], say: Callable[[str], None]
+) -> list[Ending]:
     """The other endings; one that cannot be staged to its end is wrong too, and the next is tried."""
     found: list[Ending] = []
-    for name, kind in KINDS.items():
+    for name, kind in kinds.items():
         try:
             for ending in kind(ground):
                 found.append(ending)
@@ -71,8 +74,10 @@ def stage_all(ground: Ground, say: Callable[[str], None]) -> list[Ending]:
     return found
 
 
-def write_tables(outcomes: list[Outcome], endings: list[Ending], wrong: list[str], seed: int) -> None:
-    """benchmarks/results/bench_chaos.md."""
+def write_tables(
+    outcomes: Sequence[Outcome], endings: list[Ending], wrong: list[str], seed: int, *, ranks: bool
+) -> None:
+    """benchmarks/results/bench_chaos.md, or bench_chaos_ranks.md."""
     header, rows = table_of(outcomes)
     lines = ["| other ending | verdict | phase | continued | |", "|---|---|---|---|---|"]
     for ending in endings:
@@ -80,8 +85,9 @@ def write_tables(outcomes: list[Outcome], endings: list[Ending], wrong: list[str
         cells = [ending.what, ending.verdict or "–", ending.phase, ending.resumed, state]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ")[:300] for cell in cells) + " |")
     setting = (
-        f"A random 4-bit Llama of two blocks, LoRA, {UPDATES} updates, a checkpoint every {SAVE_STEPS}, "
-        f"a validation every {EVAL_STEPS}; killed and continued by the same command until it ends. Seed {seed}. "
+        f"A random 4-bit Llama of two blocks, LoRA, {f'{RANKS} ranks of one machine, ' if ranks else ''}{UPDATES} "
+        f"updates, a checkpoint every {SAVE_STEPS}, a validation every {EVAL_STEPS}; killed and continued by the same "
+        f"command until it ends. Seed {seed}. "
         "A cell is kills (wrong ones after a stroke); right: exit code, cause, phase and step in postmortem.json, the "
         "step that the next start continues from, and no process left. Bit for bit: the final adapter, all tensors of "
         "the last checkpoint and the metrics without times are those of a training that nobody killed. Most lost: "
@@ -89,17 +95,19 @@ def write_tables(outcomes: list[Outcome], endings: list[Ending], wrong: list[str
     )
     notes = [setting, "\n".join(lines)]
     notes += ["Wrong:\n\n" + "\n".join(f"- {line}" for line in wrong)] if wrong else []
-    write_result("bench_chaos", "Trainings that are killed, and what becomes of them", header, rows, notes)
+    name, of_whom = ("bench_chaos_ranks", "One of two ranks is") if ranks else ("bench_chaos", "Trainings that are")
+    write_result(name, f"{of_whom} killed, and what becomes of it", header, rows, notes)
 
 
-def table_of(outcomes: list[Outcome]) -> tuple[list[str], list[list[object]]]:
+def table_of(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[object]]]:
     """The kills by phase and signal."""
     header = ["phase", *(number.name for number in SIGNALS), "kills", "verdict right", "bit for bit", "most lost"]
-    rows = [row_of(phase, [o for o in outcomes if o.cell[0] == phase]) for phase in PHASES]
+    phases = dict.fromkeys([*PHASES, *(outcome.cell[0] for outcome in outcomes)])
+    rows = [row_of(phase, [o for o in outcomes if o.cell[0] == phase]) for phase in phases]
     return header, [*rows, row_of("all", outcomes)]
 
 
-def row_of(name: str, outcomes: list[Outcome]) -> list[object]:
+def row_of(name: str, outcomes: Sequence[Outcome]) -> list[object]:
     """One phase."""
     cells: list[object] = []
     for number in SIGNALS:

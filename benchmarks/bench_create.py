@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import write_result
@@ -23,14 +22,6 @@ from safetrain.plan.model_shape import PRESETS, SIZE_MISS
 
 SHIPPED = Path(__file__).parent.parent / "models" / "encyclopedia-3m"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one process: seconds from start to end, and its peak resident memory in bytes."""
-
-    seconds: float
-    peak_bytes: int
 
 
 def main() -> None:
@@ -57,36 +48,27 @@ def main() -> None:
         [
             "Peak memory is the resident memory of the whole process, with Python and its libraries; a tokenizer is "
             "trained on a sample of at most 64 MiB. Weights are float32. `off`: how far the parameters are from the "
-            f"name; a shape within {100 * SIZE_MISS:.0f} % is chosen by its proportions.",
+            f"name; a shape within {100 * SIZE_MISS:.0f} % is chosen by its proportions."
         ],
     )
 
 
 def _measured(preset: str, size: int, source: str, words: list[str], folder: Path) -> list[object]:
-    cost = _run([sys.executable, "-m", "safetrain.cli", "create", preset, str(folder), *words])
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "safetrain.cli", "create", preset, str(folder), *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds, process.returncode = time.perf_counter() - began, os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}")
     model = read_model_files(folder)
     shutil.rmtree(folder)
     return [
-        preset,
-        source,
-        f"{model.parameters:,}",
-        f"{100 * (model.parameters / size - 1):+.1f} %",
+        preset, source, f"{model.parameters:,}", f"{100 * (model.parameters / size - 1):+.1f} %",
         f"{model.num_layers} x {model.hidden_size}, {model.num_heads}/{model.num_kv_heads} heads",
-        f"{model.vocab_size:,}",
-        f"{model.static_bytes / 2**20:,.0f} MiB",
-        f"{cost.seconds:.1f}",
-        f"{cost.peak_bytes / 2**20:,.0f} MiB",
-    ]
-
-
-def _run(command: list[str]) -> Cost:
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}")
-    return Cost(time.perf_counter() - began, usage.ru_maxrss * RSS_UNIT)
+        f"{model.vocab_size:,}", f"{model.static_bytes / 2**20:,.0f} MiB", f"{seconds:.1f}",
+        f"{usage.ru_maxrss * RSS_UNIT / 2**20:,.0f} MiB",
+    ]  # fmt: skip
 
 
 def code_text(path: Path, size_bytes: int) -> Path:

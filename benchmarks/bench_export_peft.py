@@ -58,7 +58,7 @@ def main(families: list[str]) -> None:
     notes = [
         "Largest difference of a logit, all in float32. Base: transformers' from mlx-lm's, without any adapter, which "
         "the others contain. Out: what `safetrain export peft` writes, opened by PEFT, from the tuned model. In: what "
-        "PEFT computes with its own adapter, from what `safetrain import peft` makes of that. On 10 tokens.",
+        "PEFT computes with its own adapter, from what `safetrain import peft` makes of that. On 10 tokens."
     ]
     show = show_result if families else write_result
     rows: list[list[object]] = []

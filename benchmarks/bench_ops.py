@@ -46,32 +46,18 @@ def main() -> None:
 
     ones = mx.ones((LABELS,))
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
-        (
-            f"2 to the power of {TOKENS * INNER / 1e6:.1f} million numbers",
-            lambda: mx.exp(gate),
-            lambda: mx.power(2.0, gate),
-        ),
-        (
-            "SwiGLU, forward and backward",
-            both_ways(stock_swiglu, gate, up, along=along),
-            both_ways(swiglu, gate, up, along=along),
-        ),
-        (
-            "causal attention, forward and backward",
-            both_ways(stock_attention, q, k, v, along=along_q),
-            both_ways(our_attention, *listed[:3], along=listed[3]),
-        ),
-        (
-            f"cross-entropy over {VOCABULARY}, forward and backward",
-            both_ways(lambda z: nn.losses.cross_entropy(z, targets), logits, along=ones),
-            both_ways(lambda z: cross_entropy(z, targets), logits, along=ones),
-        ),
-        (
-            f"a 4-bit weight times {TOKENS // 8} tokens",
-            lambda: quantized(x[: TOKENS // 8]),
-            lambda: per_use(x[: TOKENS // 8]),
-        ),
-    ]
+        (f"2 to the power of {TOKENS * INNER / 1e6:.1f} million numbers",
+         lambda: mx.exp(gate), lambda: mx.power(2.0, gate)),
+        ("SwiGLU, forward and backward",
+         both_ways(stock_swiglu, gate, up, along=along), both_ways(swiglu, gate, up, along=along)),
+        ("causal attention, forward and backward",
+         both_ways(stock_attention, q, k, v, along=along_q), both_ways(our_attention, *listed[:3], along=listed[3])),
+        (f"cross-entropy over {VOCABULARY}, forward and backward",
+         both_ways(lambda z: nn.losses.cross_entropy(z, targets), logits, along=ones),
+         both_ways(lambda z: cross_entropy(z, targets), logits, along=ones)),
+        (f"a 4-bit weight times {TOKENS // 8} tokens",
+         lambda: quantized(x[: TOKENS // 8]), lambda: per_use(x[: TOKENS // 8])),
+    ]  # fmt: skip
     rows: list[list[object]] = []
     for name, stock, ours in pairs:
         one, other = fastest(stock), fastest(ours)

@@ -75,12 +75,7 @@ def main() -> None:
 def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> Pretrained:
     """Make, plan and train one preset."""
     project = new_project(preset, folder)
-    keys = (
-        "train.method=pretrain",
-        "train.optimizer=adamw",
-        f"train.max_steps={UPDATES}",
-        *pins,
-    )
+    keys = ("train.method=pretrain", "train.optimizer=adamw", f"train.max_steps={UPDATES}", *pins)
     for name in ("validate_data", "preflight", "recommend_config", "train"):
         stage(project, name, *keys, "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
     plan = read_recommendation(project.output / "recommended_config.json")

@@ -38,11 +38,6 @@ TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)
 RATE, WARMUP, DECAY, SEED = 2e-3, 20, 0.1, 7
 GEMM_SIZE, GEMM_EVERY = 1024, 10
 UNTRAINED = -100
-PEERS: dict[str, dict[str, Any]] = {
-    "torch": {"moved": 0.0, "double": False},
-    "moved": {"moved": 1e-7, "double": False},  # its first weights are off by what rounding is
-    "double": {"moved": 0.0, "double": True},  # in float64: what both would be without rounding
-}
 HEADER = ["preset", "optimizer", "update", "loss: mean difference", "largest", "first, last loss", "tokens/s",
           "PyTorch", "ours is", "of the GEMM limit", "PyTorch"]  # fmt: skip
 
@@ -71,21 +66,17 @@ def main() -> None:
     parser.add_argument("--preset", default="10m", choices=list(VOCABULARIES))
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
     parser.add_argument("--minutes", type=float, default=60, help="for each optimizer, after which it ends early")
-    parser.add_argument("--model", type=Path, help="made of the preset before; default: a new one")
-    parser.add_argument("--left", default="safetrain", choices=["safetrain", *PEERS], help="instead of safetrain")
-    parser.add_argument("--right", default="torch", choices=list(PEERS), help="what it is beside")
     asked = parser.parse_args()
     load_fast_blas()  # before anything imports mlx
-    rows, worst, sides = list[list[object]](), 0.0, (asked.left, asked.right)
+    rows, worst = list[list[object]](), 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl", 1000)
-        model = asked.model or folder / "model"
-        if asked.model is None:
-            make_model(asked.preset, model, folder / "documents.jsonl", folder)
+        model = folder / "model"
+        make_model(asked.preset, model, folder / "documents.jsonl", folder)
         data = windows_of(model, asked.window, asked.updates * asked.windows)
         for optimizer in asked.optimizer:
-            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes, sides)
+            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes)
             rows.append(row_of(asked, optimizer, steps, peaks, read_model_files(model).parameters))
             worst = max(worst, *(step.difference for step in steps))
             print(rows[-1], flush=True)
@@ -95,8 +86,7 @@ def main() -> None:
         f"{GEMM_SIZE} in mlx, timed between the updates. PyTorch computes whole windows under a mask. Other processes "
         "shared the machine.",
     )
-    whole = asked.updates >= parser.get_default("updates") and sides == ("safetrain", "torch")
-    write = write_result if whole else show_result
+    write = write_result if asked.updates >= parser.get_default("updates") else show_result
     write("bench_pretrain_torch", "Training from scratch beside a plain PyTorch loop", HEADER, rows, notes)
     sys.exit(worst > 0.01)
 
@@ -127,7 +117,7 @@ def windows_of(model: Path, window: int, count: int) -> TokenWindows:
 
 
 def compare(
-    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float, sides: tuple[str, str]
+    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float
 ) -> tuple[list[Step], list[float]]:
     """Every update on both sides, in turn; and products per second that were measured meanwhile, in FLOP/s."""
     threads = min(MOST_SHARDS, usable_cores())
@@ -135,12 +125,10 @@ def compare(
     job = {"model": str(model), "windows": str(folder / "windows.npz"), "threads": threads,
            "optimizer": settings.optimizer, "weight_decay": settings.weight_decay, "rate": settings.learning_rate,
            "warmup": settings.warmup_steps, "updates": settings.max_steps}  # fmt: skip
-    left, right = sides
-    peer = start_peer({**job, **PEERS[right]})
-    ours = our_updates(model, data, settings) if left == "safetrain" else updates_of_peer({**job, **PEERS[left]})
+    peer = start_peer(job)
     steps, peaks, began = list[Step](), list[float](), time.monotonic()
     with peer:
-        for number, (loss, seconds) in enumerate(ours):
+        for number, (loss, seconds) in enumerate(our_updates(model, data, settings)):
             theirs = answer_of(peer)
             steps.append(Step(loss, theirs["loss"], seconds, theirs["seconds"]))
             if number % GEMM_EVERY == 0 or number + 1 == settings.max_steps:
@@ -158,14 +146,6 @@ def start_peer(job: dict[str, Any]) -> "subprocess.Popen[str]":
         [TORCH, str(ROOT / "benchmarks" / "pretrain_peer_torch.py"), json.dumps(job)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_WAIT_POLICY": "passive"},
     )  # fmt: skip
-
-
-def updates_of_peer(job: dict[str, Any]) -> Iterator[tuple[float, float]]:
-    """Mean loss and seconds of each update of another loop like the peer's."""
-    with start_peer(job) as other:
-        for _ in range(job["updates"]):
-            found = answer_of(other)
-            yield found["loss"], found["seconds"]
 
 
 def answer_of(peer: "subprocess.Popen[str]") -> dict[str, Any]:

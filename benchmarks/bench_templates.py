@@ -1,6 +1,6 @@
 """Does safetrain train the right tokens with the chat templates that models are published with? Every case judged.
 
-    python -m benchmarks.bench_templates [--cache FOLDER] [--only PART-OF-A-NAME] [--faults FILE]
+    python -m benchmarks.bench_templates [--cache FOLDER] [--only PART-OF-A-NAME]
 
 The templates are read at run time from two packages (see benchmarks/templates/material.py) and given to safetrain
 in folders of models without weights. What is right is found by an oracle that shares no code with safetrain: from
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.templates.conversations import Conversation, conversations
 from benchmarks.templates.material import digest, published
-from benchmarks.templates.report import write_faults, write_report
+from benchmarks.templates.report import write_report
 from benchmarks.templates.running import Result, run_template
 from safetrain.core.storage.files import cache_directory
 from safetrain.data.validate import validate
@@ -32,8 +32,6 @@ def main() -> None:
         sys.exit(f"{len(templates)} templates are fewer than {LEAST}")
     wanted = [template for template in templates if chosen.only in " ".join(template.names)]
     results = run_all(wanted, conversations())
-    if chosen.faults:
-        write_faults(chosen.faults, results)
     wrong = write_report(results, digest(templates), keep=not chosen.only)
     sys.exit(int(wrong > 0))
 
@@ -51,7 +49,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cache", type=Path, default=cache_directory() / "chat-templates")
     parser.add_argument("--only", default="", help="templates whose name contains this; the result is not kept")
-    parser.add_argument("--faults", type=Path, help="write every wrong case to this file")
     return parser.parse_args()
 
 

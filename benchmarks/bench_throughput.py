@@ -34,18 +34,9 @@ OURS = "safetrain"
 TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)
 INSTALL = "install with: `uv pip install --editable '.[bench]'`, or name an interpreter in BENCH_TORCH_PYTHON"
 HEADER = [
-    "case",
-    "trained by",
-    "tokens/s",
-    "ours is",
-    "peak of mlx, MiB",
-    "ours needs",
-    "peak of the process, MiB",
-    "ours needs",
-    "padding",
-    "of the GEMM peak",
-    "counted",
-]
+    "case", "trained by", "tokens/s", "ours is", "peak of mlx, MiB", "ours needs", "peak of the process, MiB",
+    "ours needs", "padding", "of the GEMM peak", "counted",
+]  # fmt: skip
 
 
 class Failed(Exception):
@@ -153,16 +144,12 @@ def train_ours(prepared: Prepared) -> ModelMeasures:
     for name in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / name, folder / name)
     overrides = [
-        f"model.path={prepared.model}",
-        f"data.path={prepared.scratch / 'data'}",
-        f"train.batch_size={case.batch_size}",
-        f"train.max_seq_length={case.max_tokens}",
-        f"train.learning_rate={LEARNING_RATE}",
-        *("train.gradient_accumulation=1", "train.num_epochs=1", "train.warmup_steps=0", f"train.seed={SEED}"),
-        *(f"train.eval_steps={NEVER}", f"train.save_steps={NEVER}"),
-        *(f"lora.rank={RANK}", f"lora.scale={SCALE}", "lora.dropout=0"),
-        *(f"lora.num_layers={prepared.config['num_hidden_layers']}", f"lora.targets=[{','.join(LINEARS)}]"),
-    ]
+        f"model.path={prepared.model}", f"data.path={prepared.scratch / 'data'}", f"train.batch_size={case.batch_size}",
+        f"train.max_seq_length={case.max_tokens}", f"train.learning_rate={LEARNING_RATE}", f"train.seed={SEED}",
+        "train.gradient_accumulation=1", "train.num_epochs=1", "train.warmup_steps=0", f"train.eval_steps={NEVER}",
+        f"train.save_steps={NEVER}", f"lora.rank={RANK}", f"lora.scale={SCALE}", "lora.dropout=0",
+        f"lora.num_layers={prepared.config['num_hidden_layers']}", f"lora.targets=[{','.join(LINEARS)}]",
+    ]  # fmt: skip
     process_bytes = 0
     for stage in ("validate_data", "preflight", "recommend_config", "train"):
         process_bytes = run([sys.executable, "-m", f"stages.{stage}", *overrides], folder, TRAIN_SECONDS)
@@ -174,16 +161,9 @@ def train_ours(prepared: Prepared) -> ModelMeasures:
             f"trained {summary['train_rows']} rows of {said:.0f} tokens, not {len(prepared.tokens)} of {tokens}"
         )
     return ModelMeasures(
-        OURS,
-        tokens,
-        sum(prepared.labels),
-        seconds,
-        summary["steps"],
-        len(prepared.tokens),
-        summary.get("padding_share"),
-        summary["peak_memory_bytes"],
-        process_bytes,
-    )
+        OURS, tokens, sum(prepared.labels), seconds, summary["steps"], len(prepared.tokens),
+        summary.get("padding_share"), summary["peak_memory_bytes"], process_bytes,
+    )  # fmt: skip
 
 
 def train_mlx_lm(prepared: Prepared) -> ModelMeasures:
@@ -203,42 +183,23 @@ def train_peer(prepared: Prepared, name: str, python: str, module: str, dtype: s
     case, scratch = prepared.case, prepared.scratch
     result = scratch / f"{module}-{dtype}.json"
     job = {
-        "model": str(prepared.model),
-        "float32": str(scratch / "float32"),
-        "data": str(scratch / "data"),
-        "tokens": str(scratch / "rows.json"),
-        "adapter": str(scratch / f"{module}-{dtype}"),
-        "result": str(result),
-        "rows": len(prepared.tokens),
-        "batch_size": case.batch_size,
-        "max_tokens": case.max_tokens,
-        "least_updates": case.least_updates,
-        "seconds": case.seconds,
-        "layers": prepared.config["num_hidden_layers"],
-        "targets": LINEARS,
-        "rank": RANK,
-        "scale": SCALE,
-        "learning_rate": LEARNING_RATE,
-        "seed": SEED,
-        "threads": threads(),
-        "dtype": dtype,
-    }
+        "model": str(prepared.model), "float32": str(scratch / "float32"), "data": str(scratch / "data"),
+        "tokens": str(scratch / "rows.json"), "adapter": str(scratch / f"{module}-{dtype}"), "result": str(result),
+        "rows": len(prepared.tokens), "batch_size": case.batch_size, "max_tokens": case.max_tokens,
+        "least_updates": case.least_updates, "seconds": case.seconds, "layers": prepared.config["num_hidden_layers"],
+        "targets": LINEARS, "rank": RANK, "scale": SCALE, "learning_rate": LEARNING_RATE, "seed": SEED,
+        "threads": threads(), "dtype": dtype,
+    }  # fmt: skip
     process_bytes = run([python, "-m", module, json.dumps(job)], ROOT, TRAIN_SECONDS)
     found = json.loads(result.read_text())
     counted = found["updates"][1:]
     trained = [row for update in counted for row in update["rows"]]
     tokens = sum(prepared.tokens[row] for row in trained)
     return ModelMeasures(
-        name,
-        tokens,
-        sum(prepared.labels[row] for row in trained),
-        sum(update["seconds"] for update in counted),
-        len(counted),
-        len(trained),
-        1 - tokens / sum(update["positions"] for update in counted),
-        found.get("peak_memory_bytes"),
-        process_bytes,
-    )
+        name, tokens, sum(prepared.labels[row] for row in trained), sum(update["seconds"] for update in counted),
+        len(counted), len(trained), 1 - tokens / sum(update["positions"] for update in counted),
+        found.get("peak_memory_bytes"), process_bytes,
+    )  # fmt: skip
 
 
 def run(command: list[str], folder: Path, seconds: float) -> int:

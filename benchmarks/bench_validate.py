@@ -1,4 +1,4 @@
-"""100,000 and 1,000,000 chat rows: validated and tokenized once, beside the tokenizer library alone; then trained.
+"""100,000 and 1,000,000 chat rows: validated and tokenized once, next to the tokenizer library alone.
 
 `python -m benchmarks.bench_validate [ROWS …]` (default 100000 1000000). Needs some 15 GB of disk for the million.
 """
@@ -6,7 +6,6 @@
 import json
 import os
 import random
-import re
 import resource
 import subprocess
 import sys
@@ -16,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import write_result
-from safetrain.core.records.run_state import discard_run
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 1000  # texts that the library tokenizes at a time
 COMMON = "the of and to in a is that for it as was with be by on not he this are or his from at"
-TRAINED_ROWS = 100_000  # of these, the time to the first update and the memory of rows are measured
 ALONE = """
 import json, resource, sys, time
 from pathlib import Path
@@ -62,7 +59,6 @@ class Run:
 def main(counts: list[int]) -> None:
     """Each number of rows in a fresh project."""
     rows: list[list[object]] = []
-    notes: list[str] = []
     for count in counts:
         with tempfile.TemporaryDirectory() as scratch:
             project = clone(Path(scratch))
@@ -80,12 +76,10 @@ def main(counts: list[int]) -> None:
                 f"{alone:.1f} s", f"{done.seconds:.1f} s", f"{done.seconds / alone:.2f}",
                 f"{done.peak_bytes / 2**20:,.0f} MiB",
             ])  # fmt: skip
-            if count == TRAINED_ROWS:
-                notes += trained(project, data / "train.jsonl")
     header = [
         "rows", "file", "tokens", "median", "library alone, in batches", "validate_data", "ratio", "peak memory"
     ]  # fmt: skip
-    write_result("bench_validate", "Validating and tokenizing once", header, rows, notes)
+    write_result("bench_validate", "Validating and tokenizing once", header, rows)
 
 
 def clone(scratch: Path) -> Path:
@@ -141,58 +135,6 @@ def run(command: list[str], project: Path) -> Run:
     if status:
         raise SystemExit(f"{' '.join(command[:4])} ended with status {status}")
     return Run(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), printed)
-
-
-def trained(project: Path, data: Path) -> list[str]:
-    """Time to the first update on that store, and what its rows take in the training process."""
-    overrides = (
-        "data.path=data/many", "train.batch_size=1", "train.gradient_accumulation=1", "train.max_seq_length=512",
-        "train.max_steps=2", "train.log_steps=1", "train.eval_steps=2", "train.warmup_steps=0",
-    )  # fmt: skip
-    stage(project, "preflight", *overrides, "preflight.level=quick")
-    stage(project, "recommend_config", *overrides)
-    found = []
-    for _ in range(3):
-        discard_run(project / "checkpoints_qlora")
-        began = time.perf_counter()
-        command = [sys.executable, "-u", "-m", "stages.train", *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(project), "SAFETRAIN_LOCK_DIR": str(project.parent)}
-        with subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                if re.match(r"step +0[ /]", line):
-                    found.append(time.perf_counter() - began)
-            process.wait()
-    memory = run([sys.executable, "-c", ROWS_IN_MEMORY], project).printed
-    grown = int(memory)
-    share = 100 * grown / data.stat().st_size
-    return [
-        f"A training on the 100,000 rows is before its first update {min(found):.1f} s after its start (the best of "
-        "three; 4 validation rows are measured by then), Python, mlx and the supervisor included.",
-        f"Every update of an epoch built from the mapped store takes {grown / 2**20:.1f} MiB more of the process's "
-        f"memory than before it was opened: {share:.1f} % of the file.",
-    ]
-
-
-ROWS_IN_MEMORY = """
-import psutil
-from pathlib import Path
-from safetrain.core.data.training_rows import Cursor
-from safetrain.core.data.store import open_store, store_path
-from safetrain.engine.batches import BatchLayout, update_at
-from safetrain.core.records.settings import updates_per_epoch
-process = psutil.Process()
-few = open_store(store_path(Path("data/validated"), "test")).rows
-for _ in range(50):
-    update_at(few, Cursor(0, 0), 42, 16, BatchLayout(8192))  # what mlx itself takes
-before = process.memory_info().rss
-rows = open_store(store_path(Path("data/validated"), "train")).rows.cut(512)
-most = 0
-for window in range(updates_per_epoch(len(rows), 16)):
-    update_at(rows, Cursor(0, window), 42, 16, BatchLayout(8192))
-    if window % 200 == 0:
-        most = max(most, process.memory_info().rss - before)
-print(most)
-"""
 
 
 if __name__ == "__main__":

@@ -133,13 +133,8 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     weights = load_file(Path(job["model"]) / "model.safetensors")
-    if job["double"]:
-        torch.set_default_dtype(torch.float64)
-        weights = {name: value.double() for name, value in weights.items()}
     model = Llama(json.loads((Path(job["model"]) / "config.json").read_text()))
-    torch.manual_seed(1)
-    moved = {name: value * (1 + job["moved"] * torch.randn_like(value)) for name, value in weights.items()}
-    model.load_state_dict({name.removeprefix("model."): value for name, value in moved.items()})
+    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
     tools, data = optimizers(model, job), np.load(job["windows"])
     for update, _ in enumerate(sys.stdin):
         began = time.perf_counter()

@@ -41,35 +41,17 @@ class Case:
 
 
 MIDDLE = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "intermediate_size": 2048,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "vocab_size": 8192,
-}
+    "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "head_dim": 64, "vocab_size": 8192,
+}  # fmt: skip
 LARGE_VOCABULARY = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "intermediate_size": 768,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 150_000,
-}
+    "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 150_000,
+}  # fmt: skip
+LONG_TAILED = "91M Llama, rows of 120 tokens in the middle, 512 at most"
 CASES = (
     Case("a", "encyclopedia-3m, data/example", max_tokens=128, batch_size=8, rows=None, least_updates=10),
-    Case(
-        "b",
-        "91M Llama, rows of 120 tokens in the middle, 512 at most",
-        512,
-        8,
-        160,
-        3,
-        median=120,
-        spread=0.8,
-        changes=MIDDLE,
-    ),
+    Case("b", LONG_TAILED, 512, 8, 160, 3, median=120, spread=0.8, changes=MIDDLE),
     Case("c", "vocabulary of 150,000, 4 x 512 tokens", 512, 4, 20, 3, median=512, changes=LARGE_VOCABULARY),
 )
 

@@ -15,11 +15,7 @@ TEXTS = [
 
 
 def write_ds(
-    path: Path,
-    documents: Sequence[Sequence[int]],
-    *,
-    token_bytes: int = 2,
-    tokenizer: str | None = None,
+    path: Path, documents: Sequence[Sequence[int]], *, token_bytes: int = 2, tokenizer: str | None = None
 ) -> Path:
     """One file of tokens with its index; with metadata where they are given."""
     ids = np.array([number for document in documents for number in document], dtype=f"<u{token_bytes}")

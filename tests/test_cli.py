@@ -1,27 +1,31 @@
-"""`safetrain fetch` and `safetrain convert`: complete folders or clear errors."""
+"""`safetrain fetch`, `convert`, `fuse`, `export` and `import`: complete folders or clear errors; what -h says."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from safetrain.cli import app
+from safetrain.cli import COMMANDS, app
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.records.fusing import EXPORT_REPORT, ExportReport
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_record
+from safetrain.core.storage.files import read_record, write_record
 from safetrain.plan.hub import fetch_model
 from tests.conftest import EMBEDDED, ROOT
+from tests.engine.test_fuse import adapter_of
+from tests.engine.test_training import rows
 from tests.stores import write_stores
 
 Build = Callable[..., Path]
@@ -31,8 +35,8 @@ def invoke(*arguments: str) -> str:
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False).output
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_converted_model_is_smaller_and_whole(tiny_model: Build, tmp_path: Path, bits: int) -> None:
+def test_a_converted_model_is_smaller_and_whole(tiny_model: Build, tmp_path: Path) -> None:
+    bits = 4
     source, target = tiny_model(), tmp_path / "converted"
     assert f"{target} is written" in invoke("convert", str(source), str(target), "--bits", str(bits))
     before, after = read_model_files(source), read_model_files(target)
@@ -40,17 +44,11 @@ def test_a_converted_model_is_smaller_and_whole(tiny_model: Build, tmp_path: Pat
     assert after.static_bytes < before.static_bytes / 2
 
 
-def test_its_version_is_told() -> None:
-    assert invoke("--version") == f"safetrain {version('safetrain')}\n"
-
-
-def test_outside_a_project_there_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="This folder is not a safetrain project"):
-        invoke("result")
-
-
 def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) -> None:
+    (tmp_path / "adapters.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="An adapter is a folder"):
+        invoke("fuse", str(tmp_path / "out"), "--adapter", str(tmp_path / "adapters.safetensors"))
+    assert invoke("--version") == f"safetrain {version('safetrain')}\n"
     quantized = str(tiny_model("quantized", bits=4))
     with pytest.raises(ModelError, match="already has 4 bits"):
         invoke("convert", quantized, str(tmp_path / "t"))
@@ -61,23 +59,29 @@ def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) ->
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
 
 
-def test_fuse_measures_on_the_rows_that_the_training_validated_on(
-    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.engine.test_fuse import adapter_of
-    from tests.engine.test_training import rows
+@pytest.fixture
+def tuned(tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Makes a project with rows and an adapter for a base of so many bits; returns the base."""
 
-    base = tiny_model(bits=8)
-    monkeypatch.chdir(tmp_path)
-    write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
-    adapter_of(base, paths.ADAPTERS)
-    write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+    def make(bits: int) -> Path:
+        base = tiny_model("base", bits=bits)
+        monkeypatch.chdir(tmp_path)
+        write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
+        adapter_of(base, paths.ADAPTERS)
+        write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+        return base
+
+    return make
+
+
+def test_fuse_measures_on_the_rows_that_the_training_validated_on(tuned: Callable[[int], Path], tmp_path: Path) -> None:
+    tuned(8)
     with pytest.raises(ConfigError, match="Unsupported quantization"):
         invoke("fuse", "out", "--bits", "7")
-    said = invoke("fuse", "out", "--may-lose", "30")
-    assert "on 9 validation rows" in said
-    assert "8 bits" in said
-    assert "mlx_lm.generate --model out" in said
+    told = invoke("fuse", "out", "--may-lose", "30")
+    assert [
+        said for said in ("on 9 validation rows", "8 bits", "mlx_lm.generate --model out") if said not in told
+    ] == []
     assert read_model_files(tmp_path / "out").quantization_bits == 8
     assert "keeps" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "chat.json").read_bytes() == (paths.ADAPTERS / "chat.json").read_bytes()
@@ -86,23 +90,15 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(
 
 
 def test_a_gguf_file_is_measured_on_the_same_rows(
-    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuned: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf", reason="the extra gguf is not installed")
-    from tests.engine.test_fuse import adapter_of
-    from tests.engine.test_training import rows
-
-    base = tiny_model(bits=8)
-    monkeypatch.chdir(tmp_path)
-    write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
-    adapter_of(base, paths.ADAPTERS)
-    write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+    tuned(8)
     with pytest.raises(ConfigError, match=r"name does not end with \.gguf"):
         invoke("export", "gguf", "out")
-    said = invoke("export", "gguf", "out.gguf")
-    assert "on 9 validation rows" in said
-    assert "out.gguf is written: q8_0" in said
-    assert "llama-cli -m out.gguf" in said
+    told = invoke("export", "gguf", "out.gguf")
+    for said in ("on 9 validation rows", "out.gguf is written: q8_0", "llama-cli -m out.gguf"):
+        assert said in told
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda _name: None)
         with pytest.raises(ConfigError, match="package gguf is not installed"):
@@ -151,18 +147,17 @@ def test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down(hub: S
     assert "owner/name" in str(caught.value)
 
 
-def test_a_half_download_never_gets_its_name(hub: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_half_download_never_gets_its_name_and_a_small_disk_is_told_before(
+    hub: SimpleNamespace, tmp_path: Path
+) -> None:
+    hub.size = 2**60
+    with pytest.raises(DiskFullError, match="no room"):
+        fetch_model("owner/name", tmp_path / "models")
+    hub.size = 1000
     hub.truncate = True
     with pytest.raises(ModelError, match="not fully downloaded"):
         fetch_model("owner/name", tmp_path / "models")
     assert not (tmp_path / "models" / "name").exists()
-
-
-def test_a_disk_that_is_too_small_is_told_before_downloading(hub: SimpleNamespace, tmp_path: Path) -> None:
-    hub.size = 2**60
-    with pytest.raises(DiskFullError, match="no room"):
-        fetch_model("owner/name", tmp_path / "models")
-    assert not list((tmp_path / "models").iterdir())
 
 
 def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,21 +220,15 @@ def test_a_typo_under_gate_is_no_verdict(tmp_path: Path, monkeypatch: pytest.Mon
     assert told in done.stderr
 
 
-@pytest.mark.parametrize("command", ["info", "repro", "exp"])
-def test_a_broken_params_yaml_is_named_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_repro_says_in_our_words_what_is_broken_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DVC's own error names no remedy."""
     (tmp_path / "params.yaml").write_text("train:\n  seed: 42\n  lora: [\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"params.yaml is not valid YAML.\n  where:    params.yaml:4\n"):
-        invoke(command)
-
-
-def test_repro_says_in_our_words_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DVC's own error names no remedy."""
+    for command in ("info", "repro", "exp"):
+        with pytest.raises(ConfigError, match=r"params.yaml is not valid YAML.\n  where:    params.yaml:4\n"):
+            invoke(command)
     (tmp_path / "data/example").mkdir(parents=True)
     (tmp_path / "params.yaml").write_text("data: {path: data/exmaple}\nmodel: {path: owner/name, create: null}\n")
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"did you mean data/example\?"):
         invoke("repro")
     (tmp_path / "data/exmaple").touch()
@@ -254,12 +243,6 @@ def test_a_new_project_estimates_for_this_machine(tmp_path: Path, monkeypatch: p
     assert (done.exit_code, "on this machine (" in done.output, "it fits" in done.output) == (0, True, True)
 
 
-def test_a_file_is_no_adapter(tmp_path: Path) -> None:
-    (tmp_path / "adapters.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="An adapter is a folder"):
-        invoke("fuse", str(tmp_path / "out"), "--adapter", str(tmp_path / "adapters.safetensors"))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a folder that is closed to root too")
 def test_what_cannot_be_written_is_told_without_a_traceback(tiny_model: Build) -> None:
     command = [sys.executable, "-m", "safetrain.cli", "convert", str(tiny_model()), "/sys/converted"]
@@ -269,9 +252,69 @@ def test_what_cannot_be_written_is_told_without_a_traceback(tiny_model: Build) -
     assert "where:    /sys/" in done.stderr
 
 
-def test_sigterm_while_a_model_is_opened_is_no_missing_package() -> None:
-    from safetrain.core.signals import Terminated, terminate
-    from safetrain.engine.upstream.loading import errors_told
+def test_an_adapter_goes_out_and_comes_back(tuned: Callable[[int], Path]) -> None:
+    base = tuned(4)
+    (base / ".hub_id").write_text(f"owner/base-4bit\n{'f' * 40}\n")
+    said = invoke("export", "peft", "out")
+    assert "on 9 validation rows" in said
+    assert "for the 4-bit base, dequantized" in said
+    assert "Name the float one: --base-name" in said
+    assert "the base is owner/base-4bit" in said
+    assert "the same answer on 9 of 9 rows" in said
+    assert read_record(Path("out") / EXPORT_REPORT, ExportReport).rows == 9
+    with pytest.raises(ConfigError, match="already exists"):
+        invoke("export", "peft", "out", "--base-name", "owner/base")
+    assert 'from_pretrained("owner/base"), "named")' in invoke("export", "peft", "named", "--base-name", "owner/base")
+    with pytest.raises(ConfigError, match="not a safetrain project"):
+        invoke("import", "peft", "out", "back")
+    said = invoke("import", "peft", "out", "back", "--model", str(base))
+    assert "trained this adapter on owner/base-4bit; here its base is" in said
+    assert "LoRA of rank 4, scale 2, on mlp.down_proj" in said
+    assert "of the top 2 blocks" in said
+    assert (Path("back") / "adapters.safetensors").read_bytes() == (
+        paths.ADAPTERS / "adapters.safetensors"
+    ).read_bytes()
 
-    with pytest.raises(Terminated), errors_told("open the model"):
-        terminate(signal.SIGTERM)
+
+# Each costs from a hundredth of a second to several.
+HEAVY = (
+    "dvc", "huggingface_hub", "hydra", "jinja2", "matplotlib", "mlx", "mlx_lm", "mlflow", "numpy", "omegaconf",
+    "pandas", "psutil", "pyarrow", "requests", "scipy", "tensorboard", "tokenizers", "torch", "transformers", "wandb",
+    "yaml",
+)  # fmt: skip
+ALL_HELP = """
+import sys
+from safetrain.cli import app
+from typer.testing import CliRunner
+for words in {commands}:
+    done = CliRunner().invoke(app, [*words, "-h"])
+    assert done.exit_code == 0, (words, done.output)
+    assert done.output == CliRunner().invoke(app, [*words, "--help"]).output
+print(*sorted({{name.partition(".")[0] for name in sys.modules}} & set({heavy})))
+"""
+
+
+def commands(group: typer.core.TyperGroup | None = None) -> Iterator[list[str]]:
+    """The words of every command, and of every group."""
+    found = group or typer.main.get_command(app)
+    assert isinstance(found, typer.core.TyperGroup)
+    for name, command in found.commands.items():
+        yield [name]
+        if isinstance(command, typer.core.TyperGroup):
+            yield from ([name, *words] for words in commands(command))
+
+
+def test_no_help_waits_for_what_it_does_not_need() -> None:
+    """Every command under half a second to its help: what takes longer is imported where it is used."""
+    script = ALL_HELP.format(commands=[[], *commands()], heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_the_first_page_tells_commands_in_the_order_of_use_each_in_one_line() -> None:
+    said = CliRunner().invoke(app, ["-h"], env={"COLUMNS": "80"}).output
+    places = [said.index(f"─ {panel} ─") for panel in COMMANDS]
+    assert places == sorted(places)
+    assert "─ Commands ─" not in said  # one that is in no group
+    told = said[places[0] :].splitlines()
+    assert not [line for line in told if line.startswith("│    ")], "a command's first line is too long"

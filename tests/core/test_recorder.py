@@ -1,7 +1,8 @@
-"""The flight recorder survives the death of its writer, and a reader never sees a record that is not whole."""
+"""The flight recorder and the journal survive the death of their writer; a reader never sees half a record."""
 
 import errno
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -12,6 +13,20 @@ from unittest.mock import Mock
 
 import pytest
 
+from safetrain.core.events import (
+    Begun,
+    Died,
+    Event,
+    EventPipe,
+    Failed,
+    Finished,
+    Journal,
+    Progress,
+    Said,
+    Started,
+    parse_event,
+    parse_journal,
+)
 from safetrain.core.recorder import (
     HEADER_BYTES,
     LAYOUT,
@@ -27,6 +42,7 @@ from safetrain.core.recorder import (
     boot_id,
     read_flight,
 )
+from safetrain.core.records.metrics import StepRecord
 
 # Writes four records a step, and stays in the last step's optimizer until it is killed.
 WRITER = """
@@ -101,10 +117,13 @@ def test_what_was_written_is_there_after_a_kill(tmp_path: Path) -> None:
     assert last.footprint_bytes > 2**20
 
 
-@pytest.mark.parametrize("count", [10, SLOTS, SLOTS + 1, 2 * SLOTS])
+@pytest.mark.parametrize("count", [10, SLOTS, 2 * SLOTS + 1])
 def test_the_ring_is_whole_where_it_wraps_and_a_record_that_is_not_whole_is_skipped(tmp_path: Path, count: int) -> None:
     path = tmp_path / "recorder.bin"
+    reader = FlightReader(path)
     fill(path, count)
+    numbers = [record.number for record in reader.read()]  # one that was overtaken goes on with the newest
+    assert (numbers == sorted(set(numbers)), numbers[-1], reader.read()) == (True, count, [])
     steps = [record.work.step for record in read(path)]
     assert steps == list(range(max(1, count - SLOTS + 1), count + 1))
     number_of(path, (count - 1) % SLOTS, 0)  # cut off
@@ -118,23 +137,15 @@ def test_everything_that_a_record_holds_comes_back(tmp_path: Path) -> None:
     recorder.predicted_peak_bytes, recorder.loss = 2**43, 0.125
     before = time.monotonic()
     recorder.write(Phase.EVALUATE, Edge.AFTER, Work(2**32 - 1, 2**32 - 1, 100, 2**31, tuple(range(1, 100))))
-    (record,) = read(tmp_path / "recorder.bin")
+    with pytest.raises(ZeroDivisionError), recorder.phase(Phase.SAVE, Work(3)):
+        raise ZeroDivisionError
+    record, failed = read(tmp_path / "recorder.bin")
+    assert (failed.phase, failed.edge, failed.work.step) == (Phase.SAVE, Edge.BEFORE, 3)
     assert record.work == Work(2**32 - 1, 2**32 - 1, 100, 2**31, tuple(range(1, MOST_ROWS + 1)))
     assert record.allocator == Allocator(2**40, 2**41, 2**42)
     assert (record.predicted_peak_bytes, record.loss) == (2**43, 0.125)
     assert before <= record.monotonic_seconds <= time.monotonic()
     assert record.wall_seconds == pytest.approx(time.time(), abs=60)
-
-
-def test_a_phase_that_fails_leaves_its_beginning_as_the_last_record(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "recorder.bin")
-    with recorder.phase(Phase.LOAD_DATA):
-        pass
-    with pytest.raises(ZeroDivisionError), recorder.phase(Phase.SAVE, Work(3)):
-        raise ZeroDivisionError
-    assert [(record.phase, record.edge, record.work.step) for record in read(tmp_path / "recorder.bin")] == [
-        (Phase.LOAD_DATA, Edge.BEFORE, 0), (Phase.LOAD_DATA, Edge.AFTER, 0), (Phase.SAVE, Edge.BEFORE, 3),
-    ]  # fmt: skip
 
 
 def test_files_that_are_not_ours_or_are_damaged_stop_no_training(tmp_path: Path) -> None:
@@ -178,18 +189,6 @@ def test_a_reader_gives_each_record_once_while_another_process_writes(tmp_path: 
     assert seen[-1] == read(path)[-1]
 
 
-def test_a_reader_that_was_overtaken_goes_on_with_the_newest(tmp_path: Path) -> None:
-    """A supervisor that was stopped for an hour."""
-    path = tmp_path / "recorder.bin"
-    recorder, reader = fill(path, 10), FlightReader(path)
-    assert len(reader.read()) == 10
-    for step in range(11, 10 + SLOTS + 500):
-        recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(step))
-    numbers = [record.number for record in reader.read()]
-    assert numbers == sorted(set(numbers))
-    assert (numbers[0] > 10, numbers[-1], reader.read()) == (True, 10 + SLOTS + 499, [])
-
-
 def test_making_it_durable_writes_nothing_and_a_disk_that_refuses_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,3 +223,61 @@ def test_a_reader_follows_the_recorder_that_replaces_the_old_one(tmp_path: Path)
     assert (reader.header.device, reader.header.pid) == ("Device(gpu, 0)", os.getpid())
     path.unlink()
     assert (reader.read(), reader.last) == ([], None)
+
+
+RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
+EVENTS: list[Event] = [
+    Begun(15, 4, "training on 18 rows\nof text"),
+    RECORD,
+    Said("the disk is full — ≥ 3 MiB"),
+    Failed("TrainingError", "line one\nline two", 7),
+    Finished(15),
+]
+
+
+def events_in(path: Path) -> list[Event]:
+    return [entry.event for entry in parse_journal(path.read_bytes())]
+
+
+def test_events_come_back_equal_a_line_each_and_a_torn_one_is_none(tmp_path: Path) -> None:
+    with (tmp_path / "pipe").open("w+b") as file:
+        pipe = EventPipe(file.fileno())
+        for event in EVENTS:
+            pipe.send(event)
+    lines = (tmp_path / "pipe").read_bytes().splitlines(keepends=True)
+    assert [parse_event(line) for line in lines] == EVENTS
+    assert all(parse_event(line[:kept]) is None for line in lines for kept in range(len(line) - 1))
+
+
+def test_every_kind_of_event_comes_back_and_only_those_of_this_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    before: list[Event] = [Started(), Begun(9, 0, "an earlier run"), Finished(9)]
+    events: list[Event] = [
+        Started(), Begun(9, 0, "this run"), Said("text"), Progress(1, 2.0, 3), Failed("Error", "text", 1),
+        Died("killed", 3), Started(), Begun(9, 4, "continued"), Finished(9), Started(),
+    ]  # fmt: skip
+    for event in (*before, *events):
+        journal.write(event)
+    assert events_in(tmp_path / "journal.jsonl") == events
+    journal.take(Begun(100, 40, "training"))
+    for step in range(41, 60):  # of progress it keeps some
+        journal.take(StepRecord(step, 1.0, 1.5, None, 1e-4, 0.5, 20, 900.0, 1, 1, 2.0 * step))
+    assert events_in(tmp_path / "journal.jsonl")[-2:] == [Begun(100, 40, "training"), Progress(41, 82.0, 0)]
+
+
+def test_a_line_that_a_power_cut_or_a_full_disk_has_cut_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write(Said("before"))
+    with path.open("ab") as file:
+        file.write(b'\n{"type": "Said", "te')
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, usual[1]))
+    try:
+        journal.write(Said("lost"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    journal.write(Said("after"))
+    assert events_in(path) == [Said("before"), Said("after")]
+    (tmp_path / "a folder").mkdir()
+    Journal(tmp_path / "a folder").write(Said("lost"))  # disturbs no training

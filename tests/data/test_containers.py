@@ -1,18 +1,32 @@
-"""One file of each container, compression and encoding is written, and read as the rows that it says."""
+"""Files: each container, compression and encoding is read as its rows; damaged and hostile ones are one clear error."""
 
+import gzip
+import io
 import itertools
 import json
+import pickle
+import tarfile
+import tempfile
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet as parquet_files
+from typer.testing import CliRunner
 
-from safetrain.core.errors import DataError
+from safetrain.cli import app
+from safetrain.core.errors import DataError, SafetrainError
+from safetrain.core.formatting import printable
 from safetrain.data.files import rows_of
-from tests.conftest import chat
+from safetrain.data.forms import parse_row
+from safetrain.data.json_rows import RowError
+from safetrain.data.repair import repair
+from tests.conftest import EMBEDDED, chat
 from tests.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, lines, parquet, table
 from tests.data.reading import gate, read_rows, refusal_of, values
 
@@ -41,6 +55,13 @@ def test_tables_of_arrow(tmp_path: Path) -> None:
     assert values(parquet(tmp_path / "a.parquet", ROWS)) == ROWS
     assert values(arrow_stream(tmp_path / "data-00000-of-00001.arrow", ROWS)) == ROWS
     assert values(arrow_stream(tmp_path / "a.feather", ROWS, file=True)) == ROWS
+    rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
+    path = parquet(tmp_path / "b.parquet", rows)  # bytes are text, or null
+    assert next(value for _, value in rows_of(path)) == {"prompt": "q", "completion": "ação"}
+    assert f"{path}, row 2: completion must be a string, not null" in refusal_of(path)
+    times = pyarrow.array([1, None], pyarrow.timestamp("ns"))  # are left out
+    parquet_files.write_table(pyarrow.table({"text": ["a", "b"], "at": times}), path)
+    assert [value for _, value in rows_of(path)] == [{"text": "a"}, {"text": "b"}]
 
 
 def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) -> None:
@@ -50,28 +71,6 @@ def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) ->
     (sourced,) = read_rows(path)
     assert sourced.row.as_json() == chat("q", "a")
     assert (sourced.where, sourced.row.ignored_keys) == (f"{path}, row 1", ("score",))
-
-
-def test_bytes_in_a_table_are_text_or_refused(tmp_path: Path) -> None:
-    rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
-    path = parquet(tmp_path / "a.parquet", rows)
-    assert next(value for _, value in rows_of(path)) == {"prompt": "q", "completion": "ação"}
-    assert f"{path}, row 2: completion must be a string, not null" in refusal_of(path)
-
-
-def test_times_to_the_nanosecond_do_not_refuse_the_table(tmp_path: Path) -> None:
-    at = pyarrow.timestamp("ns")
-    columns = {"at": pyarrow.array([1, None], at), "all": pyarrow.array([[1], []], pyarrow.list_(at))}
-    parquet_files.write_table(pyarrow.table({"text": ["a", "b"], **columns}), tmp_path / "a.parquet")
-    assert [value for _, value in rows_of(tmp_path / "a.parquet")] == [{"text": "a"}, {"text": "b"}]
-
-
-def test_an_empty_cell_of_csv_is_null_and_one_of_json_is_decoded(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("prompt,completion,label,messages,chosen,input\nq,a,,,,\n")
-    assert values(path) == [{"prompt": "q", "completion": "a"}]
-    path.write_text(table([{"id": "1", "messages": json.dumps(chat("q", "a")["messages"])}], ","))
-    assert values(path) == [chat("q", "a")]
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -129,10 +128,7 @@ def test_a_list_in_the_first_row_is_not_taken_for_the_rows(tmp_path: Path, rows:
     [
         (json.dumps({"version": "1", "data": ROWS * 600}), "its rows under the key 'data'"),
         ("\n".join(json.dumps(row, indent=2) for row in ROWS), "one object per line"),
-        (
-            lines([{"messages": chat("q", "a")["messages"]}]).removeprefix('{"messages": '),
-            "lists of messages without",
-        ),
+        (lines([{"messages": chat("q", "a")["messages"]}]).removeprefix('{"messages": '), "lists of messages without"),
         (table(ROWS, "|"), "not a table with a header and commas"),
         ("sep=;\nprompt;completion\nq;a\n", "not a table with a header and commas"),
     ],
@@ -144,30 +140,16 @@ def test_forms_that_are_not_read_are_refused_with_what_to_write(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("text", "says", "where"),
-    [
-        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ", row 2 (line 1)"),
-        ('[\n{"text": "a"},\n{"text":\n b}\n]', "not valid JSON: Expecting value", ", row 2 (line 4)"),
-        ('[{"text": "a"}]\n{"text": "b"}', "there is text after the array", ":1"),
-        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ", row 1 (line 1)"),
-        ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ", row 2 (line 3)"),
-        ("prompt,prompt\nq,a\n", "two columns named prompt", ":1"),
-    ],
-)
-def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: str, where: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(DataError) as caught:
-        read_rows(path)
-    assert says in caught.value.what
-    assert caught.value.where == f"{path}{where}"
-
-
-@pytest.mark.parametrize(
     ("text", "says"),
     [
         (THREE_BAD, ", row 2 (line 1): the key 'text' occurs twice"),
         (THREE_BAD, ", row 3 (line 1): NaN is not valid JSON"),
+        (THREE_BAD, ", row 4 (line 1): a row must be a JSON object"),
+        ('[{"text": "a"}, {"text": "b"}', ", row 2 (line 1)"),
+        ('[\n{"text": "a"},\n{"text":\n b}\n]', ", row 2 (line 4)"),
+        ('[{"text": "a"}]\n{"text": "b"}', "there is text after the array"),
+        ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data"),
+        ("prompt,prompt\nq,a\n", "two columns named prompt"),
         ('\nprompt,completion\n"one\ntwo",a\n\nq,b\n"three\nfour",\n', ", row 3 (line 7): completion must be a string"),
         ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, but the header has 2 columns"),
         ("prompt,completion\nq,\n", ", row 1 (line 2): completion must be a string, not null or an empty cell"),
@@ -185,6 +167,8 @@ def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_pat
 @pytest.mark.parametrize("separator", [";", ",", "\t"])
 def test_cells_that_excel_leaves_empty_are_passed_over(tmp_path: Path, separator: str) -> None:
     path = tmp_path / "a.txt"
+    path.write_text(table([{"id": "1", "messages": json.dumps(chat("q", "a")["messages"])}], ","))
+    assert values(path) == [chat("q", "a")]  # a cell of JSON is decoded
     rows = ["question;answer;;", "q;a;;", ";;;", " ;;;", "r;b;;", ";;;"]
     path.write_bytes(("\ufeff" + "\r\n".join(rows).replace(";", separator)).encode())
     assert values(path) == [{"prompt": "q", "completion": "a"}, {"prompt": "r", "completion": "b"}]
@@ -206,3 +190,242 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 10e6, name
+
+
+MIB = 2**20
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+GOOD = '{"text": "good"}'
+ROW_LINES = lines(ROWS)
+SAFETENSORS = (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}      ' + b"\0" * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f'{GOOD}\n{{"text": "BIG"}}\n{GOOD}\n', "a row is longer than 16 MiB"),
+        ('text\n"LINES"\n', "a row is longer than 16 MiB"),
+        (f"[{GOOD}, {'[' * 100_000}{']' * 100_000}]", "brackets are nested"),
+        (f'messages,id\n"{"[" * 100_000}",1\n', "brackets are nested"),
+        (f'{{"text": "a", "n": {"9" * MIB}}}', "a number has too many digits"),
+        (f'{{"text": "a", "n": 1e{"9" * 400}}}', ""),
+        ('{"prompt": "a", "response": 1e999}', "a number that is too large"),
+        (f'{{"messages": [{{"role": "user", "content": "a", "x": {"[" * 990}{"]" * 990}}}]}}', "brackets are nested"),
+        ('{"text": "\\ud83d"}', "half a surrogate pair"),
+        ('{"messages": [{"role": "\\ud83d", "content": "a"}]}', r"role is ''\ud83d''"),
+        ('{"text": "a\x00b"}', "Invalid control character"),
+        ("\x00" * 4096, "a binary file, or text without"),
+        (json.dumps({ESCAPE: 1}), r"'\x1b]0;owned\x07\x1b[2J'"),
+        (json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}), r"\x1b]0;owned"),
+        (f"{ESCAPE},b\n1,2\n", r"\x1b]0;owned\x07"),
+        (f"prompt,{ESCAPE},{ESCAPE}\n1,2,3\n", "two columns named"),
+        (",".join(f"c{n}" for n in range(20_000)) + "\nx" + "," * 19_999, "unknown keys"),
+    ],
+)
+def test_it_is_read_or_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "a.jsonl"
+    text = text.replace("BIG", "x" * 17 * MIB).replace("LINES", "x\n" * 9 * MIB)
+    path.write_bytes(text.encode())
+    said = refusal_of(path)
+    assert bool(said) == bool(says)
+    assert says in printable(said)
+    assert "\x1b" not in said
+    assert len(printable(said)) < 6000
+
+
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard"])
+def test_a_bomb_is_refused_before_it_is_decompressed(tmp_path: Path, compression: str) -> None:
+    """Hundreds of pieces that each unpack to a MiB: one line, and many."""
+    pack, path = COMPRESSIONS[compression][1], tmp_path / "a.jsonl"
+    line = b'{"text": "' + b"x" * (MIB - 13) + b'"}\n'
+    one_line, many = pack(b'{"text": "') + pack(b"x" * MIB) * 300, pack(line) * 300
+    for content, said in ((one_line, "longer than 16 MiB"), (many, "decompresses to more than 200 times its size")):
+        path.write_bytes(content)
+        tracemalloc.start()
+        with pytest.raises(DataError, match=said):
+            sum(1 for _ in rows_of(path))
+        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+        tracemalloc.stop()
+
+
+# Files that hold no rows, and text that is not UTF-8
+
+
+def refused(path: Path, content: bytes | str) -> DataError:
+    """What is said of a file with this content."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert str(path) in caught.value.where
+    return caught.value
+
+
+def archive(name: str) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        file.writestr(name, ROW_LINES)
+    return content.getvalue()
+
+
+def tar() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as file:
+        file.addfile(tarfile.TarInfo("train.jsonl"), io.BytesIO())
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "do"),
+    [
+        (b"\x04\x22\x4d\x18 and so on", "compressed with bzip2, xz or LZ4", "use gzip or zstd"),
+        (gzip.compress(tar(), mtime=0), "an archive", "unpack it"),
+        (archive("xl/workbook.xml"), "an Office document", "CSV in UTF-8"),
+        (gzip.compress(gzip.compress(ROW_LINES.encode()), mtime=0), "a binary table inside gzip", "decompress it once"),
+        (SAFETENSORS, "a model's weights", "model.path"),
+        (pickle.dumps(ROWS), "a Python pickle", "a pickle can run code"),
+        (b"%PDF-1.7\n", "a PDF or an old Office document", "as JSON lines or CSV"),
+        (bytes(range(256)) * 4, "a binary file, or text without", "in UTF-8"),
+        ("Once upon a time there was iron.\nAnd gold.\n", "no line begins with a JSON object", "completion"),
+        ("<!DOCTYPE html>\n<html></html>\n", "a web page", "not the page that shows it"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS", "git lfs pull"),
+        ("", "has no rows", ""),
+        (lines(ROWS[:1]).encode("cp1252"), "not UTF-8", "iconv -f WINDOWS-1252 -t UTF-8"),
+        (ROW_LINES.encode() + b'{"text": "caf\xe9"}\n', "not UTF-8", "correct that byte"),
+        (ROW_LINES.encode() + '{"text": "é'.encode()[:-1], "it is cut off", "copy or download"),
+        ('[{"text": "aé'.encode("utf-16")[:-1], "it is cut off", "copy or download"),
+    ],
+)
+def test_a_file_that_is_no_rows_is_said_to_be_what_it_is(
+    tmp_path: Path, content: bytes | str, what: str, do: str
+) -> None:
+    error = refused(tmp_path / "train.jsonl", content)
+    assert what in error.what
+    assert do in error.do
+    if "iconv" in do:
+        assert error.where.endswith("train.jsonl:1 (0xe9)")
+
+
+def test_what_is_no_file_is_said_and_byte_order_marks_are_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"  # marks also where files were joined
+    path.write_bytes(("\ufeff" + ROW_LINES.replace("\n", "\r\n\r\n\ufeff") + '{"text": "a\u2028b"}').encode())
+    assert values(path) == [*ROWS, {"text": "a\u2028b"}]
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="not a regular file"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard"])
+def test_a_compressed_file_that_is_cut_or_damaged_is_said(tmp_path: Path, compression: str) -> None:
+    whole = COMPRESSIONS[compression][1]("".join(f'{{"text": "{n * 7919}"}}\n' for n in range(20_000)).encode())
+    for content in (whole[:-20], whole[: len(whole) // 2] + b"\x00" * 40 + whole[len(whole) // 2 :]):
+        (tmp_path / "a.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match=r"is damaged|not valid JSON|not UTF-8|bytes"):
+            read_rows(tmp_path / "a.jsonl")
+
+
+def test_nothing_of_the_data_or_of_a_file_s_name_steers_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / f"rows{ESCAPE.replace('/', '')}\u202e.jsonl"
+    rows = [{"prompt": ESCAPE, "completion": "[red]a\u202eb[/red]"}, {ESCAPE: 1}, {"text": ESCAPE, "\u202e": "k"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for arguments in ((str(path), "--show-mask", "-1"), (str(path), "--fix", str(tmp_path / f"out{ESCAPE}.jsonl"))):
+        done = CliRunner().invoke(app, ["validate", *arguments, "--model", str(EMBEDDED)])
+        assert done.exit_code == 1
+        for said in (done.stdout, done.stderr):
+            assert not {"\x1b", "\x07", "\u202e"} & set(said)
+            assert "Traceback" not in said
+        assert r"\x1b]0;owned" in done.stdout + done.stderr
+
+
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+KEYS = st.sampled_from(
+    ["messages", "role", "content", "from", "value", "conversations", "prompt", "completion", "text", "tools", "system",
+     "instruction", "input", "output", "history", "tool_calls", "function", "name", "arguments", "label", "chosen",
+     "weight", "images", "question", "answer", "functions", "function_call", "train", "reasoning_content", "x"]
+)  # fmt: skip
+WORDS = st.sampled_from(
+    ["user", "assistant", "system", "human", "gpt", "tool", "function_call", "", "[]", "{", "\ud83d"]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=25
+)
+
+
+def refusals(path: Path) -> list[str]:
+    """What is said of the file and of its rows; any other error than ours ends the test."""
+    found = []
+    try:
+        found += [refusal_of_row(value) for _, value in rows_of(path)]
+    except DataError as error:
+        found += [error.what, error.where]
+    return found
+
+
+def refusal_of_row(value: object) -> str:
+    try:
+        if isinstance(value, RowError):
+            raise value
+        parse_row(value)
+    except RowError as error:
+        return str(error)
+    return "none"
+
+
+@given(
+    st.sampled_from(sorted(CONTAINERS)), st.sampled_from(ENCODINGS), st.sampled_from(sorted(COMPRESSIONS)), st.data()
+)
+@MANY
+def test_any_damage_of_a_good_file(container: str, encoding: str, compression: str, data: st.DataObject) -> None:
+    """Bytes changed, taken out or cut off."""
+    content = bytearray(COMPRESSIONS[compression][1](CONTAINERS[container][1](ROWS).encode(encoding)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        kind = data.draw(st.sampled_from("sdc"))
+        if kind == "s":
+            content[place] = data.draw(st.integers(0, 255))
+        elif kind == "d" and len(content) > 2:
+            del content[place]
+        elif len(content) > 8:
+            del content[max(4, place) :]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "a").write_bytes(content)
+        assert all(refusals(Path(folder) / "a"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+def test_any_damage_of_a_binary_table(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    whole = parquet(path, ROWS) if kind == "parquet" else arrow_stream(path, ROWS, file=kind == "file")
+    content = whole.read_bytes()
+    for place in range(4, len(content), max(1, len(content) // 60)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        assert all(refusals(path))
+        path.write_bytes(content[:place])
+        assert all(refusals(path))
+
+
+@given(VALUES)
+@MANY
+def test_any_json_is_a_row_that_survives_writing_or_one_sentence(value: object) -> None:
+    said = refusal_of_row(value)
+    assert "\n" not in said
+    if said == "none":
+        row = parse_row(value)
+        assert parse_row(json.loads(json.dumps(row.as_json(), ensure_ascii=False))) == row
+
+
+@given(st.binary(max_size=200) | st.lists(VALUES, max_size=4).map(lambda rows: json.dumps(rows).encode()))
+@MANY
+def test_a_repair_is_whole_and_needs_no_other_or_is_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "a").write_bytes(content)
+        try:
+            done = repair(folder / "a", folder / "b.jsonl", drop_bad=True)
+        except SafetrainError:
+            assert sorted(path.name for path in folder.iterdir()) == ["a"]
+            return
+        assert (folder / "a").read_bytes() == content
+        again = repair(folder / "b.jsonl", folder / "c.jsonl")
+        assert (again.read, again.written, again.changes) == (done.written, done.written, {})
+        assert (folder / "b.jsonl").read_bytes() == (folder / "c.jsonl").read_bytes()

@@ -1,20 +1,25 @@
-"""A corpus of files of tokens: taken where it lies, refused where a file is not whole, told where it does not fit."""
+"""A training from scratch: corpora of tokens, files of plain text, rows longer than any context."""
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data.corpus import MOST_TOKENS, split_runs
 from safetrain.data.findings import Severities
-from safetrain.data.folders import corpus_of
+from safetrain.data.folders import corpus_of, data_files_of
+from safetrain.data.json_rows import MOST_ROW_BYTES
 from safetrain.data.tokenize import DataSettings
 from safetrain.data.validate import validate as validate_data
-from tests.conftest import EMBEDDED
+from tests.conftest import EMBEDDED, chat
 from tests.corpora import TEXTS, tokenized, write_ds
+from tests.data.reading import gate
 
 SPLITS = ("train", "valid", "test")
 DOCUMENTS = tokenized()
@@ -68,11 +73,7 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
     report = validate(tmp_path / "corpus", tmp_path / "out")
     assert [rows_of(tmp_path / "out", split) for split in SPLITS] == [*parts]
     assert report.split == "using the given train, valid and test files"
-
-
-def test_a_linked_folder_and_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
-    for name in ("train.ds", "more.ds"):
-        write_ds(tmp_path / "corpus" / name, DOCUMENTS[:3])
+    write_ds(tmp_path / "corpus/more.ds", DOCUMENTS[:3])
     with pytest.raises(DataError, match="have no split"):
         corpus_of(tmp_path / "corpus")
     (tmp_path / "corpus/around").symlink_to(tmp_path / "corpus")
@@ -150,3 +151,71 @@ def test_splits_are_disjoint_whole_and_none_is_empty(lengths: list[int], share: 
     }
     assert all(size > 0 for size in sizes.values())
     assert all(sizes[name] <= max(MOST_TOKENS, max(lengths)) for name in ("valid", "test"))
+
+
+def validate_texts(source: Path, into: Path) -> DataReport:
+    return gate(source, into, similarity=1.0, documents=True)
+
+
+def texts_in(into: Path) -> list[str]:
+    """The documents of all splits as text, each with its end token."""
+    stores = [open_store(store_path(into / "validated", split)) for split in SPLITS]
+    spell = ChatTokenizer(EMBEDDED).spell
+    return [spell(row.ids.tolist()) for store in stores for row in store.rows]
+
+
+def test_a_file_of_plain_text_is_divided_where_a_line_says_that_a_text_ends(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    documents = ["Hello, World\nTitle,Author", '{"a": 1}\n\nThat was code.', "  indented <|endoftext|> inside a line"]
+    path.write_text("\n\n" + "\n<|endoftext|>\n".join([*documents, "", " \n", *TEXTS[:9]]) + "\n")
+    report = validate_texts(path, tmp_path)
+    end = ChatTokenizer(EMBEDDED).token_of(ChatTokenizer(EMBEDDED).end_id or 0)
+    assert sorted(texts_in(tmp_path)) == sorted(f"{text}{end}" for text in [*documents, *TEXTS[:9]])
+    assert sum(split.label_bytes for _, split in report.splits) == sum(map(len, [*documents, *TEXTS[:9]]))
+    stores = [open_store(store_path(tmp_path / "validated", split)) for split in SPLITS]
+    lines = sorted(int(store.where(row).removeprefix(f"{path}:")) for store in stores for row in range(len(store.rows)))
+    assert lines[:3] == [3, 6, 10], "where each begins"
+
+
+def test_a_folder_of_books_has_one_in_each_file(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    (books / "poems").mkdir(parents=True)
+    for number, text in enumerate(TEXTS[:8]):
+        (books / ("poems" if number % 2 else "") / f"A test of time {number}.txt").write_text(text)
+    (books / "packed.txt.gz").write_bytes(gzip.compress(TEXTS[8].encode()))
+    validate_texts(books, tmp_path)
+    assert {text.split(" is ")[0] for text in texts_in(tmp_path)} == {text.split(" is ")[0] for text in TEXTS[:9]}
+
+
+def test_names_of_texts_say_splits_where_all_do_and_rows_come_before_texts(tmp_path: Path) -> None:
+    for name in ("Tiny-train.txt", "Tiny-valid.txt"):
+        (tmp_path / name).write_text("x")
+    assert data_files_of(tmp_path, documents=True).names == ("train", "valid")
+    (tmp_path / "Another.txt").write_text("x")
+    assert data_files_of(tmp_path, documents=True).names == ("train",) * 3
+    with pytest.raises(DataError):
+        data_files_of(tmp_path, documents=False)
+    (tmp_path / "train.jsonl").write_text("x")
+    assert data_files_of(tmp_path, documents=True).paths == (tmp_path / "train.jsonl",)
+
+
+def test_nothing_of_a_long_document_is_told_to_be_cut(tmp_path: Path) -> None:
+    rows = [{"text": " ".join(TEXTS[number:])} for number in range(8)]
+    chats = [chat(f"What is the number of river {number}?", f"It is {number}.") for number in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *chats]))
+    report = validate_texts(path, tmp_path)
+    assert {finding.id for finding in report.findings} <= set()
+    answers = sum(len(f"It is {number}.") for number in range(4))
+    labelled = sum(len(str(row["text"])) for row in rows) + answers
+    assert sum(split.label_bytes for _, split in report.splits) == labelled
+
+
+def test_a_text_that_is_too_long_or_not_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("short\n<|endoftext|>\n" + "a line of a book\n" * (MOST_ROW_BYTES // 16))
+    with pytest.raises(DataError, match=r"a\.txt:3(?s:.*)<\|endoftext\|>"):
+        validate_texts(path, tmp_path)
+    path.write_bytes("one\ntwo\ncafé\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.txt:3"):
+        validate_texts(path, tmp_path)

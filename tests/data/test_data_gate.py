@@ -1,4 +1,4 @@
-"""Planted faults are found at their line; clean data gives no warning; what lies in two splits is told."""
+"""What is wrong with the words of rows is found at its line, and nothing in text that is as it should be."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data import compare
-from safetrain.data.checks import text_findings
+from safetrain.data.checks import is_refusal, text_findings
 from safetrain.data.findings import Findings, Severities, Spot, summary
 from safetrain.data.forms import parse_row
 from safetrain.data.json_rows import Place
@@ -61,31 +61,30 @@ def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write) -> None:
     assert others == {identifier for _, identifier, _ in PLANTED}
 
 
-def test_keys_are_found_in_thinking_calls_and_tools() -> None:
-    function = {"name": "look", "arguments": {"key": [f"a\n{TOKEN}"]}}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    asked, answer = {"role": "user", "content": "Which metal is it?"}, {"role": "assistant", "content": "Iron."}
-    tool = {"name": "look", "description": f"asks with {TOKEN}", "parameters": {"type": "object", "properties": {}}}
-    for row in (
-        {"messages": [asked, {**answer, "reasoning_content": f"With {TOKEN}."}]},
-        {"messages": [asked, call]},
-        {"messages": [asked, answer], "tools": [{"type": "function", "function": tool}]},
-    ):
-        found = text_findings(parse_row(row), Controls(None, frozenset()))
-        assert found == [("SECRETS", "a key (ghp_a…, 40 characters)")]
+def test_what_rows_repeat_is_found_with_what_they_repeat(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
+    rows = [
+        *clean(CLEAN_ROWS), chat("How far is it?", "Two miles."), chat("how far is it", "Three miles."),
+        chat("How far is it?", "two miles"), {"messages": other},
+        chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No."),
+    ]  # fmt: skip
+    path = write_jsonl("a.jsonl", rows)
+    found = found_in(path)
+    assert found["ANSWERS-DIFFER"].where == (f"{path}:62 matches {path}:61",)
+    assert found["NEAR-COPIES"].where[-1] == f"{path}:66 matches {path}:65"
+    monkeypatch.setattr(compare, "MOST_TEXTS", 5)
+    near = found_in(path)["NEAR-COPIES"]
+    assert (near.severity, "; more than 5 rows: only identical questions" in near.message) == ("note", True)
+    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
+    short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]  # commoner, but no sentence
+    dominates = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
+    assert (dominates.count, "share 1 answer (15 % of all rows)" in dominates.message) == (25, True)
 
 
 def test_hardly_any_clean_row_is_warned_of(write_jsonl: Write) -> None:
     assert set(found_in(write_jsonl("a.jsonl", clean(200)))) <= CONTEXT
     controls = Controls(None, frozenset())
     assert sum(len(text_findings(parse_row(row), controls)) for row in clean(600, 2)) < 2
-
-
-def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
-    rows = [*clean(CLEAN_ROWS), chat("How far is it?", "Two miles."), chat("how far is it", "Three miles.")]
-    other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
-    path = write_jsonl("a.jsonl", [*rows, chat("How far is it?", "two miles"), {"messages": other}])
-    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62 matches {path}:61",)
 
 
 def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:
@@ -119,22 +118,6 @@ def test_other_turns_before_a_question_are_said_of_an_overlap_and_without_one_an
     rows = [*(behind("You are Ann.", answer) for answer in said), *({"messages": [answer]} for answer in said[:20])]
     found = gated(write_jsonl("a.jsonl", rows), tmp_path / "none")
     assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & set(found)
-
-
-def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write) -> None:
-    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
-    short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]
-    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
-    assert (found.count, "share 1 answer (15 % of all rows)" in found.message) == (25, True)
-
-
-def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
-    path = write_jsonl("a.jsonl", rows)
-    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 matches {path}:61",)
-    monkeypatch.setattr(compare, "MOST_TEXTS", 5)
-    found = found_in(path)["NEAR-COPIES"]
-    assert (found.severity, "; more than 5 rows: only identical questions" in found.message) == ("note", True)
 
 
 def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Write, tmp_path: Path) -> None:
@@ -181,3 +164,107 @@ def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
         findings.add("TEXT-LOST", f"key {number}", where=[spot])
     text = summary(findings.listed(), "all.json")
     assert (text.count("\n") < 31, "more findings (all.json)" in text) == (True, True)
+
+
+LETTERS = "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9aQz7RtB4nXc1V"
+KEYS = [  # in two parts, so that no scanner takes this file for a leak
+    "AKIA" + "Q3EGRZZ5TPLW7YHN",
+    "ghp_" + LETTERS[:36],
+    "sk-" + "ant-api03-" + LETTERS[:40],
+    "-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7",
+    "hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU",
+]
+FAULTY = [
+    ("She sold 48/2 = <<48/2=24>>24 clips.", "CALCULATOR-MARKS", "<<48/2=24>>"),
+    ("<|im_start|>user\nHi<|im_end|>", "FOREIGN-MARKERS", "<|im_start|>"),
+    ("It is iron.</s>", "FOREIGN-MARKERS", "</s>"),
+    ("<start_of_turn>model", "FOREIGN-MARKERS", "<start_of_turn>"),
+    ("Below is one.\n### Instruction:\nDo it", "FOREIGN-MARKERS", "### Instruction:"),
+    ("<｜Assistant｜>Oi", "FOREIGN-MARKERS", "<｜Assistant｜>"),
+    ("Human: hello\n\nAssistant: hello", "FOREIGN-MARKERS", "Human: … Assistant:"),
+    ("I am {{name}}, by {{author}}", "PLACEHOLDERS", "{{name}}"),
+    ("Dear [Client Name],", "PLACEHOLDERS", "[Client Name]"),
+    ("<noinput>", "PLACEHOLDERS", "<noinput>"),
+    ("Best regards, [Your Name]", "PLACEHOLDERS", "[Your Name]"),
+    ("FranÃ§oise Yip", "MOJIBAKE", "'FranÃ§oise' for 'Françoise'"),
+    ("at 20 Â°C today", "MOJIBAKE", "'Â°C' for '°C'"),
+    ("itâ€™s late", "MOJIBAKE", "'itâ€™s' for 'it’s'"),
+    ("God's\ufffdWindow", "MOJIBAKE", "'God's\ufffdWindow Yes.'"),
+    ("in\u200bvisible", "INVISIBLE-CHARACTERS", "U+200B"),
+    ("tag\U000e0041\U000e0042s", "INVISIBLE-CHARACTERS", "U+E0041"),
+    ("next\x85line é", "INVISIBLE-CHARACTERS", "U+0085"),
+    ("if admin\u202e // resu fi", "INVISIBLE-CHARACTERS", "U+202E"),
+    ("```python\nprint(1)\n```<|im_end|>", "FOREIGN-MARKERS", "<|im_end|>"),
+    ("Caro [nome do cliente],", "PLACEHOLDERS", "[nome do cliente]"),
+]
+CLEAN = [
+    "cout << 48/2 << endl; a >> 2; cat <<EOF >>x=1",
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    "sk-" + "your-api-key-goes-here-0000",
+    "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
+    "### Notes: see [the guide](https://a.b/c) and [1], arr[0], [x for x in y]",
+    "```jinja\nHello {{ name }}\n```",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    r"\frac{{a}}{{b}} and {{\alpha}}",
+    "NÃO, SÃO PAULO, Âmbar, à noite — “aspas”, l’été, José’s, Ñandú, 20 °C, 3 × 4, ½, €5, naïve",
+    "Γειά σου, привет, 你好, こんにちは, 안녕하세요",
+    "می\u200cخواهم and \u202bعربي\u202c",
+    "👩\u200d💻 and 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "สวัสดี\u200bครับ",
+    "[Last visited 12 May 2020] [First published 1920] [client side only]",
+    "Iterator(T root) : stack_{{root}} {}",
+    "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
+    'Let it stop at "<|im_end|>" or `</s>`: stop=["[/INST]"]',
+    "It is asked so:\n```\n<start_of_turn>user\n[INST] Hi [/INST]\n```\nand answers.",
+    "So it is.\n\n{{index learning}}\n\nThen more.",
+    "o FQDN [nome de domínio totalmente qualificado] da conta",
+]
+
+
+def faults(text: str, marker: str = "") -> list[tuple[str, str]]:
+    """What is found in a question, for a tokenizer whose stop token is ``marker``."""
+    row = parse_row({"prompt": text, "completion": "Yes."})
+    return text_findings(row, Controls(None, frozenset([marker] if marker else [])))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_found_wherever_it_is_and_not_shown(key: str) -> None:
+    ((identifier, detail),) = faults(f"Not {'AKIA' + 'IOSFODNN7EXAMPLE'}, use {key} for it")
+    assert identifier == "SECRETS"
+    assert detail.startswith(f"a key ({key[:5]}…, ")
+    assert key[12:30] not in detail
+    call = {"type": "function", "function": {"name": "look", "arguments": {"key": [f"a\n{key}"]}}}
+    for answer in ({"reasoning_content": f"With {key}.", "content": "a"}, {"content": "", "tool_calls": [call]}):
+        row = parse_row({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **answer}]})
+        assert [name for name, _ in text_findings(row, Controls(None, frozenset()))] == ["SECRETS"]
+
+
+@pytest.mark.parametrize(("text", "identifier", "detail"), FAULTY)
+def test_a_fault_is_found(text: str, identifier: str, detail: str) -> None:
+    assert (identifier, detail) in faults(text)
+    assert faults("<|user|>Hi</s>", "<|user|>") == [("FOREIGN-MARKERS", "</s>")], "the other one is at home"
+
+
+@pytest.mark.parametrize("text", CLEAN)
+def test_nothing_is_found_in_clean_text(text: str) -> None:
+    assert faults(text) == []
+
+
+REFUSALS = (
+    "As an AI language model, I do not have feelings.", "I'm sorry, but I can't assist with that request.",
+    "I’m sorry, but I cannot help you there.", "Como um modelo de linguagem, não tenho opinião.",
+    "Desculpe, mas não posso ajudar com isso.", "As an AI, I cannot feel.", "Como uma IA, não sinto nada.",
+    "I cannot provide instructions for it.", "No, I'm a language model trained by them.",
+    '"As an AI language model, I cannot feel."',
+)  # fmt: skip
+ANSWERS = (
+    "I cannot stress enough how simple it is.", "The AI of the game can be beaten.", "Sorry is a board game.",
+    "You can do it as an engineer would.", "I can't help but notice the colours.", "Não posso negar que é belo.",
+    "To work as an AI engineer, learn Python.", "Veja como uma IA pode ajudar.",
+    "I cannot provide a better example than Bach.",
+)  # fmt: skip
+
+
+def test_refusals_are_told_from_answers() -> None:
+    assert [text for text in REFUSALS if not is_refusal(text)] == []
+    assert [text for text in ANSWERS if is_refusal(text)] == []

@@ -1,11 +1,13 @@
-"""What is trained of a chat, for the ways in which published chat templates differ."""
+"""What is trained of a chat, for the ways in which published chat templates and tokenizers differ."""
 
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.records.adapter_files import PromptFormat
@@ -190,8 +192,7 @@ def test_what_is_asked_for_may_depend_on_the_chat(model: Build, first: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "ids"),
-    [("<s>Iron", "<s>Iron<|eot|>"), ("Iron<|end|>\n", "Iron<|end|>\n"), ("Iron<|eot|>", "Iron<|eot|>")],
+    ("text", "ids"), [("<s>Iron", "<s>Iron<|eot|>"), ("Iron<|end|>\n", "Iron<|end|>\n"), ("Iron<|eot|>", "Iron<|eot|>")]
 )
 def test_a_text_that_is_templated_already_begins_and_ends_once(model: Build, text: str, ids: str) -> None:
     """W13."""
@@ -258,3 +259,51 @@ def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message
     with pytest.raises(RenderError) as caught:
         rendered(folder, chat)
     assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", f"roles must alternate{hint}")
+
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+LLAMA_2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHAT = turns("Is ﬁron 🙂?", "É Fe 🙂 铁.", "Gold", "Au, é isso")
+
+
+def sentence_piece(tokenizer: Any) -> None:
+    """As Llama 2's: a mark before the text and for every space."""
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(spaces)
+
+
+def normalized(tokenizer: Any) -> None:
+    """Other letters than those of the text, more or fewer of them."""
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+
+
+@pytest.mark.parametrize(("template", "end"), [(LLAMA_2, "</s>"), (CHATML, "<|im_end|>")])
+@pytest.mark.parametrize("kind", [sentence_piece, normalized])
+def test_the_answers_and_their_ends_are_trained(kind: Any, template: str, end: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    kind(tokenizer)
+    first = ["<unk>", *SPECIAL[:2], *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=first, show_progress=False)
+    tokenizer.train_from_iterator(["It is Fe, or Au. Gold and iron, é isso."] * 20, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "config.json").write_text("{}")
+    space = " " if end == "</s>" else ""
+    assert [text.strip() for text in trained(tmp_path, CHAT)] == [f"É Fe 🙂 铁.{space}{end}", f"Au, é isso{space}{end}"]
+    found = ChatTokenizer(tmp_path)
+    text = renderer(found).render(parse_row({"messages": CHAT})).text
+    (encoding,) = found.encode_chats([text])
+    assert encoding.ids == found.encode_chat(text)

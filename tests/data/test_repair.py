@@ -32,8 +32,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     text = "question,answer\n" + "".join(f'"{question}","{answer}"\n' for question, answer in cells)
     source.write_bytes(text.encode("utf-16"))
     with pytest.raises(
-        DataError,
-        match=r"a\.csv, row 3 \(line 4\): 1 row cannot be read(.|\n)*--drop-bad(.|\n)*nothing was written",
+        DataError, match=r"a\.csv, row 3 \(line 4\): 1 row cannot be read(.|\n)*--drop-bad(.|\n)*nothing was written"
     ):
         repair(source, into)
     assert not into.parent.exists() or not list(into.parent.iterdir())
@@ -102,14 +101,6 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize(("content", "says"), [("{}\n", "No row is left"), ("", "has no rows"), ("%PDF-1", "a PDF")])
-def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str) -> None:
-    (tmp_path / "a").write_text(content)
-    with pytest.raises(DataError, match=says):
-        repair(tmp_path / "a", tmp_path / "b.jsonl", drop_bad=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv", ".parquet"])
 def test_the_copy_has_the_format_of_its_name_and_reads_as_the_same_rows(tmp_path: Path, suffix: str) -> None:
     source, into = tmp_path / "a.jsonl", tmp_path / f"b{suffix}"
@@ -124,6 +115,10 @@ def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     for name in (Path(), tmp_path / "b.xlsx"):
         with pytest.raises(ConfigError, match=r"cannot be written in the format(.|\n)*\.tsv or \.parquet"):
             repair(tmp_path / "a.jsonl", name)
+    for content, says in (("{}\n", "No row is left"), ("%PDF-1", "a PDF")):
+        (tmp_path / "a.jsonl").write_text(content)
+        with pytest.raises(DataError, match=says):
+            repair(tmp_path / "a.jsonl", tmp_path / "b.jsonl", drop_bad=True)
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
         refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")
     refuse_idle({"--drop": "", "--drop-bad": False}, "Without")

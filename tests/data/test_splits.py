@@ -1,16 +1,26 @@
-"""A row's split is a property of what it asks: other rows that come, go or change places do not move it."""
+"""Splits: by the names of files, and else by what a row asks: near-duplicates stay together, other rows move none."""
 
+import gzip
+import itertools
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import DataError
-from safetrain.data.compare import Shingles, digests, first_alike
+from safetrain.core.records.reports import DataReport
+from safetrain.data import compare
+from safetrain.data.compare import Shingles, digests, first_alike, shingles
+from safetrain.data.findings import Severities
+from safetrain.data.folders import DataFiles, data_files_of
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
+from tests.data.reading import by_id, gate
 
 SHARES = {"valid": 0.2, "test": 0.2}
 SIMILARITY = 0.6
@@ -88,3 +98,208 @@ def test_files_of_their_own_stay_as_they_are_and_copies_of_their_rows_in_train()
     names, three = ["train", "valid", "test"], np.arange(3)
     parts, how = split_off(names, np.array([2, 1, 0]), three, three.astype(np.uint64), SHARES, Path("a"))
     assert (parts.tolist(), how) == ([TEST, VALID, TRAIN], "using the given train, valid and test files")
+
+
+WORDS = some.lists(some.sampled_from("abcdefghijklmnopqrst"), min_size=1, max_size=30).map(" ".join)
+
+
+def found_in(texts: list[str], similarity: float) -> tuple[list[int], str]:
+    """The first text that each is connected to, and why not all were compared."""
+    known = Shingles()
+    known.add(words_of(texts[: len(texts) // 2]))
+    known.add(words_of(texts[len(texts) // 2 :]))
+    clusters, left_out = known.clusters(similarity)
+    return clusters.tolist(), left_out
+
+
+def connected(texts: list[str], similarity: float) -> list[int]:
+    """The first text that each is connected to, by a comparison of all with all."""
+    sets, first = [set(shingles(words_of([text]))[0].tolist()) for text in texts], list(range(len(texts)))
+    for a, b in itertools.combinations(range(len(texts)), 2):
+        if len(sets[a] & sets[b]) >= similarity * len(sets[a] | sets[b]) - 1e-9:
+            low, high = sorted((first[a], first[b]))
+            first = [low if number == high else number for number in first]
+    return first
+
+
+def require_right(texts: list[str], similarity: float) -> None:
+    assert found_in(texts, similarity) == (connected(texts, similarity), "")
+
+
+@given(some.lists(WORDS, min_size=2, max_size=9), some.data(), some.sampled_from([0.5, 0.7, 0.8, 0.95]))
+@settings(deadline=None, database=None, max_examples=40)
+def test_clusters_are_exact(texts: list[str], draw: some.DataObject, similarity: float) -> None:
+    words = draw.draw(some.sampled_from(texts)).split()
+    place = draw.draw(some.integers(0, len(words) - 1))
+    require_right([*texts, " ".join([*words[:place], "another", *words[place + 1 :]])], similarity)
+
+
+@pytest.mark.parametrize("block", [2**20, 100])
+def test_families_are_connected_as_all_pairs_would_be(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Words are replaced anywhere in two long questions, so that some are near by what all share, some by rare runs."""
+    monkeypatch.setattr(compare, "BLOCK", block)
+    chance = random.Random(block)
+    questions = [[f"{name}{number}" for number in range(40)] for name in "ab"]
+    texts = []
+    for number in range(160):
+        words = [*chance.choice(questions), *["more"] * chance.randrange(2)]
+        for place in chance.choices(range(40), k=chance.randrange(4)):
+            words[place] = chance.choice(["x", "y", f"only{number // 3}", f"only{number}"])
+        texts.append(" ".join(words))
+    require_right(texts, 0.8)
+
+
+def test_a_large_family_of_near_copies_is_one_cluster() -> None:
+    texts = [" ".join([*(f"w{word}" for word in range(44)), f"last{number}"]) for number in range(3000)]
+    assert found_in(texts, 0.8) == ([0] * 3000, "")
+
+
+def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{n} one two three four five six seven eight nine ten {n}" for n in "abcdefgh"]
+    monkeypatch.setattr(compare, "MOST_CANDIDATES", 5)
+    assert "pairs of questions resemble" in found_in(texts, 0.5)[1]
+    monkeypatch.setattr(compare, "MOST_TEXTS", 5)
+    clusters, left_out = found_in(texts, 0.5)
+    assert "only identical questions were found" in left_out
+    assert clusters == list(range(8))
+
+
+def folder(tmp_path: Path, *names: str) -> Path:
+    """A folder with these files; a name with an arrow is a link."""
+    for name in names:
+        name, _, target = name.partition(" -> ")
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            path.symlink_to(target)
+        else:
+            path.write_text("{}\n")
+    return tmp_path / "set"
+
+
+def found(source: Path) -> dict[str, list[str]]:
+    files = data_files_of(source)
+    by_split: dict[str, list[str]] = {}
+    for name, path in zip(files.names, files.paths, strict=True):
+        by_split.setdefault(name, []).append(path.relative_to(source).as_posix())
+    return by_split
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        ("Train.JSON val.csv.gz TEST.parquet", "Train.JSON | val.csv.gz | TEST.parquet"),
+        ("train-1-of-2.parquet train-0-of-2.parquet validation-00000-of-00001.parquet",
+         "train-0-of-2.parquet train-1-of-2.parquet | validation-00000-of-00001.parquet"),
+        ("train.10.jsonl train.2.jsonl train_1.jsonl", "train.2.jsonl train.10.jsonl train_1.jsonl"),
+        ("train-00001-of-00002.jsonl train-00002-of-00002.jsonl",
+         "train-00001-of-00002.jsonl train-00002-of-00002.jsonl"),
+        ("train/b.jsonl train/a.jsonl test/x.csv", "train/a.jsonl train/b.jsonl | | test/x.csv"),
+        ("dataset_dict.json train/data-00000-of-00001.arrow train/state.json train/cache-0a.arrow",
+         "train/data-00000-of-00001.arrow"),
+        ("data-00000-of-00001.arrow state.json dataset_info.json", "data-00000-of-00001.arrow"),
+        ("README.md .gitattributes data/train-0.parquet data/test-0.parquet",
+         "data/train-0.parquet | | data/test-0.parquet"),
+        ("mine/train.jsonl notes/a.txt", "mine/train.jsonl"),
+        ("train.csv", "train.csv"),
+    ],
+)  # fmt: skip
+def test_a_folder(tmp_path: Path, names: str, files: str) -> None:
+    source = folder(tmp_path, *names.split())
+    by_split = dict(zip(("train", "valid", "test"), map(str.split, files.split("|")), strict=False))
+    assert found(source) == {split: paths for split, paths in by_split.items() if paths}
+    assert data_files_of(source).unread == ()
+    for name in ("more.csv", "test_results.json", "NOTICE.md", "dataset_infos.json"):
+        (source / name).write_text("{}")
+    if (source / "train.csv").exists():
+        assert data_files_of(source).unread == ("more.csv", "test_results.json")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["valid.jsonl", "validation.jsonl"], ["train.csv", "train.jsonl"], ["train/x.jsonl", "train.jsonl"],
+    ],
+)  # fmt: skip
+def test_a_split_that_is_there_twice_is_refused_with_both(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(DataError, match=f"more than once(.|\n)*{' and '.join(names)}"):
+        data_files_of(folder(tmp_path, "train.jsonl", *names))
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["rows.csv", "notes.txt"], "rows.csv"),
+        (["my rows.csv"], "name the file itself: 'data.path=\".*/my rows.csv\"'"),
+        (["test.jsonl", "val.csv"], "test.jsonl, val.csv(.|\n)*name the training rows train.jsonl"),
+        (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
+        (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
+        (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
+        (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
+        (["train.jsonl", "more -> ../set"], r"points to a folder(.|\n)*data\.path="),
+        (["train.jsonl", "more -> nowhere"], "is broken"),
+        (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
+    ],
+)
+def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        data_files_of(folder(tmp_path, *names))
+
+
+def test_links_to_files_are_read_as_files(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("{}\n")
+    source = folder(tmp_path, "rows/a.jsonl", "train.jsonl -> rows/a.jsonl", "data/test-0-of-1.jsonl -> ../../blob")
+    assert found(source) == {"train": ["train.jsonl"]}
+    (source / "train.jsonl").unlink()
+    (source / "data" / "train.csv").symlink_to(source / "rows" / "a.jsonl")
+    assert found(source) == {"train": ["data/train.csv"], "test": ["data/test-0-of-1.jsonl"]}
+
+
+def test_a_file_and_nothing(tmp_path: Path) -> None:
+    path = folder(tmp_path, "any.name") / "any.name"
+    assert data_files_of(path) == DataFiles(("train",), (path,))
+    with pytest.raises(DataError, match="does not exist"):
+        data_files_of(tmp_path / "none")
+
+
+NEAR = "The river follows the old road to the harbour and from there it is not far to the northern station of"
+OTHERS = ("Which metal is it?", "Who was it?", "How far is it?", "When did it end?", "Where is that?", "Why is it so?")
+
+
+def table(path: Path, questions: Sequence[str]) -> Path:
+    """A file of questions and answers, packed where its name says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "question,answer\n" + "".join(f'"{question}",It is {len(question)}.\n' for question in questions)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def gated(source: Path, into: Path, severities: Severities = Severities()) -> DataReport:  # noqa: B008 frozen
+    return gate(source, into, (0.2, 0.2), severities=severities)
+
+
+def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
+    """The first shard is nothing but near-duplicates; the second is not, so that no copy needs to cross."""
+    data = tmp_path / "data"
+    table(data / "train-00000-of-00002.csv", [f"{NEAR} {word}?" for word in ("it", "all", "old")])
+    table(data / "train-00001-of-00002.csv", OTHERS)
+    report = gated(data, tmp_path)
+    assert "near-duplicates of each other" not in report.split
+    assert not {"SPLITS-OVERLAP"} & set(by_id(report.findings))
+    assert (report.train.rows + report.valid.rows + report.test.rows, report.test.rows > 0) == (9, True)
+
+
+def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    table(data / "train" / "00000.csv", OTHERS[:3])
+    table(data / "train" / "00001.csv", OTHERS[3:])
+    table(data / "valid.csv", [f"{NEAR} it?"])
+    table(data / "test" / "0.csv", ["Nobody asks this?"])
+    asked = table(data / "test" / "1.csv", [OTHERS[5]])
+    place = f"{asked}, row 1 (line 2) matches {data}/train/00001.csv, row 3 (line 4)"
+    with pytest.raises(DataError, match=rf"{re.escape(place)}: 1 row in test with .*\[QUESTION-IN-TEST\]"):
+        gated(data, tmp_path)
+    report = gated(data, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
+    assert report.split == "using the given train, valid and test files"
+    assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
+    assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)

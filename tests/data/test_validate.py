@@ -56,6 +56,7 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
     done = run()
     assert done.exit_code == 0, done.stderr
     assert "1,980 rows" in done.stdout
+    assert "tokenizer: models/encyclopedia-3m; its context is 512 tokens" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -137,14 +138,6 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     assert run(path, *options.split(), "--fix", str(into)).exit_code == 0
     assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
     assert "messages (and system, tools); or prompt" in run(path, "--columns", "frage=prompt").stderr
-
-
-def test_notes_are_counted_in_one_line_and_the_model_that_counts_is_named(write_jsonl: Write) -> None:
-    path = write_jsonl("a.jsonl", [{"question": f"q {n}", "answer": "a", "id": n} for n in range(3)])
-    said = run(path, "--model", EMBEDDED).stdout
-    assert said.startswith("2 notes: COLUMNS-TAKEN, KEYS-IGNORED (--json lists all)\n3 rows, ")
-    assert f"tokenizer: {EMBEDDED}; its context is 512 tokens" in said
-    assert "tokenizer: models/encyclopedia-3m; its" in run(path).stdout
 
 
 def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from safetrain.core.errors import ConfigError
 from safetrain.core.memory.estimate import MARGIN
+from safetrain.project import with_value
 from tests.pipeline.workspace import Workspace
 
 STAGES = ["validate_data", "preflight", "recommend_config", "train", "evaluate", "plot"]
@@ -67,11 +69,18 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
         picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
-    assert "better by " in page
-    assert "Missing:" not in page
+    assert ("better by " in page, "Missing:" in page) == (True, False)
     with (workspace.folder / "checkpoints_qlora/training_metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert losses[-1] < losses[0] / 10
+
+
+def test_result_says_what_was_learnt_and_what_to_try(workspace: Workspace) -> None:
+    """What `safetrain result` says, and that its gate passes."""
+    text = workspace.cli("result", "--gate")
+    text += workspace.cli("result")
+    for said in ("test questions: base 0.0 %, tuned ", "safetrain ask", " nats per token: better by "):
+        assert said in text
 
 
 def declared(stage: dict[str, Any], *kinds: str) -> set[str]:
@@ -100,9 +109,8 @@ def test_a_stage_opens_nothing_that_it_does_not_depend_on(workspace: Workspace, 
 
 def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> None:
     question, answer = "Qual é a capital do Brasil?", "A capital do Brasil é Brasília."
-    asked = workspace.succeed("safetrain", "ask", question, "--base")
-    assert f"tuned: {answer}" in asked
-    assert "base:  " in asked
+    asked = workspace.cli("ask", question, "--base")
+    assert (f"tuned: {answer}" in asked, "base:  " in asked) == (True, True)
     adapters = ["--model", "models/encyclopedia-3m", "--adapter-path", "checkpoints_qlora/adapters"]
     theirs = workspace.succeed("mlx_lm.generate", *adapters, "--prompt", question, "--temp", "0")
     assert f"\n{answer}\n" in theirs
@@ -111,23 +119,6 @@ def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> Non
     assert f"\n{answer}\n" in workspace.succeed(
         "mlx_lm.generate", "--model", fused, "--prompt", question, "--temp", "0"
     )
-
-
-def test_result_says_what_was_learnt_and_what_to_try(workspace: Workspace) -> None:
-    text = workspace.succeed("safetrain", "result")
-    assert "test questions: base 0.0 %, tuned " in text
-    assert "safetrain ask" in text
-    assert " nats per token: better by " in text
-    assert workspace.run("safetrain", "result", "--gate").returncode == 0
-
-
-def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
-    few = ("--adapter", "checkpoints_qlora/adapters", "--max-questions", "2", "--json")
-    found = json.loads(workspace.run("safetrain", "evaluate", *few).stdout)["beside_base"]
-    evaluation = workspace.json("evaluation.json")
-    assert found["tuned"]["loss"] == pytest.approx(evaluation["tuned"]["loss"], rel=1e-4)
-    assert found["base"]["loss"] == pytest.approx(evaluation["base"]["loss"], rel=1e-4)
-    assert (found["rows"], found["answered"]) == (evaluation["rows"], 2)
 
 
 def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:
@@ -145,11 +136,12 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
 
 
 def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
-    keys = {"max_examples": 10, "max_new_tokens": 4}  # from here on few and short answers
-    sets = [part for key, value in keys.items() for part in ("-S", f"evaluate.{key}={value}")]
-    assert stages_run(workspace.succeed("dvc", "exp", "run", *sets)) == ["preflight", "evaluate", "plot"]
-    evaluation = workspace.json("evaluation.json")
-    assert (evaluation["rows"], evaluation["questions"], evaluation["answered"]) == (10, 10, 10)
+    params = workspace.folder / "params.yaml"
+    text = params.read_text()
+    params.write_text(with_value(with_value(text, "evaluate.max_examples", 10), "evaluate.max_new_tokens", 4))
+    changed = json.loads(workspace.succeed("dvc", "status", "--json"))
+    assert set(changed) - {"preflight"} == {"evaluate"}
+    workspace.commit("few and short answers, from here on")
 
 
 def test_a_pinned_batch_size_plans_and_trains_again(workspace: Workspace) -> None:
@@ -158,7 +150,18 @@ def test_a_pinned_batch_size_plans_and_trains_again(workspace: Workspace) -> Non
     assert stages_run(output) == ["preflight", "recommend_config", "train", "evaluate", "plot"]
     summary = workspace.json("training_summary.json")
     assert (summary["batch_size"], summary["gradient_accumulation"], summary["steps"]) == (8, 2, 6)
+    evaluation = workspace.json("evaluation.json")
+    assert (evaluation["rows"], evaluation["questions"], evaluation["answered"]) == (10, 10, 10)
     workspace.commit("six steps")
+
+
+def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
+    few = ("--adapter", "checkpoints_qlora/adapters", "--max-examples", "10", "--max-questions", "2", "--json")
+    found = json.loads(workspace.cli("evaluate", *few))["beside_base"]
+    evaluation = workspace.json("evaluation.json")
+    for name in ("tuned", "base"):
+        assert found[name]["loss"] == pytest.approx(evaluation[name]["loss"], rel=1e-4)
+    assert (found["rows"], found["answered"]) == (evaluation["rows"], 2)
 
 
 def test_exp_run_trains_with_the_learning_rate_that_it_records(workspace: Workspace) -> None:
@@ -183,7 +186,6 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
     names = ["-n", "sweep"]
     workspace.succeed("dvc", "exp", "run", "--queue", *names, "-S", "train.learning_rate=1e-3")
     workspace.succeed("dvc", "exp", "run", "--run-all")
-    assert "sweep" in workspace.succeed("dvc", "exp", "list", "--all-commits")
     assert "train.learning_rate" in workspace.succeed("dvc", "params", "diff", "HEAD", "sweep")
     assert "tuned.loss" in workspace.succeed("dvc", "metrics", "diff", "HEAD~1", "HEAD")
     assert "index.html" in workspace.succeed("dvc", "plots", "diff", "HEAD", "sweep")
@@ -191,14 +193,13 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
     assert "vegaEmbed('#" in plots  # drawn by the page's own lines
     assert '<script src="' not in plots
     assert "static/" in plots
-    workspace.succeed("safetrain", "report", "--compare", "HEAD", "--compare", "sweep")
+    workspace.cli("report", "--compare", "HEAD", "--compare", "sweep")
     page = (workspace.folder / "checkpoints_qlora/compare.html").read_text()
     assert "<h1>HEAD and sweep</h1>" in page
     assert "train.learning_rate" in page.partition("<h2>Data</h2>")[0]
-    unknown, empty = (workspace.run("safetrain", "report", "--compare", name) for name in ("nosuch", "HEAD~3"))
-    assert (unknown.returncode, empty.returncode) == (2, 2)
-    assert "No revision or experiment is called nosuch" in unknown.stderr
-    assert "HEAD~3 has no results" in empty.stderr
+    for name, said in {"nosuch": "No revision or experiment is called nosuch", "HEAD~4": "has no results"}.items():
+        with pytest.raises(ConfigError, match=said):
+            workspace.cli("report", "--compare", name)
     assert workspace.git("status", "--short") == ""
 
 
@@ -215,10 +216,9 @@ def test_a_loss_that_is_not_a_number_is_told_and_not_written(workspace: Workspac
         "{name: value + float('nan') for name, value in mx.load(path).items()})"
     )
     workspace.succeed("python", "-c", poison)
-    failed = workspace.run("python", "-m", "stages.evaluate", "experiment=smoke")
+    failed = workspace.stage("evaluate", "experiment=smoke")
     assert failed.returncode == 7
     assert "error: The loss of the tuned model on the test rows is not a number." in failed.stderr
-    assert "Traceback" not in failed.stderr
     assert workspace.json("evaluation.json") == before
 
 

@@ -27,8 +27,8 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
     assert "adapter" not in said[said.index("Trained 4 steps") :]
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
     assert "<h2>Answers</h2>" not in page, "documents ask nothing"
-    assert workspace.succeed("safetrain", "ask", "The atomic number of").startswith("The atomic number of")
-    workspace.succeed("safetrain", "fuse", "models/mine")
+    assert workspace.cli("ask", "The atomic number of").startswith("The atomic number of")
+    workspace.cli("fuse", "models/mine")
     assert "trained on documents only" in (workspace.folder / "models/mine/README.md").read_text()
-    done = workspace.run("sh", "-c", "echo The | safetrain chat --base --model models/mine --max-new-tokens 2")
-    assert "was not trained on chats, so it continues each line" in done.stderr
+    told = workspace.cli("chat", "--base", "--model", "models/mine", "--max-new-tokens", "2", lines="The\n")
+    assert "was not trained on chats, so it continues each line" in told

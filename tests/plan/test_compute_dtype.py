@@ -57,6 +57,9 @@ def test_only_a_base_in_bfloat16_is_cast_and_only_where_its_own_products_are_slo
             assert usual_dtype(EMULATED, model_of(tmp_path, bits, stored)) is None
     assert usual_dtype(slow_plain, model_of(tmp_path, None)) == "float32"
     assert usual_dtype(slow_plain, model_of(tmp_path, 4)) is None
+    whole, float32 = dataclasses.replace(OPEN, method="pretrain"), model_of(tmp_path, None, "float32")
+    found = [compute_dtype_of(whole, each, float32) for each in (NATIVE, EMULATED, machine(16, "cpu"))]
+    assert found == ["bfloat16", "float32", None]
     dequantized = dataclasses.replace(OPEN, dequantize_base=True)
     assert compute_dtype_of(dequantized, slow_plain, model_of(tmp_path, 4)) == "float32"
 
@@ -130,15 +133,3 @@ def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     for name, other in (("float64", there), ("bfloat16", machine())):
         with pytest.raises(ConfigError):
             estimate_of(mistral, other, compute_dtype=name)
-
-
-def test_a_whole_model_is_computed_in_bfloat16_on_a_gpu_that_has_it(tmp_path: Path) -> None:
-    float32 = model_of(tmp_path, None, "float32")
-    whole = dataclasses.replace(OPEN, method="pretrain")
-    assert compute_dtype_of(whole, NATIVE, float32) == "bfloat16"
-    assert compute_dtype_of(whole, EMULATED, float32) == "float32"
-    assert compute_dtype_of(whole, machine(16, "cpu"), float32) is None
-    narrow, wide = (
-        backend_of(float32, "cuda", False, "pretrain", compute_dtype=name) for name in ("bfloat16", "float32")
-    )
-    assert (base_bytes(float32, narrow), base_bytes(float32, wide)) == (2 * float32.parameters, 0)

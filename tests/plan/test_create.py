@@ -10,8 +10,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from safetrain.cli import app
@@ -65,6 +63,8 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(("name", "size"), PRESETS.items())
 def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
     assert parameters_named(name) == size
+    small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
+    assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280), "of a small text and of a larger one"
     for vocabulary in (None, 8192):
         shape = shape_for(ShapeRequest(size, vocabulary=vocabulary))
         assert shape.parameters == pytest.approx(size, rel=0.03)
@@ -74,12 +74,6 @@ def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
         assert shape.feed_forward == pytest.approx(8 / 3 * shape.hidden, rel=0.05)
     asked = shape_for(ShapeRequest(hidden=192, layers=6, vocabulary=2048, context=512))
     assert asked.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
-
-
-def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
-    assert vocabulary_for(10_000_000, 256) < vocabulary_for(800_000_000, 1280) < 40_000
-    small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
-    assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280)
 
 
 @pytest.mark.parametrize(
@@ -105,46 +99,30 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(made: Path, tmp
     assert differ == {"model.safetensors"}
 
 
-def test_the_bytes_are_those_of_every_machine() -> None:
+def test_weights_follow_the_rule_and_are_the_same_bytes_on_every_machine() -> None:
     """Drawn with integers from a table; a library that draws otherwise would change every model."""
+    shape = shape_for(ShapeRequest(hidden=256, layers=8))
+    query, down = (
+        np.frombuffer(
+            b"".join(
+                initial_weights(shape, 3, TensorHeader(f"model.layers.0.{name}.weight", "F32", (256, n), 1024 * n))
+            ),
+            "<f4",
+        )
+        for name, n in (("self_attn.q_proj", 256), ("mlp.down_proj", 704))
+    )
+    assert [query.std(), 4 * down.std()] == pytest.approx([math.sqrt(2 / 5 / 256)] * 2, rel=0.02)
+    assert float((np.abs(query) < query.std()).mean()) == pytest.approx(0.6827, abs=0.005)
     drawn = b"".join(initial_weights(shape_for(TINY), 42, TensorHeader("model.norm_q.weight", "F32", (70, 64), 17920)))
     assert hashlib.sha256(normal_quantiles().astype("<f8").tobytes()).hexdigest()[:16] == "809d53a690a2d233"
     assert hashlib.sha256(drawn).hexdigest()[:16] == "1f9870288e8b7c5c"
 
 
-def test_weights_follow_the_rule() -> None:
-    shape = shape_for(ShapeRequest(hidden=256, layers=8))
-    tensors = [
-        TensorHeader(f"model.layers.0.{name}.weight", "F32", sizes, 4 * math.prod(sizes))
-        for name, sizes in (
-            ("self_attn.q_proj", (256, 256)),
-            ("mlp.down_proj", (256, 704)),
-            ("input_layernorm", (256,)),
-        )
-    ]
-    query, down, norm = (np.frombuffer(b"".join(initial_weights(shape, 3, tensor)), dtype="<f4") for tensor in tensors)
-    assert query.std() == pytest.approx(math.sqrt(2 / 5 / 256), rel=0.02)
-    assert down.std() == pytest.approx(math.sqrt(2 / 5 / 256) / 4, rel=0.02)
-    assert abs(query.mean()) < 0.001
-    assert (norm == 1).all()
-    shares = [float((np.abs(query) < times * query.std()).mean()) for times in (1, 2, 3)]
-    assert shares == pytest.approx([0.6827, 0.9545, 0.9973], abs=0.005)
-
-
-TOKENIZER: dict[Path, ChatTokenizer] = {}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text())
-def test_any_text_comes_back(text: str) -> None:
-    tokenizer = TOKENIZER[Path()]
-    ids = tokenizer._backend.encode(text, add_special_tokens=False).ids
-    assert tokenizer._backend.decode(ids, skip_special_tokens=False) == text
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _loaded(made: Path) -> None:
-    TOKENIZER[Path()] = ChatTokenizer(made)
+def test_any_text_comes_back(made: Path) -> None:
+    backend = ChatTokenizer(made)._backend
+    for text in ("É água, 東京 🚀.", "\x00 \t\n\u2028 ａ\u0301", "<|end|> 12"):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert backend.decode(ids, skip_special_tokens=False) == text
 
 
 def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> None:
@@ -217,10 +195,7 @@ def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        (b"", "no text"),
-        (b"\xff\xfe\xfa text\n", "not UTF-8"),
-    ],
+    [(b"", "no text"), (b"\xff\xfe\xfa text\n", "not UTF-8")],
 )
 def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     text = tmp_path / "text.txt"

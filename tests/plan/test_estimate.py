@@ -30,7 +30,7 @@ from safetrain.plan.model_shape import PRESETS
 from safetrain.plan.pretraining import flops_per_token, multiplied_weights
 from safetrain.plan.remedies import what_would_fit
 from tests.conftest import ROOT
-from tests.core.test_model_shapes import BIG
+from tests.core.test_model_files import BIG
 from tests.plan.test_recommend import machine as usual_machine
 from tests.plan.test_recommend import plan as recommended
 

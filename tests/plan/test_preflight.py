@@ -15,7 +15,7 @@ from safetrain.core.records.run_state import PostMortem, RunIdentity, RunState, 
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
-from safetrain.plan import machine, preflight
+from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.preflight import engine_checks, environment_checks, power_check, pressure_check, software_checks
@@ -179,18 +179,6 @@ def test_a_mac_under_pressure_or_on_battery_is_told() -> None:
     assert {at: pressure_check(*at).status for at in pressure} == pressure
     assert power_check(True, 100).status == "pass"
     assert (power_check(False, 41.6).status, power_check(False, 41.6).found) == ("warn", "battery, 42 %")
-
-
-def test_an_upgrade_of_macos_voids_what_was_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 GB machines may use 10.67 GiB under macOS 15 and 11.84 under 26, with the same wired limit (0)."""
-    monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr(machine, "sysctl_number", lambda _name: 0)
-    monkeypatch.setattr(machine, "chip_name", lambda: "Apple M1 Pro")
-    paths = []
-    for release in ("24.6.0", "25.6.0"):
-        monkeypatch.setattr("platform.release", lambda release=release: release)
-        paths.append(machine.answer_path("a model"))
-    assert len(set(paths)) == 2
 
 
 def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> None:

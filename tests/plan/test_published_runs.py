@@ -19,7 +19,7 @@ from safetrain.plan.candidates import Estimate
 from safetrain.plan.machine import machine_of, read_profile
 from safetrain.plan.remedies import what_would_fit
 from tests.conftest import ROOT
-from tests.core.test_model_shapes import BIG
+from tests.core.test_model_files import BIG
 
 GIB = 2**30
 PROFILES = ROOT / "conf" / "machine"

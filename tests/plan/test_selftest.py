@@ -2,12 +2,13 @@
 
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from safetrain.cli import app
 from safetrain.core.errors import MachineError
 from safetrain.plan.selftest import judge, report_lines, selftest
 from tests.conftest import ROOT
@@ -16,8 +17,9 @@ LABELS = ["system", "versions", "device", "training"]
 
 
 def command(*words: str) -> str:
-    asked = [sys.executable, "-m", "safetrain.cli", *words]
-    return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 def labels(lines: list[str]) -> list[str]:

@@ -30,32 +30,17 @@ from tests.rules.imports import python_files
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
-SURVIVAL = (
-    "keep_checkpoints",
-    "hang_minutes",
-    "trace",
-    "ranks",
-    "hostfile",
-)
+SURVIVAL = ("keep_checkpoints", "hang_minutes", "trace", "ranks", "hostfile")
 NOT_IN_DVC = (
     {f"train.{key}" for key in ("log_steps", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
-    "batch_size",
-    "compute_dtype",
-    "dequantize_base",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "max_examples",
-    "max_seq_length",
-    "max_steps",
-    "memory_limit_gb",
-    "method",
-    "num_epochs",
-    "optimizer",
-}
+    "batch_size", "compute_dtype", "dequantize_base", "gradient_accumulation",
+    "gradient_checkpointing", "max_examples", "max_seq_length", "max_steps",
+    "memory_limit_gb", "method", "num_epochs", "optimizer",
+}  # fmt: skip
 
 
 def compose_with(*overrides: str) -> Pipeline:
@@ -68,21 +53,14 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_the_overlays_are_found() -> None:
-    assert {"minimal", "smoke"} <= set(OVERLAYS)
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_overlay_composes(overlay: str) -> None:
     assert compose_with(f"experiment={overlay}") != compose_with()
 
 
-def test_one_folder_has_one_name() -> None:
-    found = compose_with("data.path=./data/example/", "model.path=models//encyclopedia-3m/")
-    assert (found.data.path, found.model.path) == ("data/example", "models/encyclopedia-3m")
-
-
 def test_minimal_and_smoke_are_what_they_promise() -> None:
+    found = compose_with("data.path=./data/example/", "model.path=models//encyclopedia-3m/")
+    assert (found.data.path, found.model.path) == ("data/example", "models/encyclopedia-3m"), "one folder, one name"
     minimal, smoke = compose_with("experiment=minimal").train, compose_with("experiment=smoke").train
     assert (minimal.max_examples, minimal.num_epochs, minimal.log_steps) == (100, 3, 10)
     assert (smoke.max_steps, smoke.batch_size, smoke.max_seq_length) == (1, 1, 32)

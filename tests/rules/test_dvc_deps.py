@@ -14,7 +14,7 @@ STAGES: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages
 # retrains nothing.
 EXEMPT_ROOMS = ("safetrain/guard", "safetrain/watch", "safetrain/core/storage")
 NOT_EXEMPT = {
-    "plot": ("safetrain/watch",),  # the one stage whose result is what people see
+    "plot": ("safetrain/watch",)  # the one stage whose result is what people see
 }
 # preflight runs every time, so its code needs no tracking.
 UNTRACKED_STAGES = ("preflight",)

@@ -54,29 +54,26 @@ def mac(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("version", ["13.7.8", "12.0.1"])
-def test_a_macos_that_mlx_has_no_wheel_for_is_told(mac: Path, version: str) -> None:
-    python(mac / "bin", "python3", "arm64")
+@pytest.mark.parametrize(
+    ("version", "pythons", "code", "said"),
+    [
+        ("13.7.8", {"python3": "arm64"}, 1, "needs macOS 14 or newer, and this is macOS 13.7.8"),
+        (
+            "26.6.2",
+            {"python3": "x86_64", "python3.13": "arm64"},
+            STOPPED,
+            "python3: it is an x86_64 Python, which runs",
+        ),
+        ("14.0", {"python3": "x86_64"}, 1, "needs an arm64 Python"),
+    ],
+)
+def test_an_old_macos_and_pythons_under_rosetta_are_told(
+    mac: Path, version: str, pythons: dict[str, str], code: int, said: str
+) -> None:
+    for name, machine in pythons.items():
+        python(mac / "bin", name, machine)
     done = set_up(mac, version)
-    assert done.returncode == 1
-    assert f"needs macOS 14 or newer, and this is macOS {version}" in done.stderr
-
-
-def test_a_python_under_rosetta_is_passed_over(mac: Path) -> None:
-    python(mac / "bin", "python3", "x86_64")
-    python(mac / "bin", "python3.13", "arm64")
-    done = set_up(mac, "26.6.2")
-    assert done.returncode == STOPPED
-    assert "python3: it is an x86_64 Python, which runs under Rosetta" in done.stderr
-
-
-def test_where_only_rosetta_s_pythons_are_the_remedy_is_an_arm64_one(mac: Path) -> None:
-    python(mac / "bin", "python3", "x86_64")
-    done = set_up(mac, "14.0")
-    assert done.returncode == 1
-    assert "needs an arm64 Python" in done.stderr
-    assert "do: install one" in done.stderr
-    assert not (mac / ".venv").exists()
+    assert (done.returncode, said in done.stderr, (mac / ".venv").exists()) == (code, True, False)
 
 
 def test_uv_s_choice_is_looked_at_too(mac: Path) -> None:

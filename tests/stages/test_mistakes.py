@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from safetrain.core.errors import AlreadyRunningError
 from tests.conftest import ROOT, chat
 from tests.pipeline.workspace import SMALL, Workspace
 
@@ -151,7 +152,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     """The first signal ends the run after its step with 130, so that DVC never records half a training as done."""
     workspace.make_small()
     few = ["train.max_steps=60", "train.num_epochs=50", "train.save_steps=1000", "train.eval_steps=60"]
-    settings = [*SMALL, *few, "train.max_examples=64", "train.log_steps=1"]
+    settings = [*SMALL, *few, "train.max_examples=64", "train.log_steps=1", "preflight.level=quick"]
     for stage in ("validate_data", "preflight", "recommend_config"):
         assert workspace.stage(stage, *settings).returncode == 0
     command = ["python", "-m", "stages.train", *settings]
@@ -165,13 +166,14 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     worker.suspend()  # it would have ended before the others have started
     second = workspace.stage("train", *settings)
     assert (second.returncode, f"process {first.pid}" in second.stderr) == (6, True)
-    assert workspace.run("safetrain", "run", "experiment=smoke").returncode == 6
+    with pytest.raises(AlreadyRunningError):
+        workspace.cli("run", "experiment=smoke")
     worker.resume()
     os.kill(first.pid, signal.SIGINT)
     _, stderr = first.communicate(timeout=60)
     assert first.returncode == 130
     assert ("the state is saved.\n  continue with: " in stderr, "error: " in stderr) == (True, False)
-    changed = workspace.run(*command, "train.learning_rate=0.5")
+    changed = workspace.stage("train", *settings, "train.learning_rate=0.5")
     assert (changed.returncode, "learning_rate" in changed.stderr) == (7, True)
     assert "'safetrain discard' removes it" in changed.stderr
     finished = workspace.run(*command)
@@ -181,5 +183,5 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     assert f"continuing from step {summary['resumed_from_step']}\n" in finished.stdout
     steps = [int(line.split(",")[0]) for line in metrics.read_text().splitlines()[1:]]
     assert steps == sorted(set(steps))
-    assert "removed 2 checkpoints" in workspace.succeed("safetrain", "discard")
+    assert "removed 2 checkpoints" in workspace.cli("discard")
     assert not (workspace.folder / "checkpoints_qlora/training_state.json").exists()

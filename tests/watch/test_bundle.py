@@ -14,7 +14,7 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import TrainJob
-from safetrain.core.run_folder import RunMarker, read_run, write_marker
+from safetrain.core.run_folder import RunMarker, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES
 from tests.conftest import ROOT
@@ -101,14 +101,3 @@ def test_it_says_what_is_in_it_and_replaces_nothing(output: Path) -> None:
 def test_every_cause_of_a_death_may_be_told() -> None:
     guard = "".join(path.read_text() for path in (ROOT / "safetrain" / "guard").glob("*.py"))
     assert set(re.findall(r'Cause\(\s*"(\w+)"', guard)) == set(CAUSES)
-
-
-def test_the_journal_of_another_run_is_not_told_of_a_result_that_dvc_has_brought_back(output: Path) -> None:
-    (output / "flight" / "run.json").unlink()
-    journal, entry = output / "flight" / "journal.jsonl", {"wall_seconds": 1.0, "monotonic_seconds": 1.0}
-    begun = {**entry, "type": "Begun", "total_steps": 24, "resumed_from_step": 0, "description": ""}
-    journal.write_text(f"{json.dumps(begun)}\n")
-    run = read_run(output)
-    assert (run.begun, run.flight, run.header, run.summary is None) == (None, (), None, False)
-    (output / "training_summary.json").unlink()  # as the run of the journal did when it began
-    assert read_run(output).begun is not None

@@ -25,7 +25,7 @@ from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, State, json_line, running_stage, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of
-from tests.support.recorded_runs import (
+from tests.watch.made_run import (
     ENDINGS,
     ENDS_AT,
     GIB,
@@ -34,11 +34,11 @@ from tests.support.recorded_runs import (
     SAVED_AT,
     TOTAL,
     change,
+    data_report,
     ended_run,
     loss_at,
     under_way,
 )  # fmt: skip
-from tests.watch.made_run import data_report
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

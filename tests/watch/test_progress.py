@@ -3,20 +3,12 @@
 import dataclasses
 import io
 import re
-import time
 
 import pytest
 
 from safetrain.core.events import Begun, JournalEntry, Progress, Said
 from safetrain.core.records.metrics import StepRecord
-from safetrain.watch.progress import (
-    TimeLeft,
-    TrainProgress,
-    say_on_terminal,
-    still_working,
-    time_left,
-    time_left_text,
-)
+from safetrain.watch.progress import TimeLeft, TrainProgress, say_on_terminal, time_left, time_left_text
 
 STEP_SECONDS, VALIDATION_SECONDS, EVERY = 2.0, 30.0, 10
 
@@ -52,13 +44,6 @@ def test_it_is_unknown_before_an_update_and_counts_down_to_longer_than_estimated
     assert time_left_text(left_of(run(100, check=1.0), 31.0), 0.0) == "takes longer than estimated"
 
 
-def test_a_continued_run_counts_from_its_own_first_record() -> None:
-    older = run(40)
-    begun = JournalEntry(0.0, 5000.0, Begun(100, 40, "", EVERY))
-    newer = [JournalEntry(0.0, 5000.0 + 4 * n, Progress(40 + n, 80.0 + 4 * n, 0)) for n in range(1, 5)]
-    assert left_of([*older, begun, *newer]).seconds == pytest.approx(56 * 4.0)
-
-
 def test_a_pause_is_no_pace_and_the_range_is_that_of_recent_stretches() -> None:
     """Ctrl-Z stops the process and not its clock: the update seems to take the whole pause."""
     journal = run(60)
@@ -79,16 +64,6 @@ def test_a_pause_is_no_pace_and_the_range_is_that_of_recent_stretches() -> None:
     assert found.least < found.seconds < found.most
 
 
-@pytest.mark.parametrize(
-    ("left", "text"),
-    [(TimeLeft(40, None, None), r"about 40 s left, until \d\d:\d\d"),
-     (TimeLeft(600, 540, 660), r"about 10 min left \(9 min to 11 min\), until \d\d:\d\d"),
-     (TimeLeft(2 * 86400.0, None, None), r"about 2.0 days left, until \w{3} \d\d \w{3} \d\d:\d\d")],
-)  # fmt: skip
-def test_its_text_has_its_range_and_its_end(left: TimeLeft, text: str) -> None:
-    assert re.fullmatch(text, time_left_text(left, 1_700_000_000.0))
-
-
 def record(step: int, valid: float | None = None) -> StepRecord:
     return StepRecord(step, step / 50, 1.5, valid, 1e-4, 0.5, 20 * step, 900.0, 2**27, 2**28, 2.0 * step)
 
@@ -106,14 +81,6 @@ def test_a_training_prints_short_plain_lines_with_what_is_left(capsys: pytest.Ca
     assert re.fullmatch(r"step   2/312 · loss 1.5000 · 900 labels/s · \d+ min left", lines[3])
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "a remark"
-
-
-def test_work_without_progress_says_every_while_that_it_goes_on() -> None:
-    told = list[str]()
-    with still_working("out is made", told.append, every_seconds=0.01):
-        while len(told) < 2:
-            time.sleep(0.001)
-    assert told[0] == "out is made, for 1 s so far"
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

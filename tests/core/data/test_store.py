@@ -1,4 +1,4 @@
-"""A store gives back what was written, other tools open it, and one that is damaged or foreign is named."""
+"""A store gives back what was written, also where tokens stay in their files; a damaged or foreign one is named."""
 
 import dataclasses
 import json
@@ -9,11 +9,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from safetrain.core.data.store import VERSION, StoreWriter, open_store, read_made, store_path
-from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_row
+from safetrain.core.data.store import (
+    VERSION,
+    Corpus,
+    DocumentWriter,
+    Store,
+    StoreWriter,
+    open_store,
+    read_made,
+    store_path,
+)
+from safetrain.core.data.token_files import Stretch, TokenFile, sampled_digest
+from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, TokenWindows, token_row
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.model.files import tokenizer_hash
+from safetrain.data.corpus import byte_lengths
+from tests.corpora import write_ds
+from tests.data.models import model_with
 from tests.stores import MADE, add_row, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
@@ -48,20 +62,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [store.questions[number] for number in range(len(store.questions))] == QUESTIONS
     assert store.where(3) == "train.tokens.jsonl:4"
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing else is left
+    assert open_store(write_store(tmp_path / "less", ROWS[:-1])).digest != store.digest
+    again = write_store(tmp_path / "later", ROWS, dataclasses.replace(MADE, made_on="2027-01-01"))
+    assert open_store(again).digest == store.digest, "of the rows alone"
     arrays = load_file(path)  # as other tools open it
     assert arrays["ids"].tolist() == [token for row in ROWS for token in row.ids.tolist()]
     assert arrays["row_ends"].tolist() == np.cumsum([len(row) for row in ROWS]).tolist()
-
-
-def test_the_digest_is_that_of_the_rows_alone(tmp_path: Path) -> None:
-    def digest(rows: list[TokenRow], day: str = MADE.made_on) -> str:
-        return open_store(write_store(tmp_path / "a", rows, dataclasses.replace(MADE, made_on=day))).digest
-
-    other = token_row(ROWS[5].ids.tolist(), (~ROWS[5].trained).tolist())
-    joined = token_row([*ROWS[0].ids.tolist(), *ROWS[1].ids.tolist()], [*ROWS[0].trained, *ROWS[1].trained])
-    assert digest(ROWS) == digest(ROWS, "2027-01-01")
-    found = [digest(ROWS), digest(ROWS[:-1]), digest([*ROWS[:5], other, *ROWS[6:]]), digest([joined, *ROWS[2:]])]
-    assert len(set(found)) == 4
 
 
 def with_header(path: Path, **changes: object) -> Path:
@@ -140,3 +146,61 @@ def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int) -> None:
         assert cut.cut_rows == sum(len(row) > size for row in plain)
         assert cut.lost_labels == sum(row.trained_tokens for row in plain) - int(cut.label_counts.sum())
     assert bool(beats) == (size < 80)
+
+
+END = 0
+DOCUMENTS = [[5, 6, 7, END], [8, END], [9, 10, 11, 12, END], [13, 14, END], [15, 16, 17, END]]
+
+
+def token_file(path: Path, token_bytes: int) -> TokenFile:
+    return TokenFile(str(path), path.stat().st_size // token_bytes, token_bytes, sampled_digest(path))
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> tuple[Store, list[Path]]:
+    """Three documents of 2 bytes a token, two of 4; the first document of each file is left out."""
+    paths = [write_ds(tmp_path / "a.ds", DOCUMENTS[:3]), write_ds(tmp_path / "b.ds", DOCUMENTS[3:], token_bytes=4)]
+    files = (token_file(paths[0], 2), token_file(paths[1], 4))
+    with DocumentWriter(tmp_path / "train.tokens.safetensors") as writer:
+        writer.add(np.array([2, 5]), 0, np.array([2, 3]))
+        writer.add(np.array([4]), 1, np.array([2]))
+        writer.finish(MADE, "digest", Corpus(files, (Stretch(0, 4, 11), Stretch(1, 3, 7))), 3.5)
+    return open_store(tmp_path / "train.tokens.safetensors"), paths
+
+
+def test_documents_of_several_files_are_rows_and_windows_of_them(two_files: tuple[Store, list[Path]]) -> None:
+    store, paths = two_files
+    assert [row.ids.tolist() for row in store.rows] == [DOCUMENTS[1], DOCUMENTS[2], DOCUMENTS[4]]
+    assert all(row.ids.dtype == np.uint32 and row.trained.all() for row in store.rows)
+    assert [store.where(row) for row in (1, 2)] == [f"{paths[0]}:3", f"{paths[1]}:2"]
+    assert (store.label_bytes, len(store.questions)) == (3.5, 0)
+    pieces = TokenWindows(store.rows, 100, frozenset({END})).pieces([0])
+    assert [row.ids.tolist() for row in pieces] == [DOCUMENTS[1], [END, *DOCUMENTS[2]], [END, *DOCUMENTS[4]]]
+    assert pieces.label_counts.tolist() == [1, 5, 4]
+
+
+@pytest.mark.parametrize("change", ["other bytes", "longer", "gone"])
+def test_a_file_that_changed_after_validation_is_refused(change: str, two_files: tuple[Store, list[Path]]) -> None:
+    store, paths = two_files
+    raw = paths[1].read_bytes()
+    paths[1].write_bytes(raw[:-4])
+    with pytest.raises(DataError, match="shorter"):  # during training
+        _ = store.rows[2]
+    paths[1].unlink()
+    if change != "gone":
+        paths[1].write_bytes(raw[:4] + b"\x01" + raw[5:] if change == "other bytes" else raw * 2)
+    with pytest.raises(DataError, match=r"b\.ds") as caught:
+        open_store(paths[0].parent / "train.tokens.safetensors")
+    assert "validate" in str(caught.value)
+
+
+def test_bytes_of_ids_where_the_vocabulary_is_text(tmp_path: Path) -> None:
+    model = model_with(tmp_path / "model", None)
+    file = model / "tokenizer.json"
+    definition = json.loads(file.read_text())
+    definition.update(pre_tokenizer=None, normalizer=None, post_processor=None)
+    definition["decoder"] = {"type": "ByteFallback"}
+    definition["model"] = {"type": "BPE", "vocab": {"▁água": 0, "<0xE6>": 1, "a": 2}, "merges": []}
+    definition["added_tokens"] = [{**definition["added_tokens"][0], "id": 3, "content": "<|end|>"}]
+    file.write_text(json.dumps(definition))
+    assert byte_lengths(ChatTokenizer(model)).tolist() == [6, 1, 1, 0]

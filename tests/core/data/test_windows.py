@@ -1,4 +1,4 @@
-"""Windows of a stream of documents: every token is predicted once, and none looks beyond its own document."""
+"""The order of rows and windows of documents: each token is predicted once; the largest update is known before."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safetrain.core.data.token_rows import TokenRows, TokenWindows, token_row
-from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.data.training_rows import Cursor, TrainingRows, largest_update, rows_at
 from safetrain.core.errors import DataError
+from safetrain.core.memory.estimate import largest_micro_batch
+from safetrain.core.memory.terms import padded
+from safetrain.core.records.settings import updates_per_epoch
+from tests.updates import worst_update
 
 END = 0
 
@@ -63,3 +67,53 @@ def test_of_many_validation_rows_an_evenly_spread_sample_is_measured(rows: int, 
     cut = TrainingRows(valid, valid).cut(64).valid
     assert len(cut) == pytest.approx(measured, abs=2)
     assert [cut[row].ids.tolist() for row in (0, len(cut) - 1)] == [valid[row].ids.tolist() for row in (0, rows - 1)]
+
+
+LENGTHS = np.random.default_rng(3).lognormal(3.5, 0.8, 200).astype(int) + 8
+ROWS = TokenRows.of([token_row([1] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in LENGTHS.tolist()])
+NONE = TokenRows.of([])
+
+
+def sizes_of_run(seed: int, rows_per_update: int, epochs: int) -> list[tuple[int, int]]:
+    windows = [Cursor(e, w) for e in range(epochs) for w in range(updates_per_epoch(len(ROWS), rows_per_update))]
+    updates = [rows_at(ROWS, cursor, seed, rows_per_update).rows for cursor in windows]
+    return [(sum(len(ROWS[r]) - 1 for r in rows), sum(ROWS[r].trained_tokens for r in rows)) for rows in updates]
+
+
+@pytest.mark.parametrize("rows_per_update", [16, 7])
+def test_no_update_of_the_orders_that_were_looked_at_is_larger(rows_per_update: int) -> None:
+    found = largest_update(ROWS, NONE, rows_per_update, 2, None)
+    seen = [size for seed in range(8) for size in sizes_of_run(seed, rows_per_update, 2)]
+    assert (found.rows, found.longest) == (rows_per_update, max(LENGTHS) - 1)
+    assert found.tokens == max(tokens for tokens, _ in seen)
+    assert found.labels == max(labels for _, labels in seen)
+    another = [tokens for seed in range(100, 110) for tokens, _ in sizes_of_run(seed, rows_per_update, 2)]
+    assert max(another) < 1.25 * found.tokens
+
+
+def test_a_micro_batch_holds_no_more_than_its_rows_have_room_for_or_than_the_update_has() -> None:
+    found = largest_update(ROWS, NONE, 16, 3, None)
+    longest = padded(found.longest)
+    one, all_of_it = (largest_micro_batch(found, size, 16) for size in (1, 16))
+    assert (one.total, one.tokens, one.accumulates) == (longest, longest, found.tokens > longest)
+    assert one.rows == round(16 * longest / found.tokens) > 1  # short ones, which can be computed side by side
+    assert (all_of_it.total, all_of_it.labels, all_of_it.accumulates) == (found.tokens, found.labels, False)
+    assert all_of_it.total < 16 * longest / 2  # as many of the longest would be far more
+    twice = largest_micro_batch(found, 32, 32)  # rows per update that nobody has looked at
+    assert twice.total == 2 * found.tokens
+    unknown = worst_update(1 + longest, 16)
+    assert largest_micro_batch(unknown, 16, 16).total == 16 * longest
+    assert largest_micro_batch(unknown, 4, 16).labels == 4 * longest
+
+
+def test_the_order_is_that_of_a_plain_loop() -> None:
+    """It decides every number of a training, so it must never change."""
+    lengths = [len(row) for row in ROWS]
+    longest = max(range(len(ROWS)), key=lambda row: lengths[row])
+    for seed, epoch in ((42, 0), (42, 1), (7, 3), (42, 0)):
+        order = np.random.default_rng([seed, epoch]).permutation(len(ROWS)).tolist()
+        place = order.index(longest)
+        order[0], order[place] = order[place], order[0]
+        for window in range(updates_per_epoch(len(ROWS), 7)):
+            expected = sorted(order[window * 7 : (window + 1) * 7], key=lambda row: (-lengths[row], row))
+            assert rows_at(ROWS, Cursor(epoch, window), seed, 7).rows == expected

@@ -1,11 +1,21 @@
-"""Words as numbers: what differs in form alone is the same, what differs in meaning is not."""
+"""Texts: words as numbers, answers in whole characters, the general text."""
+
+import collections
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
+from safetrain.core.data.held_out import FILE, MOST_TOKENS, general_text
+from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.data.words import words_of
-from safetrain.data.compare import digests, shingles, strict_digest
+from safetrain.core.errors import ModelError
+from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
+from safetrain.data.compare import digests, strict_digest
+from tests.conftest import EMBEDDED
 
 SAME = [
     ("Hello, World!", "hello   world"), ("don't", "DON’T"), ("**bold** word", "bold word"),
@@ -37,16 +47,69 @@ def test_signs_of_code_and_mathematics_are_a_difference_to_the_strict(first: str
     assert (strict_digest(first) == strict_digest(second)) is same
 
 
-TRICKY = some.text(alphabet="ab1 *-?.'\u00ad\n\u0301é中", max_size=8)
+TOKENIZER = ChatTokenizer(EMBEDDED)
 
 
-@given(some.lists(some.one_of(some.text(max_size=40), TRICKY), max_size=8))
-@settings(deadline=None, database=None, max_examples=50)
-def test_a_text_among_others_has_the_words_that_it_has_alone(texts: list[str]) -> None:
-    together = words_of(texts)
-    values, bounds = shingles(together)
-    for number, text in enumerate(texts):
-        alone = words_of([text])
-        assert digests(alone).tolist() == [digests(together)[number]]
-        assert alone.counts.tolist() == [together.counts[number]]
-        assert shingles(alone)[0].tolist() == values[bounds[number] : bounds[number + 1]].tolist()
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40))
+def test_an_answer_grows_by_whole_characters_to_what_it_is(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    answer, pieces = AnswerText(TOKENIZER), list[str]()
+    for number in ids:
+        pieces.append(answer.add(number))
+        assert answer.text == "".join(pieces)
+    assert "".join(pieces) == answer.text == TOKENIZER.decode(ids).strip()
+    if "\ufffd" not in text:
+        assert "\ufffd" not in answer.text
+    cut = AnswerText(TOKENIZER)  # half a character waits for its other half
+    assert (cut.add(TOKENIZER.encode("日")[0]), cut.text) == ("", "")
+
+
+def test_what_was_taught_comes_back_and_a_refusal_of_the_template_is_told(tmp_path: Path) -> None:
+    write_prompt_format(tmp_path, PromptFormat((1,), "o", "a", "Be brief."))
+    assert read_prompt_format(tmp_path) == PromptFormat((1,), "o", "a", "Be brief.")
+    (tmp_path / "chat.json").write_text("[]")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_prompt_format(tmp_path)
+    with pytest.raises(ModelError, match="unknown role bishop"):
+        Prompts(TOKENIZER, None).ids([{"role": "bishop", "content": "e4"}])
+
+
+def test_a_model_of_documents_is_given_the_beginning_of_one() -> None:
+    prompts = Prompts(TOKENIZER, PromptFormat((7,), "", documents=True))
+    asked = prompts.ids([{"role": "user", "content": "The capital of"}])
+    assert asked == [TOKENIZER.end_id, *TOKENIZER.encode("The capital of")]
+    assert prompts.continues
+    assert not prompts.writes_system("Be brief.")
+
+
+def test_there_are_sixty_different_pieces_that_a_tokenizer_expresses() -> None:
+    pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+    assert collections.Counter(piece["part"] for piece in pieces) == {"english": 24, "portuguese": 24, "code": 12}
+    assert len({piece["text"] for piece in pieces}) == 60
+    found = general_text(ChatTokenizer(EMBEDDED), 2048, 512)
+    assert (len(found.rows), len(found.parts), found.left_out) == (60, 60, 0)
+    assert 64 < found.rows.lengths.min() <= found.rows.lengths.max() == MOST_TOKENS
+    assert (found.rows.label_counts == found.rows.lengths - 1).all()
+    assert general_text(ChatTokenizer(EMBEDDED), 2048, 40).rows.lengths.max() == 40
+    half = general_text(ChatTokenizer(EMBEDDED), 2048, 512, int(found.rows.lengths.sum()) // 2)  # where time is short
+    assert collections.Counter(half.parts) == {"english": 12, "portuguese": 12, "code": 6}
+
+
+def test_pieces_with_letters_that_a_vocabulary_lacks_are_left_out(tmp_path: Path) -> None:
+    """Without its bytes above 127 the tokenizer drops accents without a word; so it does braces with none of those."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, folder / name)
+    value = json.loads((EMBEDDED / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary, model = value["model"]["vocab"], value["model"]
+    model["vocab"] = {token: number for token, number in vocabulary.items() if token.isascii() or token[0] == "Ġ"}
+    kept = model["vocab"]
+    model["merges"] = [pair for pair in model["merges"] if all(part in kept for part in pair) and "".join(pair) in kept]
+    (folder / "tokenizer.json").write_text(json.dumps(value), encoding="utf-8")
+    found = general_text(ChatTokenizer(folder), 2048, 512)
+    assert "portuguese" not in found.parts
+    assert found.parts.count("english") >= 20
+    assert found.left_out >= 24
+    assert len(general_text(ChatTokenizer(EMBEDDED), 100, 512).rows) == 0, "tokens that the model does not have"

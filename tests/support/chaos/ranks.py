@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.chaos.chains import Reference
+from tests.support.chaos.chains import Outcome, Reference
+from tests.support.chaos.disk import can_mount, full_then_room, small_disk
 from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
 from tests.support.chaos.inject.chaos_sites import OF_RANKS, SITES, Site
 from tests.support.chaos.kills import AHEAD_STEPS, CAUSES, STOPS, Kill, calls_of
@@ -47,15 +48,11 @@ class RankKill(Kill):
 
 
 @dataclass
-class RankOutcome:
-    """What came of one kill."""
+class RankOutcome(Outcome):
+    """What came of one kill of a rank."""
 
-    cell: Cell
-    text: str
-    faults: list[str]
+    rank: int = 0
     end_seconds: float = 0.0  # from the kill to the end of all processes
-    lost_steps: int = 0
-    exact: bool = False
 
 
 def sites_of(rank: int) -> list[Site]:
@@ -100,7 +97,7 @@ def kill(project: Project, planned: RankKill, step: int) -> tuple[RankOutcome | 
 
     What it comes to in the end is compared by whoever lets it go to the end.
     """
-    cell = planned.site.phase, planned.signal, planned.rank
+    cell = planned.site.phase, planned.signal
     process = project.start_training(plan=planned.plan(), anew=not step)
     project.wait_until_hit(process)
     if planned.from_outside and process.poll() is None:
@@ -109,7 +106,7 @@ def kill(project: Project, planned: RankKill, step: int) -> tuple[RankOutcome | 
     truth = project.read_truth()
     if truth is None:
         told_wrong = [f"ended before the kill: {done.last_line}"]
-        return (RankOutcome(cell, str(planned), told_wrong) if done.code else None), UPDATES
+        return (RankOutcome(cell, str(planned), cell[0], told_wrong, rank=planned.rank) if done.code else None), UPDATES
     ended = time.time() - project.truth.stat().st_mtime
     told = project.json("postmortem.json") if done.code else {}
     faults = faults_of(planned, truth, done, told)
@@ -121,7 +118,8 @@ def kill(project: Project, planned: RankKill, step: int) -> tuple[RankOutcome | 
         faults.append(f"still there: {left}")
     resumes = int(told.get("resumes_from_step", 0))
     lost = max(0, truth["step"] - resumes) if done.code else 0
-    return RankOutcome(cell, str(planned), faults, ended, lost), resumes if done.code else UPDATES
+    outcome = RankOutcome(cell, str(planned), truth["phase"], faults, lost, rank=planned.rank, end_seconds=ended)
+    return outcome, resumes if done.code else UPDATES
 
 
 def faults_of(planned: RankKill, truth: dict[str, Any], done: Done, told: dict[str, Any]) -> list[str]:
@@ -148,6 +146,19 @@ def faults_of(planned: RankKill, truth: dict[str, Any], done: Done, told: dict[s
     return found
 
 
+def endings_of_ranks(ground: Ground) -> Iterator[Ending]:
+    """Endings that are no signals."""
+    yield from (hang(ground, rank) for rank in range(RANKS))
+    yield from (through_mlx_launch(ground, rank) for rank in range(RANKS))
+    yield from (stopped_and_continued(ground, ranks) for ranks in (1, 3))
+    if not can_mount():
+        yield Ending("a full disk", skipped="only root on Linux can mount a small disk")
+        return
+    yield one_without_room(ground)
+    with small_disk(ground.folder / "small-disk", ranks=RANKS) as project:
+        yield full_then_room(ground, project, "save", 3)
+
+
 def run_kills(
     project: Project, reference: Reference, least: int, seed: int, say: Callable[[str], None]
 ) -> list[RankOutcome]:
@@ -164,7 +175,7 @@ def run_kills(
                 break
             outcome, step = kill(project, planned, step)
             if outcome is not None:
-                waiting.remove(outcome.cell)
+                waiting.remove((*outcome.cell, outcome.rank))
                 mine.append(outcome)
                 ended = f"all ended after {outcome.end_seconds:.1f} s"
                 say(f"{len(outcomes) + len(mine)}: {outcome.text}: {outcome.faults or 'right'}; {ended}")
@@ -188,7 +199,7 @@ def _to_the_end(project: Project, reference: Reference, mine: list[RankOutcome])
     done = project.train()
     exact = done.code == 0 and project.fingerprint() == reference.fingerprint
     for outcome in mine:
-        outcome.exact = exact
+        outcome.resumed_exactly = exact
     if mine and not exact:
         mine[-1].faults.append(f"other results than undisturbed, exit {done.code}: {done.last_line}")
 

@@ -1,0 +1,241 @@
+"""What the system says of memory: groups of Linux, macOS's reports of kills, what a process takes, its own limit."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from safetrain.core.memory.system import (
+    RUSAGE_BYTES,
+    footprint_bytes,
+    jetsam_reason,
+    killed_for_memory,
+    memory_groups,
+    memory_limit_bytes,
+    memory_room_bytes,
+    most_footprint_bytes,
+    oom_kills,
+    parse_rusage,
+    reports_since,
+)
+from tests.conftest import ROOT
+
+GIB = 2**30
+NO_LIMIT_V1 = 9223372036854771712  # what version 1 says without a limit
+
+
+def group_v2(folder: Path, limit: str, kills: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 12\noom 7\noom_kill {kills}\noom_group_kill 9\n")
+    return folder
+
+
+def group_v1(folder: Path, limit: int, kills: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+    return folder
+
+
+def mine(folder: Path, *lines: str) -> Path:
+    """As /proc/self/cgroup."""
+    path = folder / "cgroup"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_version_2_takes_the_smallest_limit_on_the_way_up(tmp_path: Path) -> None:
+    root = tmp_path / "cg"
+    inner = group_v2(root / "user.slice" / "run.scope", "max", kills=2)
+    outer = group_v2(root / "user.slice", str(3 * GIB))
+    group_v2(root / "system.slice", str(GIB))  # not ours
+    groups = memory_groups(root, mine(tmp_path, "0::/user.slice/run.scope"))
+    assert groups == [inner, outer]
+    assert memory_limit_bytes(groups) == 3 * GIB
+    assert oom_kills(groups) == 2  # oom, oom_group_kill and max are other counters
+    group_v2(inner, str(2 * GIB))
+    assert memory_limit_bytes(groups) == 2 * GIB
+    group_v2(outer, "max")
+    group_v2(inner, "max")
+    assert memory_limit_bytes(groups) is memory_limit_bytes([]) is None
+
+
+def test_version_1_takes_the_memory_controller_among_others(tmp_path: Path) -> None:
+    root = tmp_path / "cg"
+    inner = group_v1(root / "memory" / "docker" / "abc", 2 * GIB, kills=1)
+    top = group_v1(root / "memory", NO_LIMIT_V1)
+    group_v1(root / "cpu" / "docker" / "abc", GIB)
+    (root / "unified").mkdir()  # of version 2, without memory
+    lines = ("12:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc", "1:name=systemd:/docker/abc", "0::/docker/abc")
+    groups = memory_groups(root, mine(tmp_path, *lines))
+    assert groups == [inner, top]
+    assert (memory_limit_bytes(groups), oom_kills(groups)) == (2 * GIB, 1)
+    group_v1(inner, NO_LIMIT_V1)
+    assert memory_limit_bytes(groups) is None
+
+
+def test_in_a_container_the_name_outside_of_it_leads_to_the_top(tmp_path: Path) -> None:
+    """Docker's /proc/self/cgroup may name a folder that is not mounted there."""
+    top = group_v1(tmp_path / "cg" / "memory", 2 * GIB)
+    assert memory_groups(tmp_path / "cg", mine(tmp_path, "4:memory:/docker/0123/x")) == [top]
+    top = group_v2(tmp_path / "cg2", str(GIB))
+    groups = memory_groups(tmp_path / "cg2", mine(tmp_path, "0::/docker/0123/x"))
+    assert groups == [top]
+    assert memory_limit_bytes(groups) == GIB
+    for odd in ("0::/a:b/c", "0::/../../a"):
+        assert top in memory_groups(tmp_path / "cg2", mine(tmp_path, odd))
+    assert memory_groups(tmp_path / "nothing", mine(tmp_path, "0::/")) == memory_groups(tmp_path, tmp_path / "x") == []
+    assert oom_kills([]) == oom_kills([tmp_path / "gone"]) == 0
+
+
+def test_room_is_what_the_tightest_group_has_left_without_the_file_cache(tmp_path: Path) -> None:
+    """A file that was read twice is on the active list, and the kernel gives it back all the same."""
+    inner, outer = tmp_path / "outer" / "inner", tmp_path / "outer"
+    inner.mkdir(parents=True)
+    for folder, limit, used, cache in ((inner, "max", GIB // 2, 0), (outer, str(2 * GIB), GIB, GIB // 4)):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(used))
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache // 2}\nactive_file {cache // 2}\n")
+    assert memory_room_bytes([inner, outer]) == GIB + GIB // 4
+    assert memory_room_bytes([inner]) is None
+
+
+HEADER = {"bug_type": "298", "timestamp": "2026-09-29 12:10:10.00 +0200", "os_version": "macOS 26.6 (25G72)"}
+LIMIT = "per-process-limit"
+MACOS_26 = [
+    {"name": "corebrightnessd", "pid": 398, "rpages": 361, "states": ["daemon", "idle"]},
+    {"name": "spotlightknowledged", "pid": 73341, "rpages": 20480, "reason": LIMIT},
+]
+KSCRASH_278 = {
+    "uuid": "14350be0-e8a2-3419-b7fa-42ae204997e5", "states": ["frontmost"], "killDelta": 13593, "lifetimeMax": 795,
+    "age": 1001079202730, "purgeable": 0, "fds": 200, "genCount": 0, "coalition": 633, "rpages": 960,
+    "reason": LIMIT, "pid": 4624, "idleDelta": 4, "name": "RebornTunnel", "cpuTime": 1223.541349,
+}  # fmt: skip
+
+
+def report(processes: Any, indent: int | None = 2) -> str:
+    """A line of JSON, then the report over many lines, as the system writes it."""
+    body = {"pageSize": 16384, "largestProcess": "Python", "memoryStatus": {"pageSize": 16384}, "processes": processes}
+    return json.dumps(HEADER) + "\n" + json.dumps(body, indent=indent)
+
+
+def test_only_the_one_with_a_reason_was_killed() -> None:
+    assert jetsam_reason(report(MACOS_26), 73341) == LIMIT
+    assert jetsam_reason(report(MACOS_26), 398) == ""  # listed, as every process is
+    assert jetsam_reason(report(MACOS_26), 7334) == ""  # the beginning of another one's number
+    assert jetsam_reason(report([*MACOS_26, KSCRASH_278], indent=None), 4624) == LIMIT
+    for text in ("", "{}", json.dumps(HEADER), report(MACOS_26)[:-40], report("x"), json.dumps(HEADER) + "\n[]"):
+        assert jetsam_reason(text, 73341) == "", "cut off, or of another form"
+
+
+def test_reports_are_found_where_older_ones_are_moved_to_as_well(tmp_path: Path) -> None:
+    (tmp_path / "Retired").mkdir()
+    (tmp_path / "JetsamEvent-2.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
+    for place in ("", "Retired"):
+        path = tmp_path / place / "JetsamEvent-1.ips"
+        path.write_text(report(MACOS_26))
+        assert killed_for_memory(73341, 0.0, folder=tmp_path) == (f"{path.name}: process 73341 was killed ({LIMIT})",)
+        assert killed_for_memory(398, 0.0, folder=tmp_path) == ()
+        assert killed_for_memory(5, 0.0, folder=tmp_path) == ()  # not for memory
+        assert killed_for_memory(73341, time.time() + 60, folder=tmp_path) == ()  # an earlier process of this number
+        path.unlink()
+    for name, hours in (("panic-full-2026-09-01-010203.0002.panic", 1), (".contents.panic", 1), ("old.panic", 80)):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (time.time() - 3600 * hours,) * 2)
+    (panic,) = reports_since("*.panic", time.time() - 3600 * 72, tmp_path)
+    assert panic.name == "panic-full-2026-09-01-010203.0002.panic"
+
+
+def test_a_report_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+    path, done = tmp_path / "JetsamEvent-2.ips", time.monotonic() + 0.3
+
+    def write() -> None:
+        time.sleep(max(0.0, done - time.monotonic()))
+        path.write_text(report([{"name": "Python", "pid": 5, "reason": "vm-compressor-space-shortage"}]))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert killed_for_memory(5, 0.0, wait_seconds=5.0, folder=tmp_path)
+    assert 0 <= time.monotonic() - done < 2  # and no longer
+    writer.join()
+    began = time.monotonic()
+    assert killed_for_memory(6, 0.0, wait_seconds=0.2, folder=tmp_path) == ()
+    assert time.monotonic() - began < 1
+
+
+# XNU bsd/sys/resource.h, struct rusage_info_v4, behind uint8_t ri_uuid[16]: uint64_t fields in this order.
+RUSAGE_V4 = """user_time system_time pkg_idle_wkups interrupt_wkups pageins wired_size resident_size phys_footprint
+proc_start_abstime proc_exit_abstime child_user_time child_system_time child_pkg_idle_wkups child_interrupt_wkups
+child_pageins child_elapsed_abstime diskio_bytesread diskio_byteswritten cpu_time_qos_default cpu_time_qos_maintenance
+cpu_time_qos_background cpu_time_qos_utility cpu_time_qos_legacy cpu_time_qos_user_initiated
+cpu_time_qos_user_interactive billed_system_time serviced_system_time logical_writes lifetime_max_phys_footprint
+instructions cycles billed_energy serviced_energy interval_max_phys_footprint runnable_time"""
+
+
+class RusageV4(ctypes.LittleEndianStructure):
+    """As the header has it."""
+
+    _fields_ = (("ri_uuid", ctypes.c_uint8 * 16), *((f"ri_{name}", ctypes.c_uint64) for name in RUSAGE_V4.split()))
+
+
+def test_both_footprints_are_read_from_their_places() -> None:
+    """Resident memory of 1.9 GB with 4.7 GB of weights in use was seen on an 8 GB M1."""
+    filled = RusageV4(**{f"ri_{name}": number for number, name in enumerate(RUSAGE_V4.split())})
+    filled.ri_resident_size, filled.ri_phys_footprint = int(1.9 * GIB), int(4.9 * GIB)
+    filled.ri_lifetime_max_phys_footprint = 5 * GIB
+    content = bytes(filled).ljust(RUSAGE_BYTES, b"\0")
+    assert ctypes.sizeof(RusageV4) == 296 <= RUSAGE_BYTES
+    assert parse_rusage(content) == (int(4.9 * GIB), 5 * GIB)
+
+
+def test_another_process_s_memory_is_read_and_a_gone_one_has_none() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "kept = bytearray(2**26); print(1, flush=True); input()"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert footprint_bytes(process.pid) > 2**26
+    if sys.platform != "darwin":
+        assert footprint_bytes(process.pid) == pytest.approx(psutil.Process(process.pid).memory_info().rss, rel=0.05)
+    process.communicate()
+    assert footprint_bytes(process.pid) == 0
+    assert most_footprint_bytes() >= footprint_bytes(os.getpid()) > 0
+
+
+PROGRAM = """
+import re, resource, threading
+from pathlib import Path
+from safetrain.engine.child_process import limit_memory
+
+def private_kib():
+    return int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+limit_memory(2**31)
+before, done = private_kib(), threading.Event()
+threads = [threading.Thread(target=done.wait) for _ in range(4)]
+for thread in threads:
+    thread.start()
+taken = private_kib() - before
+done.set()
+from safetrain.engine.backend import keep_to_room
+keep_to_room(2**31)
+keep_to_room(2**32)
+print(taken, resource.getrlimit(resource.RLIMIT_DATA)[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux caps private memory")
+def test_under_a_limit_threads_take_little_of_it_and_a_process_that_measures_has_the_same_limit() -> None:
+    """Not less by what the limit leaves to other memory, which it holds already."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
+    taken_kib, limit_bytes = map(int, done.stdout.split())
+    assert taken_kib < 4 * 4 * 1024  # the usual stack alone would be 8 MiB for each
+    assert limit_bytes == 2**31
