@@ -94,8 +94,8 @@ def call_measure(project: Path, named: dict[str, str]) -> list[list[object]]:
 def measure(named: dict[str, str]) -> list[list[object]]:
     """Base, tuned and every fused folder on the test rows."""
 
-    from safetrain.core.data.held_out import held_out_in
     from safetrain.core.data.store import open_split
+    from safetrain.core.data.training_rows import held_out_in
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.fusing import kept_share
     from safetrain.core.records.metrics import read_run_shape

@@ -16,8 +16,8 @@ from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 
 if TYPE_CHECKING:
-    from safetrain.core.data.held_out import HeldOut
     from safetrain.core.data.token_rows import TokenRows
+    from safetrain.core.data.training_rows import HeldOut
     from safetrain.core.records.metrics import RunShape
     from safetrain.core.records.scoring import ModelMeasures
     from safetrain.engine.comparison import Subject
@@ -49,8 +49,8 @@ def evaluate(
     With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
     the project's test rows, their length and the data section of params.yaml; it writes no file.
     """
-    from safetrain.core.data.held_out import general_text
     from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.data.training_rows import general_text
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import fingerprint
     from safetrain.core.records.evaluation import describe_evaluation
@@ -130,8 +130,8 @@ def _trained_length() -> int:
 
 def _rows(data: Path | None, model: Path, max_examples: int | None, length: int) -> "HeldOut":
     """Rows of the project's token store if it has this tokenizer; otherwise, read and tokenize them."""
-    from safetrain.core.data.held_out import held_out_in
     from safetrain.core.data.store import open_split, read_made, store_path
+    from safetrain.core.data.training_rows import held_out_in
     from safetrain.core.model.files import tokenizer_hash
     from safetrain.data.tokenize import settings_of
     from safetrain.data.validate import read_held_out

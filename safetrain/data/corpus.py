@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from safetrain.core.data.store import DocumentWriter, Provenance, store_path
-from safetrain.core.data.token_files import Corpus, Stretch, TokenFile, sampled_digest
+from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, Stretch, TokenFile, sampled_digest, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.training_rows import HeldOut, held_out_in
 from safetrain.core.errors import DataError
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from safetrain.core.data.held_out import GeneralText, HeldOut, held_out_in
 from safetrain.core.data.store import open_store
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
+from safetrain.core.data.training_rows import GeneralText, HeldOut, held_out_in
 from safetrain.core.errors import ModelError
 from safetrain.core.records.evaluation import (
     Evaluation,

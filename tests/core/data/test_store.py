@@ -15,11 +15,13 @@ from safetrain.core.data.store import (
     DocumentWriter,
     Store,
     StoreWriter,
+    Stretch,
+    TokenFile,
     open_store,
     read_made,
+    sampled_digest,
     store_path,
 )
-from safetrain.core.data.token_files import Stretch, TokenFile, sampled_digest
 from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, TokenWindows, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.training_rows import load_training_rows
