@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,12 +35,14 @@ from safetrain.core.data.token_rows import (
     UpdateRows,
     token_row,
 )
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
+
+if TYPE_CHECKING:
+    from safetrain.core.data.tokenizer import ChatTokenizer
 
 SAMPLED_ROWS = 2**16  # rows to search for chats among documents
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
@@ -280,7 +283,7 @@ class GeneralText:
 
 
 def general_text(
-    tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None, most_tokens: int | None = None
+    tokenizer: "ChatTokenizer", vocabulary: int, max_positions: int | None, most_tokens: int | None = None
 ) -> GeneralText:
     """Tokenize the pieces for a model with these limits, leaving out those that decode to a different text.
 
