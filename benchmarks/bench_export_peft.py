@@ -41,14 +41,7 @@ IMPORTED: dict[str, dict[str, Any]] = {
     "rsLoRA": {"use_rslora": True},
     "LoRA, upper blocks": {"layers_to_transform": list(range(1, 6))},
 }
-HEADER = [
-    "family",
-    "largest logit",
-    "base",
-    "out: LoRA, top 2 blocks",
-    "out: DoRA",
-    *(f"in: {name}" for name in IMPORTED),
-]
+HEADER = ["family", "largest logit", "base", "out: LoRA, top 2 blocks", "out: DoRA", *(f"in: {n}" for n in IMPORTED)]
 
 
 def main(families: list[str]) -> None:

@@ -53,14 +53,10 @@ RECORDS = {
     "training_metrics.json": (metrics.TrainingMetrics,),
     "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, metrics.Proof),
     "evaluation.json": (
-        evaluation.Evaluation,
-        evaluation.Improvement,
-        evaluation.Score,
-        evaluation.Forgetting,
-        evaluation.Sample,
+        evaluation.Evaluation, evaluation.Improvement, evaluation.Score, evaluation.Forgetting, evaluation.Sample,
     ),
     "postmortem.json": (run_state.PostMortem,),
-}
+}  # fmt: skip
 SIGNALS = (
     (124, "The training process hung and was ended."),
     (130, "Ctrl-C. Training has saved its state."),

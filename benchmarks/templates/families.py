@@ -37,121 +37,71 @@ class Model:
         return (self.eos, *(stop for stop in self.stops if stop != self.eos))
 
 
+# fmt: off
 CHATML = Family((r"<\|im_start\|>assistant\n",), ("<|im_end|>",), (r"<\|im_start\|>",))
-LLAMA3 = Family(
-    (r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",),
-    ("<|eot_id|>", "<|eom_id|>"),
-    (r"<\|start_header_id\|>",),
-)
-GEMMA = Family(
-    (r"<start_of_turn>model\n",),
-    ("<end_of_turn>",),
-    (r"<start_of_turn>",),
-    specials=("<start_of_turn>", "<end_of_turn>"),
-)
-GEMMA4 = Family(
-    (r"<\|turn>model\n", r"<tool_response\|>"),
-    ("<turn|>",),
-    (r"<\|turn>", r"<\|tool_response>"),
-    gap=r"<\|tool_response>.*?<tool_response\|>",
-    specials=("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|tool>",
-              "<tool|>", "<|channel>", "<channel|>", "<|think|>", '<|"|>'),
-)  # fmt: skip
+LLAMA3 = Family((r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",), ("<|eot_id|>", "<|eom_id|>"),
+    (r"<\|start_header_id\|>",))
+GEMMA = Family((r"<start_of_turn>model\n",), ("<end_of_turn>",), (r"<start_of_turn>",), specials=("<start_of_turn>",
+    "<end_of_turn>"))
+GEMMA4 = Family((r"<\|turn>model\n", r"<tool_response\|>"), ("<turn|>",), (r"<\|turn>", r"<\|tool_response>"),
+    gap=r"<\|tool_response>.*?<tool_response\|>", specials=("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>",
+    "<|tool_response>", "<tool_response|>", "<|tool>", "<tool|>", "<|channel>", "<channel|>", "<|think|>", '<|"|>'))
 MISTRAL_WORDS = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-                 "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]",
-                 "[THINK]", "[/THINK]")  # fmt: skip
-MISTRAL = Family(
-    (r"\[/INST\]", r"\[/TOOL_RESULTS\]", r"\[/SYSTEM_PROMPT\]"),
-    ("</s>",),
-    (r"\[INST\]", r"\[AVAILABLE_TOOLS\]", r"\[TOOL_RESULTS\]"),
-    specials=MISTRAL_WORDS,
-)
+    "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]",
+    "[/THINK]")
+MISTRAL = Family((r"\[/INST\]", r"\[/TOOL_RESULTS\]", r"\[/SYSTEM_PROMPT\]"), ("</s>",), (r"\[INST\]",
+    r"\[AVAILABLE_TOOLS\]", r"\[TOOL_RESULTS\]"), specials=MISTRAL_WORDS)
 LLAMA2 = replace(MISTRAL, specials=())
-COHERE = Family(
-    (r"<\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|>",), ("<|END_OF_TURN_TOKEN|>",), (r"<\|START_OF_TURN_TOKEN\|>",)
-)
-DEEPSEEK = Family(
-    (r"<｜Assistant｜>", r"<｜tool▁outputs?▁end｜>", r"</function_results>\n\n"),
-    ("<｜end▁of▁sentence｜>",),
-    (r"<｜User｜>", r"<｜Assistant｜>", r"<｜tool▁outputs?▁begin｜>", r"\n\n<function_results>"),
-)
+COHERE = Family((r"<\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|>",), ("<|END_OF_TURN_TOKEN|>",),
+    (r"<\|START_OF_TURN_TOKEN\|>",))
+DEEPSEEK = Family((r"<｜Assistant｜>", r"<｜tool▁outputs?▁end｜>", r"</function_results>\n\n"),
+    ("<｜end▁of▁sentence｜>",), (r"<｜User｜>", r"<｜Assistant｜>",
+    r"<｜tool▁outputs?▁begin｜>", r"\n\n<function_results>"))
 DEEPSEEK2 = Family((r"Assistant:",), ("<｜end▁of▁sentence｜>",), (r"User:", r"Assistant:"))
 CODER = Family((r"### Response:\n",), ("<|EOT|>",), (r"### (?:Instruction|Response):",))
-GLM = Family(
-    (r"<\|assistant\|>",),
-    (),
-    (r"<\|(?:user|observation|system|assistant|tool)\|>",),
-    specials=("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>"),
-)
+GLM = Family((r"<\|assistant\|>",), (), (r"<\|(?:user|observation|system|assistant|tool)\|>",), specials=("<|user|>",
+    "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>"))
 GRANITE = Family((r"<\|start_of_role\|>assistant<\|end_of_role\|>",), ("<|end_of_text|>",), (r"<\|start_of_role\|>",))
 LING = Family((r"<role>ASSISTANT</role>",), ("<|role_end|>",), (r"<role>",), specials=("<role>", "</role>"))
 MEGREZ = Family((r"<\|role_start\|>assistant<\|role_end\|>",), ("<|turn_end|>",), (r"<\|role_start\|>",))
 MINICPM = Family((r"<AI>",), (), (r"<用户>",), specials=("<用户>", "<AI>"))
 MONARCH = Family((r"<s>assistant\n",), ("</s>",), (r"<s>",))
 ORION = Family((r"Assistant: </s>",), ("</s>",), (r"Human: ",))
-PHI3 = Family(
-    (r"<\|assistant\|>\n",),
-    ("<|end|>",),
-    (r"<\|(?:user|assistant|system|tool)\|>",),
-    specials=("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
-)
+PHI3 = Family((r"<\|assistant\|>\n",), ("<|end|>",), (r"<\|(?:user|assistant|system|tool)\|>",), specials=("<|user|>",
+    "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"))
 PHI4 = Family((r"<\|im_start\|>assistant<\|im_sep\|>",), ("<|im_end|>",), (r"<\|im_start\|>",))
 YANDEX = Family((r" Ассистент:",), (), (r" Пользователь:", r"\n\nРезультат", r" Ассистент:"), specials=("[SEP]",))
-APERTUS = Family(
-    (r"<\|assistant_start\|>", r"<\|tools_suffix\|>\[\{.*?\}\]"),
-    ("<|assistant_end|>", "<|tools_suffix|>"),
-    (r"<\|user_start\|>",),
-)
-APRIEL = Family(
-    (r"<\|(?:begin_)?assistant\|>\n",),
-    ("<|end|>",),
-    (r"<\|(?:begin_)?(?:user|tool_result)\|>", r"\n*<\|begin_assistant\|>"),
-)
-SEED = Family((r"<seed:bos>assistant\n",), ("<seed:eos>",), (r"<seed:bos>",), specials=(
-    "<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"))  # fmt: skip
-GIGACHAT = Family(
-    (r"assistant<\|role_sep\|>\n?",),
-    ("<|message_sep|>",),
-    (r"(?:user|function result|assistant)<\|role_sep\|>",),
-    between=r"\n\nfunction call<\|role_sep\|>\n",
-)
-KIMI = Family(
-    (r"<\|im_assistant\|>assistant<\|im_middle\|>",), ("<|im_end|>",), (r"<\|im_(?:user|system|assistant)\|>",)
-)
+APERTUS = Family((r"<\|assistant_start\|>", r"<\|tools_suffix\|>\[\{.*?\}\]"), ("<|assistant_end|>",
+    "<|tools_suffix|>"), (r"<\|user_start\|>",))
+APRIEL = Family((r"<\|(?:begin_)?assistant\|>\n",), ("<|end|>",), (r"<\|(?:begin_)?(?:user|tool_result)\|>",
+    r"\n*<\|begin_assistant\|>"))
+SEED = Family((r"<seed:bos>assistant\n",), ("<seed:eos>",), (r"<seed:bos>",), specials=("<seed:bos>", "<seed:eos>",
+    "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"))
+GIGACHAT = Family((r"assistant<\|role_sep\|>\n?",), ("<|message_sep|>",),
+    (r"(?:user|function result|assistant)<\|role_sep\|>",), between=r"\n\nfunction call<\|role_sep\|>\n")
+KIMI = Family((r"<\|im_assistant\|>assistant<\|im_middle\|>",), ("<|im_end|>",),
+    (r"<\|im_(?:user|system|assistant)\|>",))
 KIMI3 = Family((r'<\|open\|>message role="assistant"<\|sep\|>',), ("<|end_of_msg|>",), (r"<\|open\|>message",))
-MINIMAX1 = Family(
-    (r"<beginning_of_sentence>ai name=assistant\n",), ("<end_of_sentence>",), (r"<beginning_of_sentence>",),
-    specials=("<beginning_of_sentence>", "<end_of_sentence>"),
-)  # fmt: skip
+MINIMAX1 = Family((r"<beginning_of_sentence>ai name=assistant\n",), ("<end_of_sentence>",),
+    (r"<beginning_of_sentence>",), specials=("<beginning_of_sentence>", "<end_of_sentence>"))
 MINIMAX = Family((r"\]~b\]ai\n",), ("[e~[",), (r"\]~b\]",), specials=("]~!b[", "]~b]", "[e~[", "]<]minimax[>["))
-NEMOTRON2 = Family(
-    (r"<SPECIAL_11>Assistant\n",), ("<SPECIAL_12>",), (r"<SPECIAL_11>",),
-    specials=("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
-)  # fmt: skip
-LAGUNA = Family(
-    (r"<assistant>\n?",), ("</assistant>",), (r"<user>", r"<tool_response>"),
-    specials=("<user>", "</user>", "<assistant>", "</assistant>", "<system>", "</system>"),
-)  # fmt: skip
+NEMOTRON2 = Family((r"<SPECIAL_11>Assistant\n",), ("<SPECIAL_12>",), (r"<SPECIAL_11>",), specials=("<SPECIAL_10>",
+    "<SPECIAL_11>", "<SPECIAL_12>"))
+LAGUNA = Family((r"<assistant>\n?",), ("</assistant>",), (r"<user>", r"<tool_response>"), specials=("<user>", "</user>",
+    "<assistant>", "</assistant>", "<system>", "</system>"))
 REKA = Family((r"assistant:",), ("<sep>",), (r"human:",), specials=("<sep>",))
 SPARK = Family((r"<\|Bot\|>",), ("<｜end▁of▁sentence｜>",), (r"<｜start▁of▁sentence｜>",))
-HUNYUAN = Family(
-    (r"<｜hy_Assistant:opensource｜>",),
-    ("<｜hy_eos:opensource｜>",),
-    (r"<｜hy_User:opensource｜>", r"<tool_responses:opensource>"),
-    specials=("<｜hy_User:opensource｜>", "<｜hy_Assistant:opensource｜>", "<｜hy_begin_of_sentence:opensource｜>"),
-)
+HUNYUAN = Family((r"<｜hy_Assistant:opensource｜>",), ("<｜hy_eos:opensource｜>",), (r"<｜hy_User:opensource｜>",
+    r"<tool_responses:opensource>"), specials=("<｜hy_User:opensource｜>", "<｜hy_Assistant:opensource｜>",
+    "<｜hy_begin_of_sentence:opensource｜>"))
 SOLAR = Family((r"<\|begin\|>assistant",), ("<|end|>", "<|calls|>"), (r"<\|begin\|>",), between=r"<\|begin\|>assistant")
-HARMONY = Family(
-    (r"<\|start\|>assistant",),
-    ("<|return|>", "<|end|>", "<|call|>"),
-    (r"<\|start\|>",),
-    between=r"<\|start\|>assistant",
-)
+HARMONY = Family((r"<\|start\|>assistant",), ("<|return|>", "<|end|>", "<|call|>"), (r"<\|start\|>",),
+    between=r"<\|start\|>assistant")
 MUSE = Family((r"<\|start\|>assistant",), ("<|eot|>",), (r"<\|start\|>",), between=r"<\|start\|>assistant")
-SMOLVLM = Family(
-    (r"Assistant:",), ("<end_of_utterance>",), (r"(?:User|System|Assistant):",), specials=("<end_of_utterance>",)
-)
+SMOLVLM = Family((r"Assistant:",), ("<end_of_utterance>",), (r"(?:User|System|Assistant):",),
+    specials=("<end_of_utterance>",))
 RWKV = Family((r"Assistant:",), (), (r"(?:User|System|Assistant):",))
+# fmt: on
 
 DEEPSEEK_BOS, DEEPSEEK_EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LLAMA3_MODEL = Model(LLAMA3, "<|begin_of_text|>", "<|eot_id|>", ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"))
