@@ -49,8 +49,7 @@ def evaluate(
     With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
     the project's test rows, their length and the data section of params.yaml; it writes no file.
     """
-    from safetrain.core.data.tokenizer import ChatTokenizer
-    from safetrain.core.data.training_rows import general_text
+    from safetrain.core.data.tokenizer import ChatTokenizer, general_text
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import fingerprint
     from safetrain.core.records.evaluation import describe_evaluation

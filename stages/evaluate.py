@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from safetrain.core.data.store import open_split
-from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.training_rows import general_text, held_out_in
+from safetrain.core.data.tokenizer import ChatTokenizer, general_text
+from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.training_rows import GeneralText, HeldOut
+from safetrain.core.data.tokenizer import GeneralText
+from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.evaluation import require_number

@@ -11,7 +11,8 @@ import pytest
 
 from safetrain.core.data.store import open_store
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
-from safetrain.core.data.training_rows import GeneralText, HeldOut, held_out_in
+from safetrain.core.data.tokenizer import GeneralText
+from safetrain.core.data.training_rows import HeldOut, held_out_in
 from safetrain.core.errors import ModelError
 from safetrain.core.records.evaluation import (
     Evaluation,

@@ -4,23 +4,16 @@ The order is a function of seed and epoch. Within an update, rows are sorted, th
 micro-batches with a limit on tokens. So a micro-batch has at most as many tokens as ``batch_size`` of the longest rows,
 and at most the rows of its update.
 
-Evaluation reads the test rows, which neither training nor the choice of the adapter uses, and a general text on which
-forgetting is measured. It is included with safetrain: 60 short pieces, written for this project and under its licence:
-24 paragraphs in English, 24 in Portuguese (everyday knowledge, stories, instructions), 12 pieces of code in as many
-languages.
+Evaluation reads the test rows, which neither training nor the choice of the adapter uses.
 """
 
 import dataclasses
 import functools
 import hashlib
-import json
 import math
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,12 +21,10 @@ from safetrain.core.data.store import Store, open_split
 from safetrain.core.data.token_rows import (
     MOST_VALID_TOKENS,
     Question,
-    TokenRow,
     TokenRows,
     TokenWindows,
     TrainRows,
     UpdateRows,
-    token_row,
 )
 from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import padded
@@ -41,15 +32,9 @@ from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
-if TYPE_CHECKING:
-    from safetrain.core.data.tokenizer import ChatTokenizer
-
 SAMPLED_ROWS = 2**16  # rows to search for chats among documents
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
 MOST_EPOCHS = 20  # epochs to search: later ones hardly ever have a larger update
-FILE = Path(__file__).with_name("general_text.jsonl")
-LEAST_PIECES = 6  # of a part: with fewer the part is not measured
-MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: usually none has as many; the limit in a short measurement
 
 
 @dataclass(frozen=True)
@@ -271,42 +256,3 @@ def held_out_in(
     questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in chosen)
     available = int(np.count_nonzero(store.questions.rows < len(cut)))
     return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(cut), available)
-
-
-@dataclass(frozen=True)
-class GeneralText:
-    """The pieces as tokens, and the part of each. Every token except a piece's first is a label."""
-
-    rows: TokenRows
-    parts: tuple[str, ...]  # (rows,)
-    left_out: int  # pieces that the tokenizer cannot express
-
-
-def general_text(
-    tokenizer: "ChatTokenizer", vocabulary: int, max_positions: int | None, most_tokens: int | None = None
-) -> GeneralText:
-    """Tokenize the pieces for a model with these limits, leaving out those that decode to a different text.
-
-    At most about ``most_tokens`` tokens, but at least LEAST_PIECES of each part, truncated to SHORT_TOKENS if needed.
-    """
-    pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
-    most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
-    if most_tokens is not None:
-        least = LEAST_PIECES * len({piece["part"] for piece in pieces})
-        most = min(most, max(SHORT_TOKENS, most_tokens // least))
-    rows, parts = list[TokenRow](), list[str]()
-    for piece in pieces:
-        ids = tokenizer.encode(piece["text"])
-        if max(ids) < vocabulary and _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
-            rows.append(token_row(ids[:most], [True] * len(ids[:most])))
-            parts.append(piece["part"])
-    left_out, counts = len(pieces) - len(rows), Counter(parts)
-    share = 1.0 if most_tokens is None else min(1.0, most_tokens / max(1, sum(map(len, rows))))
-    left = {part: max(LEAST_PIECES, round(share * count)) for part, count in counts.items()}  # the same share of each
-    taken = [index for index, part in enumerate(parts) if parts[:index].count(part) < left[part]]
-    return GeneralText(TokenRows.of([rows[index] for index in taken]), tuple(parts[index] for index in taken), left_out)
-
-
-def _letters(text: str) -> str:
-    """Normalise what tokenizers change on purpose: white space, and the form and case of letters."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())

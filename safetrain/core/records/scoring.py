@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.training_rows import LEAST_PIECES, GeneralText, HeldOut
+from safetrain.core.data.tokenizer import LEAST_PIECES, GeneralText
+from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
-from safetrain.core.data.training_rows import FILE, MOST_TOKENS, general_text
+from safetrain.core.data.tokenizer import FILE, MOST_TOKENS, AnswerText, ChatTokenizer, Prompts, general_text
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
