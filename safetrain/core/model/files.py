@@ -108,7 +108,7 @@ def read_model_plan(path: Path) -> ModelFiles:
     """
     if not path.exists():
         raise _no_model(path)
-    if path.is_dir() and (any(path.glob("model*.safetensors")) or (path / "model.safetensors.index.json").is_file()):
+    if path.is_dir() and any(path.glob("model*.safetensors*")):
         return read_model_files(path)
     file = path / "config.json" if path.is_dir() else path
     return model_of_config(_read_json(file), file.parent)
@@ -155,11 +155,8 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
     layers = _first_of(config, DEPTH) or max(numbers, default=-1) + 1
     vocabulary = _first_of(config, VOCABULARY) or embedding[0]
     if missing := [names[0] for names, n in ((WIDTH, hidden), (DEPTH, layers), (VOCABULARY, vocabulary)) if not n]:
-        raise ModelError(
-            f"config.json has no {missing[0]}, and the weights do not show it.",
-            where=str(folder / "config.json"),
-            do="use a model that mlx-lm supports",
-        )
+        what, do = f"config.json has no {missing[0]}, and the weights do not show it.", "use a model of mlx-lm"
+        raise ModelError(what, where=str(folder / "config.json"), do=do)
     size = _first_of(config, HEAD_SIZE)
     heads = _first_of(config, HEADS) or max(1, hidden // (size or USUAL_HEAD_SIZE))
     return {
@@ -185,20 +182,15 @@ def _first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, by the index if there is one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if paths := sorted(folder.glob("model*.safetensors")):
-            return paths
-        raise ModelError("The model folder has no weights (model*.safetensors).", where=str(folder), do=FETCH)
-    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-    if foreign := [name for name in names if Path(name).name != name]:
-        what = f"The model's index names a file outside of its folder: {foreign[0]}."
-        raise ModelError(what, where=str(index), do=FETCH)
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    """The safetensors files that mlx-lm loads; raises ModelError if the index names others."""
+    paths, index = sorted(folder.glob("model*.safetensors")), folder / "model.safetensors.index.json"
+    names = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    if missing := sorted(names - {path.name for path in paths}):
         what = f"The model is not fully downloaded: {len(missing)} of {len(names)} weight files are missing."
         raise ModelError(what, where=str(folder), got=f"missing: {', '.join(missing[:5])}", do=FETCH)
-    return [folder / name for name in names]
+    if not paths:
+        raise ModelError("The model folder has no weights (model*.safetensors).", where=str(folder), do=FETCH)
+    return paths
 
 
 def _read_header(path: Path) -> list[TensorHeader]:
@@ -245,13 +237,10 @@ def _file_sample(path: Path) -> bytes:
 
 def _no_model(path: Path) -> ModelError:
     """The error for a path that does not exist; ``owner/name`` may be a hub id."""
-    is_hub_id = not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", "..")
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
-    if similar := similar_path(path):
-        do = similar
-    elif is_hub_id:
+    if not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", ".."):
         do = f"safetrain fetch {path}, then name its folder: models/{path.name}"
-    return ModelError("The model folder does not exist.", where=str(path), do=do)
+    return ModelError("The model folder does not exist.", where=str(path), do=similar_path(path) or do)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
