@@ -30,8 +30,7 @@ def main() -> None:
     for split in STORIES:
         texts = documents(STORIES[split], ARTICLES[split], source, seen)
         write_text(
-            TARGET / f"{split}.jsonl",
-            "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts),
+            TARGET / f"{split}.jsonl", "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
         )
 
 

@@ -8,13 +8,7 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, advance
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.engine.batches import (
-    BatchLayout,
-    in_order,
-    make_batch,
-    update_at,
-    widths_of,
-)
+from safetrain.engine.batches import BatchLayout, in_order, make_batch, update_at, widths_of
 
 LENGTHS = (9, 33, 34, 2, 65, 12, 40)
 DATA = TokenRows.of([token_row(range(5, 5 + n), [False] + [True] * (n - 1)) for n in LENGTHS])

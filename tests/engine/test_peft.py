@@ -259,15 +259,9 @@ def zeroed(part: str, value: float = 0.0) -> Change:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (
-            with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9),
-            "no linear layer .*embed_tokens",
-        ),
+        (with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9), "no linear layer .*embed_tokens"),
         (with_key("base_model.model.lm_head.lora_A.weight", 3, 64), "no linear layer .*lm_head"),
-        (
-            with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64),
-            "no linear layer .*base_layer.bias",
-        ),
+        (with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64), "no linear layer .*base_layer.bias"),
         (
             with_key(f"{BLOCKS}.0.input_layernorm.modules_to_save.weight", 64),
             "no linear layer .*modules_to_save.weight",

@@ -67,11 +67,7 @@ def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.Mon
 
 def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(limit: int, budget: int) -> TrainJob:
-        return dataclasses.replace(
-            JOB,
-            memory_limit_bytes=limit,
-            memory_budget=MemoryBudget(budget),
-        )
+        return dataclasses.replace(JOB, memory_limit_bytes=limit, memory_budget=MemoryBudget(budget))
 
     job, said = start(monkeypatch, 20 * GIB, limited(5 * GIB // 2, 8 * GIB))
     assert job.settings.batch_size == 4

@@ -9,12 +9,7 @@ import pytest
 from safetrain.core.records.settings import Rung, TrainSettings, identity_of, memory_shape
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import LADDER
-from safetrain.guard.ladder import (
-    MOST_RUNGS,
-    Ladder,
-    next_settings,
-    read_ladder,
-)
+from safetrain.guard.ladder import MOST_RUNGS, Ladder, next_settings, read_ladder
 from tests.support.settings import SETTINGS
 
 LIMIT = 8 * 2**30

@@ -193,10 +193,7 @@ def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
     assert read == sample_of([rows], 30_000)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"", "no text"), (b"\xff\xfe\xfa text\n", "not UTF-8")],
-)
+@pytest.mark.parametrize(("content", "said"), [(b"", "no text"), (b"\xff\xfe\xfa text\n", "not UTF-8")])
 def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(content)

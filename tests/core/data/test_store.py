@@ -33,11 +33,7 @@ from tests.data.models import model_with
 from tests.stores import MADE, add_row, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
-QUESTIONS = [
-    Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"),
-    Question(2, (9,), (), ""),
-    Question(2, (), (5,), "日本"),
-]
+QUESTIONS = [Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"), Question(2, (9,), (), ""), Question(2, (), (5,), "日本")]
 
 
 def random_row(tokens: int, share: float = 0.3) -> TokenRow:
