@@ -16,8 +16,8 @@ from safetrain.data.forms import parse_row
 from safetrain.data.json_rows import Place
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, chat
+from tests.corpora import clean_rows as clean
 from tests.data.reading import by_id, gate
-from tests.support.made_texts import Maker
 
 Write = Callable[..., Path]
 CLEAN_ROWS = 60
@@ -33,11 +33,6 @@ PLANTED = [
     (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a key (ghp_a…, 40 characters)"),
     (chat("Is it good?", "As an AI language model, I have no opinion."), "REFUSALS", "refusal"),
 ]
-
-
-def clean(count: int, seed: int = 1) -> list[object]:
-    maker = Maker(seed)
-    return [maker.row() for _ in range(count)]
 
 
 def found_in(*paths: Path) -> dict[str, Finding]:

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from safetrain.core.data.store import open_store, read_made, store_path
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.records.reports import SplitReport
 from safetrain.data import validate as validate_module
 from safetrain.data.files import CHUNK_BYTES
 from safetrain.data.findings import Severities
-from safetrain.data.split import SplitFigures
 from tests.conftest import chat
 from tests.data.models import model_with
 from tests.data.reading import gate
@@ -165,20 +162,3 @@ def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) ->
         Severities(downgrade=("NO-SUCH",))
     with pytest.raises(ConfigError, match="training is impossible"):
         Severities(downgrade=("TEMPLATE-REFUSES",))
-
-
-LENGTHS = np.array([3, 16, 17, 40, 40, 700])
-
-
-def figures(*parts: np.ndarray) -> SplitReport:
-    counted = SplitFigures()
-    for part in parts:
-        counted.add(part, part - 1)
-    return counted.report()
-
-
-def test_every_row_and_every_label_is_counted_once_and_parts_may_be_counted_in_any_order() -> None:
-    report = figures(LENGTHS)
-    assert (report.rows, report.tokens, report.trained_tokens) == (6, 816, 810)
-    assert (report.lengths.p50, report.lengths.max) == (17, 700)
-    assert figures(LENGTHS[4:], LENGTHS[:1], LENGTHS[1:4]) == report

@@ -189,11 +189,6 @@ def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -
     assert (found.as_json(), found.taken) == (row, taken)
 
 
-def test_keys_beside_the_parts_are_named_as_ignored() -> None:
-    row = parse_row({**PAIR, "category": "a", "task": "b", "empty": ""})
-    assert (row.ignored_keys, row.as_json()) == (("category", "task"), PAIR)
-
-
 # data.columns
 
 

@@ -1,7 +1,6 @@
 """`safetrain track` with the real packages, offline: what was recorded is in the tracker."""
 
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,22 +58,20 @@ def in_tensorboard() -> Found:
     return found
 
 
+READ = {"mlflow": in_mlflow, "tensorboard": in_tensorboard}
+
+
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_steps_and_results_are_sent_without_rows(run: Path, tracker: str) -> None:
     pytest.importorskip(tracker, reason=f"the extra {tracker} is not installed")
     assert "4 steps and 14 results sent to" in export(tracker, read_run(), name="mine")
     content = b"".join(path.read_bytes() for path in FOLDER.rglob("*") if path.is_file())
     assert (b"test/tuned_loss" in content, b"loss/valid" in content, ROW.encode() in content) == (True, True, False)
-
-
-@pytest.mark.parametrize(("tracker", "read"), [("mlflow", in_mlflow), ("tensorboard", in_tensorboard)])
-def test_what_was_sent_is_in_the_tracker(run: Path, tracker: str, read: Callable[[], Found]) -> None:
-    pytest.importorskip(tracker, reason=f"the extra {tracker} is not installed")
-    export(tracker, read_run())
-    found = read()
-    assert [step for step, _ in found["loss/train"]] == [0, 1, 2, 3]
-    assert [(step, round(value, 4)) for step, value in found["loss/valid"]] == [(0, 3.2)]
-    assert [value for name in ("test/tuned_loss", "result/steps") for _, value in found[name]] == [1.5, UPDATES]
+    if tracker in READ:
+        found = READ[tracker]()
+        assert [step for step, _ in found["loss/train"]] == [0, 1, 2, 3]
+        assert [(step, round(value, 4)) for step, value in found["loss/valid"]] == [(0, 3.2)]
+        assert [value for name in ("test/tuned_loss", "result/steps") for _, value in found[name]] == [1.5, UPDATES]
 
 
 def test_mistakes_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
