@@ -35,7 +35,6 @@ LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: below this, macOS has no 
 CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
 PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, unless measured (measured, Linux CPU: 140)
 DATA_BESIDE_BYTES = GIB // 10  # private memory outside mlx and PROCESS_BYTES (measured, Linux CPU: 0.3 GiB with those)
-ADDRESSES_BESIDE_BYTES = GIB  # address space that is reserved but never used: libraries, thread arenas
 ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
 LIMIT, USED = ("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")  # versions 2 and 1
@@ -128,26 +127,15 @@ def budget_bytes(backend: str, device_bytes: int, host: Readings, process_bytes:
 
 
 def host_room_bytes(host: Readings) -> int:
-    """Available memory, within the limits of container and shell."""
-    room, shell = machine_room_bytes(host), shell_room_bytes()
-    return room if shell is None else min(room, shell)
+    """Available memory, within the limits of container and shell (ulimit -d)."""
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return within_data_limit(machine_room_bytes(host), None if limit == resource.RLIM_INFINITY else limit)
 
 
 def machine_room_bytes(host: Readings) -> int:
     """Available memory, within the limit of the container."""
     container = memory_room_bytes(memory_groups())
     return host.available_bytes if container is None else min(host.available_bytes, container)
-
-
-def shell_room_bytes() -> int | None:
-    """Memory that inherited limits (ulimit) leave to a training; None without a limit.
-
-    macOS enforces the limit on address space too, but does not count Metal's buffers (XNU, kern_resource.c).
-    """
-    beside = {resource.RLIMIT_DATA: DATA_BESIDE_BYTES, resource.RLIMIT_AS: ADDRESSES_BESIDE_BYTES}
-    limits = {kind: resource.getrlimit(kind)[0] for kind in beside}
-    rooms = [max(0, limits[kind] - beside[kind]) for kind in beside if limits[kind] != resource.RLIM_INFINITY]
-    return min(rooms, default=None)
 
 
 def within_data_limit(budget: int, limit_bytes: int | None) -> int:
