@@ -49,7 +49,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from safetrain.core.events import Begun, EventPipe
-from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
 pipe.send(Begun(15, 0, "training"))
 recorder = Recorder(flight / "recorder.bin")

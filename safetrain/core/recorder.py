@@ -23,7 +23,7 @@ from pathlib import Path
 from safetrain.core.memory.system import footprint_bytes, sysctl_text
 from safetrain.core.storage.files import make_durable
 
-MAGIC = b"SAFETRN2"
+MAGIC = b"SAFETRN3"
 HEADER_BYTES = 512
 SLOTS = 4096
 MOST_ROWS = 8  # row ids in a record
@@ -89,15 +89,6 @@ NO_WORK = Work()
 
 
 @dataclass(frozen=True)
-class Allocator:
-    """Memory of mlx's allocator."""
-
-    active_bytes: int = 0
-    peak_bytes: int = 0
-    cache_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class FlightRecord:
     """The training's position at one moment, and its memory."""
 
@@ -108,7 +99,9 @@ class FlightRecord:
     edge: Edge
     work: Work
     predicted_peak_bytes: int
-    allocator: Allocator
+    active_bytes: int  # of mlx's allocator, like the next two
+    peak_bytes: int
+    cache_bytes: int
     footprint_bytes: int
     data_bytes: int  # private writable memory, which RLIMIT_DATA counts; 0 where the system does not say
     loss: float  # of the last update, in nats per label
@@ -139,15 +132,14 @@ class Recorder:
         self._statm = os.open(STATM, os.O_RDONLY) if STATM.exists() else None
         self._number, self._memory_read_at = 0, 0.0
         self._footprint, self._data = 0, 0
-        self.read_allocator: Callable[[], Allocator] = Allocator
+        self.read_allocator: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # active, peak, cache
         self.predicted_peak_bytes, self.loss = 0, 0.0
         self.device("unknown")
 
     def device(self, name: str) -> None:
         """Write the header, with the name of the device."""
         header = FlightHeader(os.getpid(), boot_id(), time.time(), name)
-        text = json.dumps(dataclasses.asdict(header)).encode()
-        self._ring[:HEADER_BYTES] = (MAGIC + struct.pack("<I", len(text)) + text).ljust(HEADER_BYTES, b"\0")
+        self._ring[:HEADER_BYTES] = (MAGIC + json.dumps(dataclasses.asdict(header)).encode()).ljust(HEADER_BYTES)
 
     @contextmanager
     def phase(self, phase: Phase, work: Work = NO_WORK) -> Iterator[None]:
@@ -159,7 +151,7 @@ class Recorder:
     def write(self, phase: Phase, edge: Edge, work: Work) -> None:
         """Add one record. Its number is written last, so a torn record has none."""
         self._number += 1
-        now, allocator = time.monotonic(), self.read_allocator()
+        now = time.monotonic()
         if now - self._memory_read_at > MEMORY_SECONDS:
             self._memory_read_at = now
             self._footprint, self._data = self._own_memory()
@@ -167,8 +159,7 @@ class Recorder:
         place = HEADER_BYTES + (self._number - 1) % SLOTS * LAYOUT.size
         LAYOUT.pack_into(
             self._ring, place, 0, time.time(), now, phase, edge, work.step, work.micro_batch, work.rows, work.tokens,
-            self.predicted_peak_bytes, allocator.active_bytes, allocator.peak_bytes, allocator.cache_bytes,
-            self._footprint, self._data, self.loss, *rows,
+            self.predicted_peak_bytes, *self.read_allocator(), self._footprint, self._data, self.loss, *rows,
         )  # fmt: skip
         struct.pack_into("<Q", self._ring, place, self._number)
 
@@ -287,12 +278,8 @@ def boot_id() -> str:
 
 def _header_in(content: bytes) -> FlightHeader | None:
     """Parse the header; None if it is damaged or from another version."""
-    if content[: len(MAGIC)] != MAGIC:
-        return None
-    start = len(MAGIC) + 4
-    (length,) = struct.unpack_from("<I", content, len(MAGIC))
     try:
-        return FlightHeader(**json.loads(content[start : start + length]))
+        return FlightHeader(**json.loads(content[len(MAGIC) : HEADER_BYTES])) if content.startswith(MAGIC) else None
     except (ValueError, TypeError):
         return None
 
@@ -303,13 +290,9 @@ def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
     number, wall, monotonic, phase, edge, step, micro_batch, rows, tokens = values[:9]
     if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
         return None
-    predicted, active, peak, cache, footprint, data, loss = values[9:16]
     ids = tuple(row for row in values[16 : 16 + min(rows, MOST_ROWS)] if row)  # validation rows have no number
     work = Work(step, micro_batch, rows, tokens, ids)
-    return FlightRecord(
-        number, wall, monotonic, Phase(phase), Edge(edge), work, predicted, Allocator(active, peak, cache),
-        footprint, data, loss,
-    )  # fmt: skip
+    return FlightRecord(number, wall, monotonic, Phase(phase), Edge(edge), work, *values[9:16])
 
 
 def _allocate(path: Path) -> int:

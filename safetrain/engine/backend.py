@@ -19,7 +19,6 @@ from safetrain.core.memory.system import (
     read_memory,
 )
 from safetrain.core.memory.terms import MOST_SHARDS
-from safetrain.core.recorder import Allocator
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import cores
 
@@ -69,9 +68,9 @@ def name_now() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def allocator() -> Allocator:
+def allocator() -> tuple[int, int, int]:
     """Current memory use of mlx."""
-    return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+    return mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory()
 
 
 def set_limits(mlx_limit_bytes: int) -> None:

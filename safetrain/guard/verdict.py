@@ -221,7 +221,7 @@ def _expected_data_bytes(ending: Ending) -> int:
     last = ending.record
     expected = 0
     if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):
-        expected = last.data_bytes + max(0, last.predicted_peak_bytes - last.allocator.active_bytes)
+        expected = last.data_bytes + max(0, last.predicted_peak_bytes - last.active_bytes)
     return max(ending.memory.data_bytes, last.data_bytes if last else 0, expected)
 
 

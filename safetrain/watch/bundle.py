@@ -96,11 +96,11 @@ def _items(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "training_metrics.csv", "losses, speed and memory; only part of a long run", _csv(steps)
     if run.flight:
         rows = [
-            {**_numbers(record.work), **_numbers(record.allocator), **_numbers(record), "phase": record.phase_label}
+            {**_numbers(record.work), **_numbers(record), "phase": record.phase_label}
             for record in run.flight[-LAST_RECORDS:]
         ]
         for row in rows:
-            del row["work"], row["allocator"]
+            del row["work"]
         yield "flight.csv", "the last phases of the training process", _csv(rows)
 
 

@@ -163,11 +163,11 @@ def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 def memory_of(run: Run) -> dict[str, int]:
     """Memory sizes in bytes, 0 if unknown. The process is that of rank 0."""
     last, limit = run.flight[-1] if run.flight else None, run.marker or run.postmortem
-    peaks = [record.allocator.peak_bytes for record in run.flight]
+    peaks = [record.peak_bytes for record in run.flight]
     return {
-        "mlx_active_bytes": last.allocator.active_bytes if last else 0,
+        "mlx_active_bytes": last.active_bytes if last else 0,
         "mlx_peak_bytes": max([*peaks, *(record.peak_memory_bytes for record in run.steps[-1:])], default=0),
-        "mlx_cache_bytes": last.allocator.cache_bytes if last else 0,
+        "mlx_cache_bytes": last.cache_bytes if last else 0,
         "predicted_peak_bytes": max((record.predicted_peak_bytes for record in run.flight), default=0),
         "mlx_budget_bytes": run.job.memory_budget.mlx_bytes if run.job else 0,
         "process_bytes": run.worker_footprint_bytes or (last.footprint_bytes if last else 0),

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from safetrain.core.recorder import HANG_FIRST_TIME, HANG_TIMES_LONGEST, NO_WORK, Allocator, Edge, FlightRecord, Phase
+from safetrain.core.recorder import HANG_FIRST_TIME, HANG_TIMES_LONGEST, NO_WORK, Edge, FlightRecord, Phase
 from safetrain.guard.process import Heartbeat, MemoryReadings, Sampler
 
 FLOOR = 10.0
 
 
 def record(phase: Phase, seconds: float, edge: Edge = Edge.BEFORE) -> FlightRecord:
-    return FlightRecord(1, 0.0, seconds, phase, edge, NO_WORK, 0, Allocator(), 0, 0, 0.0)
+    return FlightRecord(1, 0.0, seconds, phase, edge, NO_WORK, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 def fed(*records: FlightRecord) -> Heartbeat:

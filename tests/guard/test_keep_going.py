@@ -32,7 +32,7 @@ import os, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import JOB, RECORDER
@@ -42,7 +42,7 @@ pipe, settings = EventPipe(int(sys.argv[4])), read_record(output / "flight" / JO
 set_up_child(int(sys.argv[5]), flight, None)
 rows = settings.batch_size * 64 // row_tokens
 recorder = Recorder(flight / RECORDER)
-recorder.predicted_peak_bytes, recorder.read_allocator = 2**20 * rows, lambda: Allocator(20 * 2**20)
+recorder.predicted_peak_bytes, recorder.read_allocator = 2**20 * rows, lambda: (20 * 2**20, 0, 0)
 def compute():
     recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, rows, rows * row_tokens))
     if rows > most_rows:

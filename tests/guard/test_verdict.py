@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from safetrain.core.events import Failed
-from safetrain.core.recorder import NO_WORK, Allocator, Edge, FlightRecord, Phase, Recorder, Work, boot_id
+from safetrain.core.recorder import NO_WORK, Edge, FlightRecord, Phase, Recorder, Work, boot_id
 from safetrain.core.records.run_state import PostMortem, describe, name_of, read_postmortem, write_manifest
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
@@ -53,8 +53,8 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
 
 def in_gradient(footprint: int = 2 * GIB, active: int = GIB, predicted: int = 2 * GIB) -> FlightRecord:
     """The last record of a training that died in a gradient."""
-    work, allocator = Work(41, 1, 10, 512, LINES), Allocator(active, active, 0)
-    return FlightRecord(9, 0.0, 0.0, Phase.GRADIENT, Edge.BEFORE, work, predicted, allocator, footprint, footprint, 1.5)
+    work, memory = Work(41, 1, 10, 512, LINES), (active, active, 0, footprint, footprint)
+    return FlightRecord(9, 0.0, 0.0, Phase.GRADIENT, Edge.BEFORE, work, predicted, *memory, 1.5)
 
 
 def verdict(end: Ending, last: FlightRecord | None = None, log: tuple[str, ...] = (), stack: str = "") -> Cause:
@@ -236,7 +236,7 @@ def recorded(output: Path) -> None:
     """What a process that dies in a gradient leaves in the recorder."""
     recorder = Recorder(output / FLIGHT / RECORDER)
     recorder.predicted_peak_bytes, recorder.loss = 5 * GIB, 1.5
-    recorder.read_allocator = lambda: Allocator(3 * GIB, 4 * GIB, 0)
+    recorder.read_allocator = lambda: (3 * GIB, 4 * GIB, 0)
     recorder.write(Phase.GRADIENT, Edge.AFTER, NO_WORK)
     recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(41, 1, 10, 512, LINES))
 

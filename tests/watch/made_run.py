@@ -12,7 +12,7 @@ from typing import Any
 from safetrain.core.events import Begun, Died, Failed, Finished, Journal, Started
 from safetrain.core.lock import training_lock
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot_id
+from safetrain.core.recorder import Edge, Phase, Recorder, Work, boot_id
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score
 from safetrain.core.records.metrics import (
@@ -199,7 +199,7 @@ class RecordedRun:
         self.recorder = Recorder(output / FLIGHT / RECORDER)
         self.recorder.device("cpu")
         self.recorder.predicted_peak_bytes = 150 * MIB
-        self.recorder.read_allocator = lambda: Allocator(90 * MIB, 140 * MIB, 10 * MIB)
+        self.recorder.read_allocator = lambda: (90 * MIB, 140 * MIB, 10 * MIB)
 
     def begin(self) -> None:
         """Write what comes before the first update."""
