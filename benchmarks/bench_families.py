@@ -158,7 +158,7 @@ def exactness(said: dict[str, Any]) -> str:
     """How far from mlx-lm's own layers and a plain cross-entropy."""
     if "loss_difference" not in said:
         return "-"
-    failed = [verdict.name for verdict in judge(said) if not verdict.passed]
+    failed = [name for name, _, passed in judge(said) if not passed]
     figures = f"{said['loss_difference']:.0e}, {said['gradient_difference']:.0e}"
     return f"no: {', '.join(failed)} ({figures})" if failed else f"yes ({figures})"
 

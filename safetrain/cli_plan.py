@@ -13,6 +13,8 @@ from safetrain.core.formatting import print_text, size_text
 from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
 
+PROBE = "safetrain.engine.probe"
+
 
 def info(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
@@ -88,17 +90,13 @@ def preflight(
     require_project()
     words = [f"preflight.level={level}"] if level else []
     words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
-    before = _written(paths.PREFLIGHT_REPORT)
+    if as_json:
+        paths.PREFLIGHT_REPORT.unlink(missing_ok=True)
     command = [sys.executable, "-m", stage_module("preflight"), *words, *(overrides or [])]
     code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
-    if as_json and _written(paths.PREFLIGHT_REPORT) != before:
+    if as_json and paths.PREFLIGHT_REPORT.is_file():
         print(paths.PREFLIGHT_REPORT.read_text(encoding="utf-8"), end="")
     sys.exit(code)
-
-
-def _written(path: Path) -> int:
-    """Modification time of a file, in nanoseconds; 0 if it is missing."""
-    return path.stat().st_mtime_ns if path.is_file() else 0
 
 
 def estimate(
@@ -139,7 +137,7 @@ def estimate(
     names: list[str | None] = [machine]
     if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
         names, memory_gb = [*profile_names()], None
-    places = [place_of(each, macos_26, memory_gb, "safetrain.engine.probe") for each in names]
+    places = [place_of(each, macos_26, memory_gb, PROBE) for each in names]
     if pretrain is not None:
         keep = params().train.get("keep_checkpoints", 2) if Path("params.yaml").is_file() else 2
         fits = estimates.print_pretraining(console(), estimates.model_to_pretrain(pretrain), places, keep)
@@ -154,8 +152,6 @@ def estimate(
 
 def selftest(
     model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
-    rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
-    tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest row")] = 64,
     report: Annotated[
         bool, typer.Option("--report", help="measure this machine; print one screen of text to paste")
     ] = False,
@@ -164,25 +160,19 @@ def selftest(
 
     The check compares a model's loss and gradient with those of mlx-lm's own layers.
     """
-    if report:
-        from safetrain.plan.selftest import report_lines
+    from safetrain.core.model.files import read_model_files
+    from safetrain.plan import selftest as tests
 
+    if report:
         print("This takes less than a minute. Please paste the block below into an issue.", file=sys.stderr)
-        for line in report_lines("safetrain.engine.probe", model):
+        for line in tests.report_lines(PROBE, model):
             print(line, flush=True)
         return
-    from safetrain.core.memory.system import own_limit_bytes
-    from safetrain.core.model.files import read_model_files
-    from safetrain.plan.selftest import selftest as run_selftest
-
-    files = read_model_files(model)
-    if files.max_positions is not None and tokens > files.max_positions:
-        raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
-    limit = own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
-    verdicts = run_selftest("safetrain.engine.probe", model, rows, tokens, limit)
-    for verdict in verdicts:
-        print_text(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
-    if not all(verdict.passed for verdict in verdicts):
+    read_model_files(model)
+    results = tests.selftest(PROBE, model)
+    for name, text, passed in results:
+        print_text(f"{'[ok]  ' if passed else '[FAIL]'} {name:<9}{text}")
+    if not all(passed for _, _, passed in results):
         raise MachineError(
             "The self-test failed: this backend's results differ from those of mlx-lm's own layers.",
             where=str(model),

@@ -79,6 +79,7 @@ def update() -> None:
     """
     from safetrain.project import update_project
 
+    params()  # an unreadable file is an error with its line
     print("\n".join(update_project()) or "The project is up to date.")
 
 

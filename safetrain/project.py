@@ -5,14 +5,13 @@ the program's folders, each stage in dvc.yaml depends on a hash of the code that
 .safetrain/program.json, with hashes of the files that init wrote, so that update knows which the owner has changed.
 """
 
-import difflib
 import hashlib
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,19 +46,14 @@ GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its 
 """
 README = """# A safetrain project
 
-    safetrain run                         train, evaluate and draw, from your data to checkpoints_qlora/report.html
-    safetrain run --data data/mine.csv    the same with your rows: .jsonl, .json, .csv, .parquet, …
-    safetrain run --model models/NAME     the same with another model: safetrain fetch HUB_ID puts one into models/
+    safetrain run --data data/mine.csv    train, evaluate and draw: checkpoints_qlora/report.html
+    safetrain fetch HUB_ID                download a model into models/; then --model models/NAME
     safetrain monitor                     watch a training from another terminal
     safetrain chat --compare              talk with the model before and after
 
 `params.yaml` has every value that you decide, each with a comment; `null` means that the program recommends one.
-`safetrain stage train train.learning_rate=1e-4` runs one stage with another value, once.
-
 DVC keeps every run, to compare and to come back to: `safetrain repro`, `safetrain exp run -S train.seed=7`,
-`safetrain exp show`. With DVC on your PATH, `dvc repro` and all its other commands work here too.
-
-After an upgrade of safetrain: `safetrain update`.
+`safetrain exp show`. After an upgrade of safetrain: `safetrain update`.
 """
 
 
@@ -127,27 +121,26 @@ def pipeline_text() -> str:
 def stage_hashes() -> dict[str, str]:
     """For each stage, a hash of the code that the program's dvc.yaml names: it can change the stage's result."""
     pipeline = yaml.safe_load(shipped("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    return {name: _hash_of(_code_of(stage["deps"])) for name, stage in pipeline.items()}
+    return {name: _hash_of_code(stage["deps"]) for name, stage in pipeline.items()}
 
 
-def _code_of(deps: list[Any]) -> Iterator[Path]:
-    package = Path(__file__).resolve().parent
-    for dep in deps:
-        if isinstance(dep, str) and dep.startswith(("safetrain/", "stages/")):
-            path = package / dep.removeprefix("safetrain/")
-            path = path if path.exists() else package.parent / dep  # the stages, in the repository
-            yield from sorted(path.rglob("*.*")) if path.is_dir() else [path]
-
-
-def _hash_of(files: Iterator[Path]) -> str:
+def _hash_of_code(deps: list[Any]) -> str:
     digest = hashlib.sha256()
-    for file in files:
+    for file in _files_of(dep for dep in deps if isinstance(dep, str) and dep.startswith(("safetrain/", "stages/"))):
         if file.suffix != ".pyc" and file.is_file():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _program(texts: dict[str, str], *, example: bool) -> Program:
+def _files_of(deps: Iterator[str]) -> Iterator[Path]:
+    package = Path(__file__).resolve().parent
+    for dep in deps:
+        path = package / dep.removeprefix("safetrain/")
+        path = path if path.exists() else package.parent / dep  # the stages, in the repository
+        yield from sorted(path.rglob("*.*")) if path.is_dir() else [path]
+
+
+def _program(texts: Mapping[str, str], *, example: bool) -> Program:
     digests = {name: _digest(text) for name, text in texts.items()}
     return Program(version("safetrain"), example, stage_hashes(), digests)
 
@@ -156,66 +149,58 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def require_current(folder: Path = Path()) -> None:
+def require_current() -> None:
     """Raise ConfigError if another version of the program made this project's files."""
-    if not (folder / PROGRAM).is_file():
+    if not PROGRAM.is_file():
         return
-    program = _read_program(folder)
+    program = _read_program()
     if program.stages != stage_hashes():
         what = f"This project was made by safetrain {program.version}, whose code was different."
-        raise ConfigError(what, where=str(folder / PROGRAM), do="safetrain update")
+        raise ConfigError(what, where=str(PROGRAM), do="safetrain update")
 
 
-def update_project(folder: Path = Path()) -> list[str]:
+def update_project() -> list[str]:
     """Update the files that the owner has not changed; for a changed file whose original is new, write NAME.new.
 
-    In params.yaml the owner's values stay. Returns what was done, a line each, with the difference. Raises ConfigError
-    outside a project.
+    params.yaml.new has the owner's values. Returns what was done, a line each. Raises ConfigError outside a project.
     """
-    before, lines = _read_program(folder), list[str]()
+    before, lines = _read_program(), list[str]()
     texts = project_files(example=before.example)
     for name, original in texts.items():
-        path = folder / name
+        path = Path(name)
         mine = path.read_text(encoding="utf-8") if path.is_file() else ""
-        text = original
-        if name == "params.yaml" and mine:
-            text, gone = _with_own_values(original, mine)
-            lines += [f"params.yaml: {key} is gone; this version has no such key" for key in gone]
+        text = _with_own_values(original, mine) if name == "params.yaml" and mine else original
         if mine == text:
             continue
         if not mine or _digest(mine) == before.files.get(name):
             write_text(path, text)
             lines.append(f"{name}: updated")
         elif _digest(original) != before.files.get(name):
-            write_text(path.with_name(f"{path.name}.new"), text)
-            difference = difflib.unified_diff(mine.splitlines(), text.splitlines(), name, f"{name}.new", lineterm="")
-            lines += [f"{name}: you have changed it, so the new version is {name}.new", *difference]
+            write_text(Path(f"{name}.new"), text)
+            lines.append(f"{name}: you have changed it; the new version is {name}.new")
     now = _program(texts, example=before.example)
-    write_record(folder / PROGRAM, now)
+    write_record(PROGRAM, now)
     stages = [name for name, code in now.stages.items() if before.stages.get(name) != code]
     return [*lines, f"the next run repeats: {', '.join(stages)}"] if stages else lines
 
 
-def _read_program(folder: Path) -> Program:
+def _read_program() -> Program:
     try:
-        return read_record(folder / PROGRAM, Program)
+        return read_record(PROGRAM, Program)
     except (OSError, ValueError, TypeError) as error:
         what = "This folder is not a project that safetrain init has made."
         do = "go to the project's folder, or make one: safetrain init"
-        raise ConfigError(what, where=str(folder / PROGRAM), got=str(error), do=do) from None
+        raise ConfigError(what, where=str(PROGRAM), got=str(error), do=do) from None
 
 
-def _with_own_values(text: str, mine: str) -> tuple[str, list[str]]:
-    """The new params.yaml with the owner's values, and the owner's keys that it does not have."""
-    own, gone = yaml.safe_load(mine), list[str]()
-    new = yaml.safe_load(text)
-    for section, values in own.items():
+def _with_own_values(text: str, mine: str) -> str:
+    """The new params.yaml with the owner's values of the keys that it has."""
+    own, new = yaml.safe_load(mine), yaml.safe_load(text)
+    for section, values in new.items():
         for name, value in values.items():
-            if name not in new.get(section, {}):
-                gone.append(f"{section}.{name}")
-            elif value != new[section][name]:
-                text = with_value(text, f"{section}.{name}", value)
-    return text, gone
+            if (own_value := own.get(section, {}).get(name, value)) != value:
+                text = with_value(text, f"{section}.{name}", own_value)
+    return text
 
 
 def with_value(text: str, key: str, value: object) -> str:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
-from safetrain.core.formatting import override
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import exit_code_of, handling, terminate
 from safetrain.core.storage.paths import shipped
@@ -81,37 +80,17 @@ def config_error(error: Exception) -> ConfigError:
         return ConfigError(
             f"The configuration cannot be read: {text.split('Config search path:')[0].strip()}",
             where="params.yaml, conf/, command line",
-            do=_with_quotes(error.override) if isinstance(error, OverrideParseException) else "",
         )
-    full_key = key_match[1]
+    full_key = "data.columns" if key_match[1].startswith("data.columns.") else key_match[1]  # one value
     section, _, key = full_key.rpartition(".")
-    allowed = describe_allowed(section, key)
+    allowed = describe_allowed(section, key).replace(LIST, f"{LIST}, e.g. [a,b]")
     if "missing mandatory value" in text:
         return ConfigError(f"{full_key} has no value.", where="params.yaml", expected=allowed, do=f"add {full_key}")
-    if allowed.startswith(LIST):
-        override_match = re.search(rf"override {re.escape(full_key)}=(\S+)", text)
-        value = override_match[1] if override_match else ""
-        do = f"write '{full_key}=[{value or 'NAME'}]'"
-        return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value, do=do)
     if allowed:
         value_match = re.search(r"Value '(?P<one>.*)' of type|Invalid (?:value|type) assigned: (?P<other>.*)", text)
         value = (value_match["one"] or value_match["other"] or "") if value_match else ""
         return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
-    if section == "data.columns":
-        return ConfigError(
-            "data.columns is one value: its keys are written together.",
-            got=full_key,
-            do="write 'data.columns={prompt: Frage, completion: Antwort}', with your own keys",
-        )
     return _unknown_key(section, key, "the command line" if "Could not override" in text else FILES)
-
-
-def _with_quotes(override_text: str) -> str:
-    """How to write an override that Hydra cannot parse; empty if quoting the value is not enough."""
-    key, _, value = override_text.partition("=")
-    if re.search(r"[\[\](){}'\",]", value):
-        return ""
-    return f"quote the value for Hydra, and all for the shell: {override(key, value)}"
 
 
 def _unknown_key(section: str, key: str, where: str) -> ConfigError:

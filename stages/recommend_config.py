@@ -6,19 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import store_path
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.formatting import duration_text, print_text, size_text
 from safetrain.core.lock import require_no_training
-from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.reports import Machine, read_data_report, read_machine, require_data_of
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.reports import read_data_report, read_machine, require_data_of
 from safetrain.core.records.schema import PRETRAIN, SET, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.machine import assumed_tflops
-from safetrain.plan.pretraining import flops_per_token, pretraining_lines, trained_tokens
+from safetrain.plan.pretraining import pretraining_lines
 from safetrain.plan.recommend import plan_run
 from safetrain.stage import stage
 
@@ -37,8 +35,8 @@ def main(config: Pipeline) -> None:
     recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
     print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
     if config.train.method == PRETRAIN:
-        for line in _pretraining(recommendation, model, machine, rows):
-            print_text(line)
+        tokens, now = int(rows.train.documents.lengths.sum(dtype=np.int64)), datetime.now().astimezone()
+        print_text("\n".join(pretraining_lines(recommendation, model.parameters, tokens, now)))
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
 
@@ -82,19 +80,6 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
             f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows: {100 * (1 - rest / tokens):.2f} % "
             f"of the tokens and {100 * cut.lost_labels / max(1, labels):.2f} % of the labels are lost"
         )
-
-
-def _pretraining(
-    recommendation: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows
-) -> Iterator[str]:
-    """Describe time and disk space of a pretraining run; without a dry run, compute the time from operations."""
-    tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-    stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
-    recompute, tflops = recommendation.gradient_checkpointing, assumed_tflops(machine)
-    flops = flops_per_token(model, recommendation.max_seq_length, recompute=recompute)
-    seconds = trained_tokens(recommendation, tokens) * flops / (tflops * 1e12) if tflops else None
-    now = datetime.now().astimezone()
-    return pretraining_lines(recommendation, model.parameters, tokens, seconds, stores, now)
 
 
 if __name__ == "__main__":

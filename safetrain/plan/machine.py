@@ -44,7 +44,6 @@ NOISY_SPEED = 0.5  # smaller changes of the measured speed are noise
 LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise; train checks again when it starts
 PROFILES = Path("conf/machine")
 HERE = "this machine"
-CPU_SHARE = 0.5  # of a matrix product's speed; a training's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
 ANY_CPU = replace(ANY_GPU, chip="a CPU", backend="cpu")
 
@@ -95,14 +94,6 @@ def read_machine_now(probe: Probe) -> Machine:
         compute_dtype=probe.compute_dtype,
         quantized_compute_dtype=probe.quantized_compute_dtype,
     )
-
-
-def measured_machine(module: str) -> Machine:
-    """Probe this machine with ``python -m module``; raises MachineError if mlx does not work."""
-    probe, why = ask_engine(module, None, "quick", None)
-    if probe is None:
-        raise MachineError(f"mlx does not work here: {why}", do="run safetrain preflight for details")
-    return read_machine_now(probe)
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
@@ -211,9 +202,13 @@ def place_of(
     profile = read_profile(name) if name else None
     if profile:
         machine = machine_of(profile, macos_26=macos_26)
+    elif paths.MACHINE.is_file() or not probe_module:
+        machine = read_machine(paths.MACHINE)
     else:
-        is_known = paths.MACHINE.is_file() or not probe_module
-        machine = read_machine(paths.MACHINE) if is_known else measured_machine(probe_module)
+        probe, why = ask_engine(probe_module, None, "quick", None)
+        if probe is None:
+            raise MachineError(f"mlx does not work here: {why}", do="run safetrain preflight for details")
+        machine = read_machine_now(probe)
     if memory_gb:
         machine = replace(machine, memory_budget_bytes=int(memory_gb * GIB))
     return machine, profile
@@ -266,10 +261,3 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
         ANY_GPU, chip=profile.chip, backend=profile.backend, device=profile.chip, total_memory_bytes=total,
         memory_budget_bytes=usable, compute_dtype=profile.compute_dtype, quantized_compute_dtype=profile.compute_dtype,
     )  # fmt: skip
-
-
-def assumed_tflops(machine: Machine) -> float | None:
-    """Training speed in 10^12 operations per second, from preflight's measurement; None if unknown."""
-    if machine.backend != "cpu" or not machine.gemm_gflops:
-        return None
-    return CPU_SHARE * machine.gemm_gflops / 1000

@@ -113,14 +113,8 @@ def multiplied_weights(model: ModelFiles) -> int:
     return sum(tensor.weights for tensor in matrices if not (has_head and EMBEDDING in tensor.name))
 
 
-def pretraining_lines(
-    plan: Recommendation, parameters: int, tokens_there: int, estimated_seconds: float | None, store_bytes: int,
-    now: datetime,
-) -> Iterator[str]:  # fmt: skip
-    """Describe a recommended pretraining; ``now`` is its start.
-
-    ``estimated_seconds`` is its time from operations, used without a dry run; None if unknown.
-    """
+def pretraining_lines(plan: Recommendation, parameters: int, tokens_there: int, now: datetime) -> Iterator[str]:
+    """Describe a recommended pretraining; ``now`` is its start."""
     target, trained = wanted_tokens(parameters), trained_tokens(plan, tokens_there)
     share, passes = trained / target, trained / max(1, tokens_there)
     yield (
@@ -132,16 +126,13 @@ def pretraining_lines(
         yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
     elif share < FAR_BELOW:
         yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
-    disk = f"{size_text(plan.disk_bytes + store_bytes)} on disk"
-    seconds, by = plan.total_seconds, "measured here"
-    if seconds is None:
-        seconds, by = estimated_seconds, "computed from operations, as no dry run was made"
-    if seconds is None:
+    disk = f"{size_text(plan.disk_bytes)} of checkpoints"
+    if plan.total_seconds is None or plan.step_seconds is None:
         yield f"time unknown: no dry run was made; {disk}"
         return
-    per_second = _step_tokens(plan) / plan.step_seconds if plan.step_seconds else trained / max(seconds, 1e-9)
-    finish = f"finished on {finish_text(now, seconds)} if it starts now"
-    yield f"{per_second:,.0f} tokens a second, {by}: {duration_text(seconds)}, {finish}; {disk}"
+    finish = f"finished on {finish_text(now, plan.total_seconds)} if it starts now"
+    per_second = _step_tokens(plan) / plan.step_seconds
+    yield f"{per_second:,.0f} tokens a second: {duration_text(plan.total_seconds)}, {finish}; {disk}"
 
 
 def finish_text(now: datetime, seconds: float) -> str:

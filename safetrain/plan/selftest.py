@@ -5,7 +5,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.plan.child import ChildFailed, room_bytes, run_json, version_of
 from safetrain.plan.machine import Probe, chip_name, read_machine_now
 
-TIMEOUT_SECONDS, SECTION_SECONDS = 1800.0, 120.0
+SECONDS = 600.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
 PACKAGES = ("mlx", "mlx-lm", "safetrain")
 PASS = ("3", "64")  # rows and tokens
@@ -24,51 +23,32 @@ COLUMNS, LABEL = 80, 11
 FENCE = "```"  # keeps the columns aligned in an issue
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One comparison: name, result, and whether it passed."""
+def selftest(module: str, model: Path) -> list[tuple[str, str, bool]]:
+    """Run one pass of ``model`` in a child, ``python -m module``: the results of ``judge``.
 
-    name: str
-    found: str
-    passed: bool
-
-
-def selftest(
-    module: str, model: Path, rows: int, tokens: int, limit_bytes: int | None = None
-) -> tuple[Comparison, ...]:
-    """Run one pass of ``model`` in a child, ``python -m module``, and check it; raises MachineError if the child fails.
-
-    The child is limited to a training's memory and to ``limit_bytes``.
+    Raises MachineError if the child fails.
     """
-    arguments = ["--pass", str(model), str(rows), str(tokens), *([] if limit_bytes is None else [str(limit_bytes)])]
     try:
-        result = run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(limit_bytes))
+        return judge(run_json(module, ["--pass", str(model), *PASS], SECONDS, room_bytes()))
     except ChildFailed as error:
-        raise MachineError(
-            f"The self-test did not finish: {error}",
-            where=f"{model}, {counted(rows, 'row')} of up to {counted(tokens, 'token')}",
-            do="if it ran out of memory, use fewer or shorter rows (--rows, --tokens); "
-            "'safetrain preflight' checks the machine",
-        ) from None
-    return judge(result)
+        do = "'safetrain preflight' checks the machine; if it ran out of memory, name a smaller model"
+        raise MachineError(f"The self-test did not finish: {error}", where=str(model), do=do) from None
 
 
-def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
-    """The comparisons, and figures without a reference. A GPU may multiply float32 numbers in 19 bits (TF32)."""
+def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    """Names, results and whether they pass; figures without a reference do. A GPU may multiply in 19 bits (TF32)."""
     limit = FLOAT32_TOLERANCE if found["on_cpu"] else TF32_TOLERANCE
     limit = limit if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
     reference = f"mlx-lm's layers and plain cross-entropy (at most {limit:.0e})"
     layout = "packed, without padding" if found["packs_rows"] else "as padded rectangles"
-    figures = [
-        ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers"),
-        ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),
-        ("memory", f"{size_text(found['peak_memory_bytes'])} at the peak"),
-    ]
     differences = [(name, found[f"{name}_difference"]) for name in ("loss", "gradient")]
-    return (
-        *(Comparison(name, f"{size:.1e} from {reference}", size <= limit) for name, size in differences),
-        *(Comparison(name, text, passed=True) for name, text in figures),
-    )
+    speed = f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"
+    return [
+        *((name, f"{size:.1e} from {reference}", size <= limit) for name, size in differences),
+        ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers", True),
+        ("time", speed, True),
+        ("memory", f"{size_text(found['peak_memory_bytes'])} at the peak", True),
+    ]
 
 
 def report_lines(probe: str, model: Path) -> Iterator[str]:
@@ -91,11 +71,11 @@ def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
     versions = [f"Python {platform.python_version()}", *(f"{name} {version_of(name)}" for name in PACKAGES)]
     yield "versions", ", ".join(versions)
     try:
-        yield "device", _device(Probe(**run_json(probe, [], SECTION_SECONDS, room_bytes())))
+        yield "device", _device(Probe(**run_json(probe, [], SECONDS, room_bytes())))
     except ChildFailed as error:
         yield "device", _failed(str(error))
     try:
-        found = run_json(probe, ["--pass", str(model), *PASS], SECTION_SECONDS, room_bytes())
+        found = run_json(probe, ["--pass", str(model), *PASS], SECONDS, room_bytes())
     except ChildFailed as error:
         yield "training", _failed(str(error))
         return

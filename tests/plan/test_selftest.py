@@ -31,7 +31,7 @@ def test_a_wrong_gradient_fails() -> None:
         "in_float32": True, "on_cpu": True, "loss_difference": 1e-7, "gradient_difference": 0.2, "packs_rows": True,
         "layers_with_adapter": 2, "step_seconds": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1,
     }  # fmt: skip
-    assert [verdict.name for verdict in judge(found) if not verdict.passed] == ["gradient"]
+    assert [name for name, _, passed in judge(found) if not passed] == ["gradient"]
 
 
 def test_the_command_says_what_it_found() -> None:
@@ -61,7 +61,7 @@ def test_a_child_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(MachineError, match="did not finish"):
-        selftest("dying_child", tmp_path / "nowhere", 1, 8)
+        selftest("dying_child", tmp_path / "nowhere")
     lines = list(report_lines("dying_child", tmp_path))
     assert labels(lines) == LABELS
     assert "device     FAILED: the answer cannot be read" in lines
