@@ -163,7 +163,8 @@ def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any])
     for tensor in tensors:
         if tensor.bits:
             counted[tensor.bits] += tensor.weights
-    return counted.most_common(1)[0][0] if counted else _number(quantization.get("bits"))
+    bits = quantization.get("bits")
+    return counted.most_common(1)[0][0] if counted else bits if isinstance(bits, int) else None
 
 
 def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str, Any]) -> int:
@@ -171,20 +172,8 @@ def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str,
     product = weight.shape[-1] * WORD_BITS // scales.shape[-1]  # bits times group size
     if scales.dtype == "U8" and product in FLOAT_BITS:
         return FLOAT_BITS[product]
-    own = _entry(weight.name.removesuffix(".weight"), quantization)
-    for group in (_number(own.get("group_size")), _number(quantization.get("group_size")), *AFFINE_GROUPS):
-        if group and product % group == 0 and product // group in AFFINE_BITS:
-            return product // group
-    return _number(own.get("bits")) or _number(quantization.get("bits")) or WORD_BITS
-
-
-def _entry(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry of a layer in config.json, where multimodal models may leave out the first part of its name."""
-    for name in (layer, layer.partition(".")[2]):
-        if isinstance(entry := quantization.get(name), dict):
-            return entry
-    return {}
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    layer = weight.name.removesuffix(".weight")  # multimodal models may leave out the first part of its name
+    entries = (quantization.get(layer), quantization.get(layer.partition(".")[2]), quantization)
+    groups = (*(entry.get("group_size") for entry in entries if isinstance(entry, Mapping)), *AFFINE_GROUPS)
+    fits = (product // group for group in groups if isinstance(group, int) and group and product % group == 0)
+    return next((bits for bits in fits if bits in AFFINE_BITS), WORD_BITS)
