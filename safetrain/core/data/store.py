@@ -28,7 +28,7 @@ import numpy as np
 from safetrain.core.data.token_rows import Question, Questions, TokenRows, Values
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import dvc
-from safetrain.core.model.files import tokenizer_hash
+from safetrain.core.model.files import file_sample, tokenizer_hash
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, write_atomic
 
@@ -41,7 +41,7 @@ ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_i
 OF_DOCUMENTS = {"lengths": "U32", "files": "U32", "lines": "U32"}
 CORPUS = "documents_in"  # the metadata key of a corpus
 COPY_BYTES = 2**20
-SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a file, evenly spaced from its first to its last bytes
+SAMPLES = 16  # of a token file
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,8 @@ class Stretch:
 
 
 def sampled_digest(path: Path) -> str:
-    """Hash the size and 1 MiB of evenly spaced samples of a file; raises OSError.
-
-    Validation hashes whole files; the checks of every run cannot read terabytes.
-    """
-    size = path.stat().st_size
-    state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
-    with path.open("rb", buffering=0) as file:
-        for place in np.linspace(0, max(0, size - SAMPLE_BYTES), SAMPLES).astype(np.int64).tolist():
-            file.seek(place)
-            state.update(file.read(SAMPLE_BYTES))
-    return state.hexdigest()
+    """Hash a file's size and a sample of its bytes: the checks of every run cannot read terabytes. Raises OSError."""
+    return file_sample(path, SAMPLES).hex()
 
 
 @dataclass(frozen=True)

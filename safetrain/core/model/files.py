@@ -91,7 +91,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     tensors = [tensor for path in paths for tensor in _read_header(path)]
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
-        digest.update(_file_sample(path))
+        digest.update(file_sample(path))
     return _describe(folder, config, tensors, digest.hexdigest())
 
 
@@ -223,10 +223,10 @@ def _read_header(path: Path) -> list[TensorHeader]:
     raise ModelError(what, where=str(path), expected=expected, got=f"{size} bytes", do=FETCH)
 
 
-def _file_sample(path: Path) -> bytes:
+def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
     """Hash a file's size and evenly spaced blocks, which distinguishes fine-tuned copies; all of a small file."""
     size = path.stat().st_size
-    step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // SAMPLE_BLOCKS)
+    step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // blocks)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
         for start in [*range(0, size, step), max(0, size - SAMPLE_BLOCK_BYTES)]:

@@ -34,23 +34,9 @@ class Hosts:
 
 
 def backend_of_ranks(hosts: Hosts, device: str) -> str:
-    """Choose mlx's backend for the ranks: the file's, or NCCL on CUDA, or the ring.
-
-    JACCL needs cables between machines. Raises ConfigError if two ranks on one of several machines would get the same
-    CUDA device.
-    """
+    """Choose mlx's backend for the ranks: the file's, or NCCL on CUDA, or the ring. JACCL needs several machines."""
     backend = hosts.backend or ("nccl" if device == "cuda" else "ring")
-    if hosts.all_here and backend.startswith("jaccl"):
-        return "ring"
-    machines = {LOCAL[0] if is_here(name) else name for name in hosts.names}
-    if backend == "nccl" and not hosts.all_here and len(machines) < len(hosts.names):
-        raise ConfigError(
-            "With several machines, mlx.launch gives all ranks of a machine the same CUDA device.",
-            expected="each machine once in train.hostfile",
-            got=", ".join(hosts.names),
-            do="name each machine once; or train on one machine, where each rank gets its own device",
-        )
-    return backend
+    return "ring" if hosts.all_here and backend.startswith("jaccl") else backend
 
 
 def is_here(name: str) -> bool:
