@@ -70,8 +70,6 @@ def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
         what, do = "The lock of this user's trainings cannot be acquired.", "remove that file"
         raise MachineError(what, where=str(path), got=os.strerror(error.errno or 0), do=do) from None
     try:
-        if os.fstat(descriptor).st_nlink > 1:
-            raise MachineError("The lock file is a link to another file.", where=str(path), do="remove it")
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise AlreadyRunningError(
