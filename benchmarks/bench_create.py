@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.machine import write_result
 from safetrain.core.model.files import read_model_files
-from safetrain.plan.model_shape import PRESETS, SIZE_MISS
+from safetrain.plan.model_shape import PRESETS
 
 SHIPPED = Path(__file__).parent.parent / "models" / "encyclopedia-3m"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -34,7 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
         text = code_text(folder / "code.txt", asked.text_mib * 2**20)
-        for preset, size in PRESETS.items():
+        for preset, (size, _) in PRESETS.items():
             for source, words in (
                 (f"{text.stat().st_size / 2**20:.0f} MiB of text", ["--text", str(text)]),
                 ("taken from a model", ["--tokenizer", str(SHIPPED)]),
@@ -48,7 +48,7 @@ def main() -> None:
         [
             "Peak memory is the resident memory of the whole process, with Python and its libraries; a tokenizer is "
             "trained on a sample of at most 64 MiB. Weights are float32. `off`: how far the parameters are from the "
-            f"name; a shape within {100 * SIZE_MISS:.0f} % is chosen by its proportions."
+            "name."
         ],
     )
 

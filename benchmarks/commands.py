@@ -20,7 +20,7 @@ LINES = (
     "info models/encyclopedia-3m", "info models/encyclopedia-3", "validate data/example/test.jsonl",
     "validate data/example/tset.jsonl", "preflight", "estimate models/encyclopedia-3m",
     "estimate models/encyclopedia-3m --machine m9", "selftest --rows 0", "fetch Qwen2.5",
-    "create 300k models/new --tokenizer models/encyclopedia-3m", "create 300k models/new",
+    "create 10m models/new --tokenizer models/encyclopedia-3m", "create 10m models/new",
     "convert models/new models/small", "convert models/new models/small --bits 7", "run data.path=data/exmaple",
     "run", "run train.learning_rat=1", "repro", "stage trian", "stage train train.seed=x",
     "exp show --no-pager --only-changed", "monitor", "monitor --json", "monitor --output checkpoints_qlorra",

@@ -115,7 +115,7 @@ def estimate(
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: as trained")] = None,
     pretrain: Annotated[
-        str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, another size, or a model folder")
+        str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, or a model folder")
     ] = None,
     all_machines: Annotated[
         bool, typer.Option("--all-machines", help="--pretrain on each machine in conf/machine")
@@ -182,7 +182,7 @@ def selftest(
 
 
 def create(
-    preset: Annotated[str, typer.Argument(help="10m, 85m, 400m, 800m, or another size such as 30m")],
+    preset: Annotated[str, typer.Argument(help="10m, 85m, 400m or 800m")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
     text: Annotated[
         list[Path] | None, typer.Option(help="text or rows for the tokenizer: a file or folder; repeatable")
@@ -197,21 +197,18 @@ def create(
 ) -> None:
     """Make a new, untrained model for pretraining.
 
-    PRESET is the number of parameters, embeddings included. The command prints the shape with reasons.
+    PRESET is the number of parameters, with embeddings. The command prints the shape with reasons.
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts
+    from safetrain.plan import model_shape
     from safetrain.plan.create import create_model, reasons_of
-    from safetrain.plan.model_shape import ShapeRequest, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
     if bool(text or vocabulary) == (tokenizer is not None):
         expected = "--text FILE, to train one (--vocabulary N); or --tokenizer MODEL, to copy one as it is"
         raise ConfigError("A model needs one tokenizer.", expected=expected)
-    parameters = parameters_named(preset)
-    if parameters is None:
-        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, or another size (30m)", got=preset)
-    request = ShapeRequest(parameters, vocabulary=vocabulary, context=context)
+    request = model_shape.preset(preset, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
     with still_working(f"creating {folder}"):
         model = create_model(

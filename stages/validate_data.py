@@ -16,8 +16,8 @@ from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import training_texts, validate
+from safetrain.plan import model_shape
 from safetrain.plan.create import create_model
-from safetrain.plan.model_shape import ShapeRequest, parameters_named
 from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -66,7 +66,7 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
             do=f"safetrain create {preset} {folder} --tokenizer MODEL (one with that tokenizer), then run this again",
         )
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
-    request, where = ShapeRequest(parameters_named(preset)), config.data.path
+    request, where = model_shape.preset(preset), config.data.path
     shape = create_model(folder, request, config.train.seed, texts=texts, where=where, say=say_on_terminal).shape
     print_text(
         f"created {folder}: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7
 PROJECT = ("params.yaml", "dvc.yaml", "conf")
 FILES = {"fused4": ("config.json", "model.safetensors"), "untrained": ("tokenizer.json", "tokenizer_config.json")}
-SHAPE = ShapeRequest(hidden=192, layers=6, vocabulary=2048, context=512)
+SHAPE = ShapeRequest(3_000_000, hidden=192, vocabulary=2048, context=512)
 ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document
 PIPELINE = (
     "train.method=pretrain", "train.optimizer=muon", "train.weight_decay=0.01", "train.schedule=linear",

@@ -26,7 +26,7 @@ from safetrain.core.formatting import size_text
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
 from safetrain.core.model.shapes import TensorHeader, tensors_of
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
-from safetrain.plan.model_shape import ModelShape, ShapeRequest, shape_for
+from safetrain.plan.model_shape import ModelShape, ShapeRequest, rope_theta_for, shape_for
 from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text
 
 FREE = "free some space, or choose a smaller model"
@@ -122,10 +122,10 @@ def config_of(shape: ModelShape, ids: Mapping[str, object]) -> dict[str, object]
         "head_dim": shape.head,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "rope_theta": shape.rope_theta,
+        "rope_theta": rope_theta_for(shape.context),
         "max_position_embeddings": shape.context,
         "vocab_size": shape.vocabulary,
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": True,
         "attention_bias": False,
         "mlp_bias": False,
         "initializer_range": round(deviation(shape), 6),
@@ -191,9 +191,9 @@ def normal_quantiles() -> np.ndarray:
 def reasons_of(model: CreatedModel, request: ShapeRequest) -> Iterator[tuple[str, str, str]]:
     """Yield the main values of a model with their reasons."""
     shape, total, sample = model.shape, model.total_bytes, size_text(model.sample_bytes)
-    share = 100 * shape.embedding / shape.parameters
+    share = 100 * shape.vocabulary * shape.hidden / shape.parameters
     yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"
-    yield "layers x width", f"{shape.layers} x {shape.hidden}", "near ln(width) = 5.04 + 0.0555 layers (Levine et al.)"
+    yield "layers x width", f"{shape.layers} x {shape.hidden}", "near the best of depth and width (Levine et al. 2020)"
     shared = f"{shape.key_heads} for keys and values (Ainslie et al. 2023)"
     yield "heads", f"{shape.heads} of {shape.head}", shared
     vocabulary = "by model (Tao et al. 2024) and text (Gowda and May 2020)" if total else "copied with the tokenizer"

@@ -23,7 +23,7 @@ from safetrain.core.storage import paths
 from safetrain.plan.candidates import BATCHES, Estimate
 from safetrain.plan.create import OWN_IDS, config_of
 from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
-from safetrain.plan.model_shape import PRESETS, ShapeRequest, parameters_named, shape_for
+from safetrain.plan.model_shape import preset, shape_for
 from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
 from safetrain.plan.recommend import disk_bytes_of
 from safetrain.plan.remedies import what_would_fit
@@ -137,21 +137,13 @@ def _rows_text(rows: int) -> str:
 
 
 def model_to_pretrain(name: str) -> ModelFiles:
-    """The model of a folder or config.json, or of a size such as 400m with the shape that `safetrain create` uses.
+    """The model of a folder or config.json, or of a preset with the shape that `safetrain create` uses.
 
     Raises ConfigError for any other name, ModelError for a folder without a model.
     """
     if Path(name).exists():
         return read_model_plan(Path(name))
-    parameters = parameters_named(name)
-    if parameters is None:
-        raise ConfigError(
-            "Unknown model to pretrain.",
-            where="--pretrain",
-            expected=f"{', '.join(PRESETS)}, another size such as 30m, or a model's folder",
-            got=name,
-        )
-    return model_of_config(config_of(shape_for(ShapeRequest(parameters)), OWN_IDS), Path(name))
+    return model_of_config(config_of(shape_for(preset(name)), OWN_IDS), Path(name))
 
 
 def print_pretraining(

@@ -1,6 +1,5 @@
 """A new model: its shape, its tokenizer, its weights, as files that every command takes; nothing half written."""
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -28,12 +27,12 @@ from safetrain.plan.create import (
     normal_quantiles,
     read_sample,
 )
-from safetrain.plan.model_shape import PRESETS, ShapeRequest, parameters_named, shape_for, vocabulary_for
+from safetrain.plan.model_shape import PRESETS, ShapeRequest, preset, shape_for, vocabulary_for
 from tests.conftest import ROOT
 from tests.corpora import write_ds
 
 EXAMPLE = ROOT / "data" / "example"
-TINY = ShapeRequest(hidden=64, layers=2, vocabulary=400, context=128)
+TINY = ShapeRequest(132_000, 64, 400, 128)
 SHIPPED = ROOT / "models" / "encyclopedia-3m"
 
 
@@ -60,27 +59,26 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("name", "size"), PRESETS.items())
-def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
-    assert parameters_named(name) == size
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_of_its_name(name: str) -> None:
     small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
     assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280), "of a small text and of a larger one"
     for vocabulary in (None, 8192):
-        shape = shape_for(ShapeRequest(size, vocabulary=vocabulary))
-        assert shape.parameters == pytest.approx(size, rel=0.03)
+        shape = shape_for(preset(name, vocabulary))
+        assert shape.parameters == pytest.approx(PRESETS[name][0], rel=0.03)
         assert vocabulary in (None, shape.vocabulary)
         assert shape.heads * shape.head == shape.hidden
         assert shape.heads % shape.key_heads == shape.hidden % 64 == shape.feed_forward % 64 == 0
         assert shape.feed_forward == pytest.approx(8 / 3 * shape.hidden, rel=0.05)
-    asked = shape_for(ShapeRequest(hidden=192, layers=6, vocabulary=2048, context=512))
+    asked = shape_for(ShapeRequest(3_000_000, 192, 2048, 512))
     assert asked.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (ShapeRequest(1_000_000, vocabulary=100_000), "No shape fits this size"),
-        (ShapeRequest(1_000_000, vocabulary=100), "too small"),
+        (ShapeRequest(1_000_000, 64, 100_000), "cannot have this vocabulary"),
+        (ShapeRequest(1_000_000, 64, 100), "cannot have this vocabulary"),
     ],
 )
 def test_an_impossible_shape_is_refused(asked: ShapeRequest, said: str) -> None:
@@ -101,7 +99,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(made: Path, tmp
 
 def test_weights_follow_the_rule_and_are_the_same_bytes_on_every_machine() -> None:
     """Drawn with integers from a table; a library that draws otherwise would change every model."""
-    shape = shape_for(ShapeRequest(hidden=256, layers=8))
+    shape = shape_for(ShapeRequest(7_500_000, 256, 4096))
     query, down = (
         np.frombuffer(
             b"".join(
@@ -146,7 +144,7 @@ def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> 
 
 
 def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
-    asked = dataclasses.replace(TINY, vocabulary=None)
+    asked = ShapeRequest(300_000, 64, context=128)
     create_model(tmp_path / "new", asked, 1, tokenizer=SHIPPED)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "new" / name).read_bytes() == (SHIPPED / name).read_bytes()
@@ -210,7 +208,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="already exists"):
         tiny(tmp_path / "there")
-    huge = ShapeRequest(5 * 10**12, vocabulary=300)
+    huge = ShapeRequest(5 * 10**12, 16384, 300)
     with pytest.raises(DiskFullError, match="no room"):
         from_text(tmp_path / "new", EXAMPLE, huge)
     monkeypatch.setattr(create, "initial_weights", Mock(side_effect=OSError(28, "No space left on device")))
@@ -220,10 +218,10 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
-    words = ["create", "300k", str(tmp_path / "new")]
+    words = ["create", "10m", str(tmp_path / "new")]
     done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE), "--vocabulary", "300"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    for said in ("parameters", "x 64", "bytes per token", "20 a parameter", "5 x width", "safetrain info"):
+    for said in ("parameters", "x 256", "bytes per token", "20 a parameter", "5 x width", "safetrain info"):
         assert said in done.output
     with pytest.raises(ConfigError, match="one tokenizer"):
         CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)

@@ -11,7 +11,7 @@ from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.model.files import read_model_files
 from safetrain.data.validate import training_texts
 from safetrain.plan.create import create_model
-from safetrain.plan.model_shape import ShapeRequest
+from safetrain.plan.model_shape import preset
 from tests.corpora import TEXTS, tokenized, write_ds
 from tests.pipeline.workspace import Workspace
 
@@ -58,5 +58,5 @@ def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace)
     assert read_model_files(folder).fingerprint == before
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"  # these alone
-    create_model(folder, ShapeRequest(10_000_000), 7, texts=training_texts([rows], None, print))
+    create_model(folder, preset("10m"), 7, texts=training_texts([rows], None, print))
     assert read_model_files(folder).fingerprint == before
