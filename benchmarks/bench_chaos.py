@@ -17,13 +17,12 @@ from benchmarks.chaos.deaths import deaths
 from benchmarks.chaos.memory import memory
 from benchmarks.machine import write_result
 from tests.support.chaos.above import above
-from tests.support.chaos.chains import Outcome, make_reference, run_chains
 from tests.support.chaos.disk import disk
 from tests.support.chaos.ending import Ending, Ground
 from tests.support.chaos.inject.chaos_sites import PHASES
-from tests.support.chaos.kills import SIGNALS
+from tests.support.chaos.kills import RANKS, SIGNALS, Outcome, make_reference, run_chains
 from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
-from tests.support.chaos.ranks import RANKS, endings_of_ranks, run_kills
+from tests.support.chaos.ranks import endings_of_ranks
 
 KINDS: dict[str, Callable[[Ground], Iterator[Ending]]] = {
     "deaths": deaths, "above": above, "disk": disk, "memory": memory,
@@ -49,8 +48,8 @@ def main() -> None:
         say("the training that nobody kills is made, twice alike")
         ground = Ground(project, reference, folder, random.Random(asked.seed))
         endings = stage_all(ground, {"ranks": endings_of_ranks} if asked.ranks else KINDS, say)
-        kill = run_kills if asked.ranks else run_chains
-        outcomes = kill(project, reference, asked.kills or (60 if asked.ranks else 200), asked.seed, say)
+        least = asked.kills or (60 if asked.ranks else 200)
+        outcomes = run_chains(project, reference, least, asked.seed, say, RANKS if asked.ranks else 1)
     wrong = [f"{o.text}: {'; '.join(o.faults)}" for o in outcomes if o.faults]
     wrong += [f"{e.what}: {'; '.join(e.faults)}" for e in endings if e.faults]
     write_tables(outcomes, endings, wrong, asked.seed, ranks=asked.ranks)

@@ -114,18 +114,9 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """Builds a random two-layer Llama with the embedded model's tokenizer: ``tiny_model(bits=4)``."""
 
     def build(name: str = "tiny", bits: int | None = None, tie: bool = True) -> Path:
-        from tests.support.random_models import build_model
+        from tests.support.random_models import TINY, build_model
 
-        return build_model(
-            tmp_path / name,
-            bits=bits,
-            hidden_size=64,
-            num_hidden_layers=2,
-            intermediate_size=128,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=tie,
-        )
+        return build_model(tmp_path / name, bits=bits, **TINY, tie_word_embeddings=tie)
 
     return build
 

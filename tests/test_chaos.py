@@ -1,30 +1,33 @@
 """A few of the deaths that benchmarks/bench_chaos.py stages by the hundred: said right, continued bit for bit."""
 
+import contextlib
+import os
+import pty
 import random
+import select
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.attached import attach_and_kill
-from tests.support.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
-from tests.support.chaos.disk import damaged
 from tests.support.chaos.ending import Ground
 from tests.support.chaos.inject.chaos_sites import SITES
-from tests.support.chaos.kills import Kill
+from tests.support.chaos.kills import Chain, Kill, finish_chain, kill_once, undisturbed
 from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
 
-DELAY_SECONDS = 0.002
 KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training
-    ("open base", 1, "exit", signal.SIGSEGV, False),
     ("micro-batch", 12, "inside", signal.SIGKILL, False),
     ("validate", 2, "inside", signal.SIGTERM, True),
     ("rename", 1, "entry", signal.SIGBUS, False),
     ("update", 6, "exit", signal.SIGINT, False),
-    ("open adapter", 1, "exit", signal.SIGKILL, False),
+    ("open adapter", 1, "exit", signal.SIGSEGV, False),
     ("write summary", 1, "exit", signal.SIGKILL, False),
 )
+MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT), (("--json",), signal.SIGHUP))
 
 
 @pytest.fixture(scope="module")
@@ -32,30 +35,49 @@ def ground(shared_cache: Path) -> Iterator[Ground]:
     with scratch_folder() as folder:
         project = Project(folder / "main", cache=shared_cache)
         project.plan()
-        yield Ground(project, Reference(undisturbed(project), {}), folder, random.Random(1))
+        yield Ground(project, undisturbed(project), folder, random.Random(1))
 
 
 def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: Ground) -> None:
-    chain = Chain(1)
+    chain = Chain()
     for name, occurrence, place, number, outside in KILLS:
         site = next(each for each in SITES if each.name == name)
-        kill = Kill(site, occurrence, place, DELAY_SECONDS, number, outside)
-        assert kill_once(ground.project, chain, kill, (site.phase, number)), chain.history
+        assert kill_once(ground.project, chain, Kill(site, occurrence, place, 0.002, number, outside)), chain.history
     finish_chain(ground.project, ground.reference, chain)
     assert [outcome.faults for outcome in chain.outcomes] == [[]] * len(KILLS), chain.history
     assert all(outcome.resumed_exactly for outcome in chain.outcomes)
     assert max(outcome.lost_steps for outcome in chain.outcomes) <= SAVE_STEPS
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(ground: Ground) -> None:
-    assert damaged(ground, most_cases=2).faults == []
-
-
 def test_a_training_that_is_watched_ends_as_one_that_is_not(ground: Ground) -> None:
-    process = ground.project.start_training(anew=True)
-    seen = list(attach_and_kill(ground.project, process, 4, 0.1))
+    """Monitors in terminals of their own, each killed after it has shown something."""
+    process, drawn = ground.project.start_training(anew=True), list[int]()
+    for kind, number in MONITORS:
+        if process.poll() is None:
+            drawn.append(drawn_before_a_kill(ground.project, kind, number))
     done = ground.project.finish(process)
     assert done.code == 0, done.out
-    assert all(each.drawn_bytes for each in seen)
-    assert seen
-    assert ground.project.fingerprint() == ground.reference.fingerprint
+    assert drawn
+    assert all(drawn)
+    assert ground.project.fingerprint() == ground.reference
+
+
+def drawn_before_a_kill(project: Project, kind: tuple[str, ...], number: int) -> int:
+    """Bytes that a monitor has shown until it was killed."""
+    ours, theirs = pty.openpty()
+    monitor = subprocess.Popen(
+        [sys.executable, "-m", "safetrain.cli", "monitor", "--refresh", "0.2", *kind], cwd=project.folder,
+        env=project.environment | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}, stdin=theirs, stdout=theirs,
+        stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    drawn, end = 0, time.monotonic() + 60
+    while time.monotonic() < end and monitor.poll() is None:
+        with contextlib.suppress(OSError):  # it has ended
+            if select.select([ours], [], [], 0.05)[0]:
+                drawn += len(os.read(ours, 2**16))
+                end = min(end, time.monotonic() + 0.1)
+    monitor.send_signal(number)
+    os.close(ours)
+    monitor.wait(timeout=60)
+    return drawn

@@ -33,9 +33,9 @@ LAYOUTS = {
 OWN_WAY = ("one padded rectangle", "rectangles", "rectangles of 640 tokens")
 
 
-def rows_of(*lengths: int) -> TokenRows:
+def rows_of(*lengths: int, seed: int = 5) -> TokenRows:
     """Random rows, the second half of each trained."""
-    source = np.random.default_rng(5)
+    source = np.random.default_rng(seed)
     return TokenRows.of(
         [token_row(source.integers(5, 2048, n).tolist(), [index >= n // 2 for index in range(n)]) for n in lengths]
     )

@@ -20,13 +20,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapters import adapted_names, make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.selftest import examine, gradient_fault, training_fault
-from safetrain.engine.upstream.adaptation import (
-    Refusal,
-    asked,
-    delta_rule_in_stretches,
-    packing_refusal,
-    through_few_blocks,
-)
+from safetrain.engine.upstream.adaptation import delta_rule_in_stretches
 from safetrain.engine.upstream.loading import without_adapter
 from safetrain.engine.weight_files import apply_adapter
 from safetrain.plan.selftest import judge
@@ -52,16 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "cohere": {"logit_scale": 0.06, "layer_norm_eps": 1e-5},
     "granite": {
-        "logits_scaling": 8.0,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.02,
-        "residual_multiplier": 0.2,
-        "attention_bias": False,
-        "mlp_bias": False,
+        "logits_scaling": 8.0, "embedding_multiplier": 12.0, "attention_multiplier": 0.02, "residual_multiplier": 0.2,
+        "attention_bias": False, "mlp_bias": False,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [], "norm_topk_prob": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,7 +78,7 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
     assert np.abs(loaded - after).mean() < 0.05 * np.abs(after).mean()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "granite", "qwen3_moe"])
 def test_the_self_test_passes_on_a_sound_model_of_16_bits(family: str, tmp_path: Path) -> None:
     """Quantized, and dequantized at each use."""
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
@@ -96,16 +86,20 @@ def test_the_self_test_passes_on_a_sound_model_of_16_bits(family: str, tmp_path:
     assert all(passed for _, _, passed in found), found
 
 
-@pytest.mark.parametrize("family", ["afm7", "gemma3n", "nanochat", "qwen3_next", "rwkv7", "youtu_llm"])
+@pytest.mark.parametrize("family", ["afm7", "gemma3n", "qwen3_next", "rwkv7"])
 def test_a_family_that_needs_more_than_the_usual_passes_it(family: str, tmp_path: Path) -> None:
     few = {"num_hidden_layers": 2} if family in ("qwen3_next", "rwkv7") else {}  # to be quick
     found = judge(examine(build_family(tmp_path / "model", family, **few), 2, 12))
     assert all(passed for _, _, passed in found), found
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_dropout_of_experts_repeats_where_blocks_are_recomputed(family: str, tmp_path: Path) -> None:
-    base = build_model(tmp_path / "model", model_type=family, **SMALL, **FAMILIES[family])
+@pytest.mark.parametrize("family", ["qwen3_moe", "afm7"])
+def test_dropout_repeats_where_blocks_are_recomputed(family: str, tmp_path: Path) -> None:
+    """That of experts, and where a block hands its keys on to later ones."""
+    if family in FAMILIES:
+        base = build_model(tmp_path / "model", model_type=family, **SMALL, **FAMILIES[family])
+    else:
+        base = build_family(tmp_path / "model", family, vocab_size=2048)
     settings = dataclasses.replace(SETTINGS, lora=LoraSettings(4, 2.0, 0.3, 3, ("all-linear",)))
     data = rows_of(7, 24, 11, 90, 16, 40)
     loss, gradient = loss_and_gradient(*prepared(base, settings), data)
@@ -129,7 +123,7 @@ def test_layers_whose_weight_a_model_reads_carry_no_adapter_and_are_never_overwr
     assert np.array_equal(np.array(block.prediction_coefs.weight), before)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 10, 30])
+@pytest.mark.parametrize("tokens", [1, 3, 10, 30])
 def test_stretches_give_what_one_recurrence_gives(tokens: int) -> None:
     mx.random.seed(1)
     q, k, v = (mx.random.normal((2, tokens, 3, 8)) / 4 for _ in range(3))
@@ -147,12 +141,13 @@ def test_stretches_give_what_one_recurrence_gives(tokens: int) -> None:
         np.testing.assert_allclose(np.array(one[1]), np.array(two[1]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_without_a_gradient_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = build_family(tmp_path / "model", "rwkv7")
-    model = open_base(base, dequantize=False)
-    assert gradient_fault(model) == ""
-    model = open_base(base, dequantize=False)
+def changed_class(module: Any, **methods: Any) -> None:
+    """Give one module of a model other methods."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), methods)
 
+
+def test_a_model_without_a_gradient_or_whose_tokens_look_ahead_is_refused_in_words(tmp_path: Path) -> None:
     @mx.custom_function
     def kernel(x: mx.array) -> mx.array:
         return x
@@ -161,40 +156,15 @@ def test_a_model_without_a_gradient_is_refused_in_words(tmp_path: Path, monkeypa
     def backward(*_: object) -> None:
         raise ValueError("[Primitive::vjp] Not implemented for CustomKernel")
 
-    embed = model.module.model.norm
-    kind = type(embed)
-    embed.__class__ = type(kind.__name__, (kind,), {"__call__": lambda self, x: kernel(kind.__call__(self, x))})
-    assert "Not implemented for CustomKernel" in gradient_fault(model)
-
-
-def test_a_model_whose_tokens_look_ahead_is_refused(tmp_path: Path) -> None:
     model = open_base(build_family(tmp_path / "model", "nanochat"), dequantize=False)
-    assert training_fault(model) == ""
-    block = model.module.transformer.h[0].attn
-    kind = type(block)
-    seeing_all = {"__call__": lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache)}
-    block.__class__ = type(kind.__name__, (kind,), seeing_all)
+    assert gradient_fault(model) == training_fault(model) == ""
+    block = model.module.transformer.h[0]
+    kind = type(block.attn)
+    changed_class(block.attn, __call__=lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache))
     assert training_fault(model) == "in mlx-lm, its tokens see the tokens after them"
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_large_model_is_asked_through_one_block_of_each_kind(tmp_path: Path, family: str) -> None:
-    """And one that does not let itself be shortened through all; an error of our own is no refusal."""
-    shape = {**SMALL, **FAMILIES[family], "num_hidden_layers": 7}
-    module = open_base(build_model(tmp_path / "model", model_type=family, **shape), dequantize=False).module
-    assert through_few_blocks(module, lambda: len(module.layers)) == {"llama": 1, "gemma3_text": 2}[family]
-    assert packing_refusal(module) == ""
-
-    def of_whole(ids: mx.array) -> mx.array:
-        return ids if len(module.layers) == 7 else [][0]
-
-    assert through_few_blocks(module, lambda: asked(of_whole, mx.array([1])).size) == 1
-    with pytest.raises(Refusal, match="IndexError: list index out of range"):
-        through_few_blocks(module, lambda: asked(lambda _ids: [][0], mx.array([1])))
-    with pytest.raises(IndexError):
-        through_few_blocks(module, lambda: [][0])
-    assert len(module.layers) == 7
-    assert not module.training
+    inner = type(block.mlp)
+    changed_class(block.mlp, __call__=lambda self, x: kernel(inner.__call__(self, x)))
+    assert "Not implemented for CustomKernel" in gradient_fault(model)
 
 
 def test_the_compared_pass_runs_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

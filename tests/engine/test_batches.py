@@ -1,5 +1,6 @@
 """Every row is seen once per epoch, in an order that a seed decides; padding is never a label."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -26,13 +27,14 @@ def test_every_row_is_seen_once_and_the_last_window_is_smaller() -> None:
     assert [len(window) for window in windows] == [3, 3, 1]
     assert sorted(row for window in windows for row in window) == list(range(7))
 
-
-def test_the_rows_of_an_update_do_not_depend_on_the_micro_batch() -> None:
     assert epoch_of(1, 0, 1, 4) == epoch_of(1, 0, 64, 4) == epoch_of(1, 0, 1000, 4)
 
 
 @pytest.mark.parametrize("layout", [BatchLayout(1000), BatchLayout(1000, rectangles=True)])
 def test_labels_are_the_trained_tokens_shifted_by_one(layout: BatchLayout) -> None:
+    batches = list(in_order(DATA, dataclasses.replace(layout, most_tokens=128)))
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(7)), "all are validated on"
+    assert max(shard.inputs.size for batch in batches for shard in batch.shards) <= 128
     (shard,) = make_batch(DATA, [1, 0, 3], layout).shards
     inputs, weights = np.array(shard.inputs), np.array(shard.weights)
     offsets = np.array(shard.layout.offsets)
@@ -44,16 +46,6 @@ def test_labels_are_the_trained_tokens_shifted_by_one(layout: BatchLayout) -> No
         found.append((int(inputs[position]), target))
         assert offsets[position] == inputs[position] - 5  # rows count up from 5
     assert found == [pair for row in (1, 0, 3) for pair in itertools.pairwise(DATA[row].ids.tolist())]
-
-
-def test_evaluation_sees_every_row_once_within_its_tokens() -> None:
-    for layout in (BatchLayout(128), BatchLayout(128, rectangles=True), BatchLayout(1)):
-        batches = list(in_order(DATA, layout))
-        assert sorted(row for batch in batches for row in batch.rows) == list(range(7))
-        tokens = [shard.inputs.size for batch in batches for shard in batch.shards]
-        assert max(tokens) <= (128 if layout.most_tokens > 1 else 64)
-    assert [batch.rows for batch in in_order(DATA, BatchLayout(128, rectangles=True))] == [(4, 6), (2, 1), (5, 0), (3,)]
-    assert [len(batch.rows) for batch in in_order(DATA, BatchLayout(1))] == [1] * 7
 
 
 def test_a_gpu_computes_a_long_tail_in_few_shapes_with_little_padding() -> None:
@@ -73,8 +65,5 @@ def test_a_gpu_computes_a_long_tail_in_few_shapes_with_little_padding() -> None:
     assert len({block for block, _ in shapes}) <= 60
     assert len(shapes) <= 100
     assert 1 - real / tokens < 0.2
-
-
-def test_widths_are_multiples_of_32_and_of_more_for_long_rows() -> None:
-    lengths = np.array([1, 2, 32, 33, 511, 512, 513, 640, 641, 1024, 1025, 4097])
-    assert widths_of(lengths).tolist() == [32, 32, 32, 64, 512, 512, 576, 640, 704, 1024, 1152, 4608]
+    widths = widths_of(np.array([1, 32, 33, 512, 513, 640, 1025, 4097])).tolist()
+    assert widths == [32, 32, 64, 512, 576, 640, 1152, 4608], "multiples of 32, and of more for long rows"

@@ -9,16 +9,14 @@ import pytest
 from safetrain.engine.cpu.blas import load_fast_blas
 
 linux_cpu = pytest.mark.skipif(sys.platform != "linux", reason="macOS links Accelerate")
+LOAD = "from safetrain.engine.cpu.blas import load_fast_blas\nblas = load_fast_blas()\n"
 USED = (
-    "from safetrain.engine.cpu.blas import load_fast_blas\n"
-    "blas = load_fast_blas()\n"
-    "assert blas.fast, blas.reason\n"
+    LOAD + "assert blas.fast, blas.reason\n"
     "import ctypes, mlx.core as mx\n"
     "mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))\n"
-    "scope = ctypes.CDLL(None)\n"
-    "name = scope.openblas_get_config\n"
+    "name = ctypes.CDLL(None).openblas_get_config\n"
     "name.restype = ctypes.c_char_p\n"
-    "print(name().decode())\n"
+    "print(name().decode(), load_fast_blas().reason)\n"
 )
 
 
@@ -45,7 +43,7 @@ def test_after_mlx_it_says_that_it_is_too_late() -> None:
 @linux_cpu
 def test_an_unwritable_cache_falls_back_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code = "from safetrain.engine.cpu.blas import load_fast_blas\nblas=load_fast_blas()\nprint(blas.fast, blas.reason)"
+    code = LOAD + "print(blas.fast, blas.reason)"
     environment = {"SAFETRAIN_CACHE_DIR": str(tmp_path / "file"), "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.startswith("False ")

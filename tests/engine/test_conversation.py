@@ -67,18 +67,15 @@ def test_a_model_that_cannot_go_back_reads_anew() -> None:
     assert said == anew(recurrent, FIRST)
 
 
-def test_an_answer_ends_where_it_was_taught_to(model: BaseModel) -> None:
+def test_an_answer_ends_where_it_was_taught_to_and_a_full_context_and_a_cut_are_told_apart(model: BaseModel) -> None:
     free = anew(model, FIRST)
-    chat = talk(model, stops=frozenset({free[4]}))
-    assert list(chat.answer(FIRST)) == free[: free.index(free[4])]
-    assert chat.ended == "stop"
-
-
-def test_a_full_context_and_a_cut_answer_are_told_apart(model: BaseModel) -> None:
-    for context, length, ended in ((len(FIRST) + 3, 3, "context"), (None, 12, "length"), (len(FIRST), 0, "context")):
-        chat = talk(model, context)
-        assert len(list(chat.answer(FIRST))) == length
-        assert chat.ended == ended
+    size = free.index(free[4])
+    for context, stops, length, ended in (
+        (None, {free[4]}, size, "stop"), (len(FIRST) + 3, set(), 3, "context"), (None, set(), 12, "length"),
+        (len(FIRST), set(), 0, "context"),
+    ):  # fmt: skip
+        chat = talk(model, context, stops=frozenset(stops))
+        assert (list(chat.answer(FIRST)), chat.ended) == (free[:length], ended)
 
 
 def test_a_stopped_answer_leaves_a_chat_that_goes_on(model: BaseModel) -> None:
@@ -110,6 +107,8 @@ def test_base_and_tuned_share_their_weights(method: str, tiny_model: Callable[..
     for one, other in zip(both, alone, strict=True):
         assert np.array_equal(logits(one), logits(other))
     assert not np.array_equal(logits(both[0]), logits(both[1]))
+    with pytest.raises(ModelError, match="another base model"):
+        open_tuned(tiny_model("other", tie=False), adapter)
     shared = set.intersection(*({id(value) for _, value in arrays(each)} for each in both))
     trained = {name for name, _ in arrays(both[1])} - {name for name, _ in arrays(both[0])}
     assert len(shared) == len(arrays(both[0])) or (method == "full" and len(shared) > 0)
@@ -122,9 +121,3 @@ def logits(model: BaseModel) -> np.ndarray:
 
 def arrays(model: BaseModel) -> list[tuple[str, mx.array]]:
     return tree_flatten(model.module.parameters())
-
-
-def test_an_adapter_of_another_base_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    adapter = adapter_of(tiny_model("one"), tmp_path / "adapter")
-    with pytest.raises(ModelError, match="another base model"):
-        open_tuned(tiny_model("two", tie=False), adapter)

@@ -11,29 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from safetrain.core.errors import DiskFullError, InterruptedRun
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
-from safetrain.core.records.metrics import append_csv, start_csv
 from safetrain.engine import run as run_module
-from safetrain.engine.job import Job
 from safetrain.engine.run import Watcher, write_or_wait
-from safetrain.engine.training import train
-from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+from tests.engine.test_training import job_in, require_same_run, run
 
 MIB = 2**20
 Build = Callable[..., Path]
-
-
-class Usage(NamedTuple):
-    """As of shutil."""
-
-    total: int
-    used: int
-    free: int
 
 
 class Disk:
@@ -44,9 +34,9 @@ class Disk:
         self.looks: Iterator[int] = iter(())
         self.asked = 0
 
-    def usage(self, _folder: Path) -> Usage:
+    def usage(self, _folder: Path) -> SimpleNamespace:
         self.asked += 1
-        return Usage(2**40, 0, next(self.looks, self.free))
+        return SimpleNamespace(free=next(self.looks, self.free))
 
 
 @pytest.fixture
@@ -55,11 +45,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.setattr(shutil, "disk_usage", made.usage)
     monkeypatch.setattr(run_module, "LOOK_SECONDS", 0.02)
     return made
-
-
-@pytest.fixture
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "WAIT_MINUTES", 0.005)
 
 
 class Told:
@@ -77,15 +62,14 @@ class Told:
         return [(record.phase, record.edge, record.work.step) for record in found.records]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, tmp_path: Path, number: int) -> None:
+def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, tmp_path: Path) -> None:
     """The disk looks free, and was full in the middle of it: a quota, or others who were quicker."""
     told, parts = Told(tmp_path), []
 
     def write() -> None:
         parts.append("first half")
         if len(parts) == 1:
-            raise OSError(number, "no")
+            raise OSError(errno.EDQUOT, "no")
         parts.append("second half")
 
     told.write(10 * MIB, 3, write)
@@ -106,26 +90,24 @@ def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
     assert done == []
 
 
-@pytest.mark.usefixtures("short_wait")
-@pytest.mark.parametrize("free", [0, 100 * MIB])
-def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path: Path, free: int) -> None:
+def test_the_wait_has_an_end_also_where_the_disk_looks_free(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "WAIT_MINUTES", 0.005)
     told = Told(tmp_path)
-    disk.free = free
-
-    def write() -> None:
-        raise OSError(errno.EDQUOT, "no")
-
-    began = time.monotonic()
-    with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
-        told.write(10 * MIB, 3, write)
-    assert 0.3 <= time.monotonic() - began < 5
-    assert str(tmp_path) in str(caught.value)
-    assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)
+    for disk.free in (0, 100 * MIB):
+        began = time.monotonic()
+        with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
+            told.write(10 * MIB, 3, Mock(side_effect=OSError(errno.EDQUOT, "no")))
+        assert 0.3 <= time.monotonic() - began < 5
+        assert str(tmp_path) in str(caught.value)
+        assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)
 
 
 def test_a_run_on_a_disk_that_is_full_now_and_then_gives_the_same_bits(
     disk: Disk, tiny_model: Build, tmp_path: Path
 ) -> None:
+    """Also one that is stopped while it waits: what was saved before is whole."""
     base, said = tiny_model(bits=4), list[str]()
     run(job_in(tmp_path / "whole", base))
     asked, disk.asked = disk.asked, 0
@@ -133,40 +115,16 @@ def test_a_run_on_a_disk_that_is_full_now_and_then_gives_the_same_bits(
     disk.looks = (0 if look % 5 == 3 else 100 * MIB for look in range(10**6))
     run(job_in(tmp_path / "full", base), say=said.append)
     assert said.count("there is free space again") >= 5
-    assert same(final_state(tmp_path / "full"), final_state(tmp_path / "whole"))
-    assert metrics_without_time(tmp_path / "full") == metrics_without_time(tmp_path / "whole")
+    require_same_run(tmp_path / "full", tmp_path / "whole")
+    disk.looks, said[:] = (100 * MIB if look < asked // 2 else 0 for look in range(10**6)), []
+    with pytest.raises(InterruptedRun, match="while the disk was full"):
+        run(job_in(tmp_path / "stopped", base), say=said.append, stop=lambda: signal.SIGINT if said else 0)
+    disk.looks = iter(())
+    assert 0 < run(job_in(tmp_path / "stopped", base)).state.resumed_from_step < 15
+    require_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
 def test_a_run_without_room_for_its_checkpoints_does_not_start(disk: Disk, tiny_model: Build, tmp_path: Path) -> None:
     disk.free = MIB
     with pytest.raises(DiskFullError, match="too little disk space for this run's checkpoints"):
         run(job_in(tmp_path / "a", tiny_model()))
-
-
-def test_a_run_that_is_stopped_on_a_full_disk_goes_on_later(disk: Disk, tiny_model: Build, tmp_path: Path) -> None:
-    """Ctrl-C on a full disk: what was saved before is whole, and the result is that of the unbroken run."""
-    base = tiny_model(bits=4)
-    run(job_in(tmp_path / "whole", base))
-    asked, disk.asked = disk.asked, 0
-    disk.looks = (100 * MIB if look < asked // 2 else 0 for look in range(10**6))
-    with pytest.raises(InterruptedRun, match="while the disk was full"):
-        stopped_while_waiting(job_in(tmp_path / "broken", base))
-    disk.looks = iter(())
-    result = run(job_in(tmp_path / "broken", base))
-    assert 0 < result.state.resumed_from_step < 15
-    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
-    assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
-
-
-def stopped_while_waiting(job: Job) -> None:
-    """Train until the disk is full, and press Ctrl-C then."""
-    said: list[str] = []
-    log = job.output / "metrics.csv"
-    watcher = Watcher(
-        lambda old, *_: start_csv(log, old),
-        lambda records: append_csv(log, records[-1]),
-        lambda: signal.SIGINT if said else 0,
-        Recorder(job.output / "recorder.bin"),
-        said.append,
-    )
-    train(job, watcher)

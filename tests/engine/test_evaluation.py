@@ -1,24 +1,19 @@
 """Answers are the model's own, in no more memory than rows of that length need, to as many questions as time allows."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
-from safetrain.core.model.files import read_model_files
-from safetrain.engine.comparison import in_random_order, in_time, tokens_to_hold
+from safetrain.engine.comparison import in_random_order, in_time
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
-from tests.conftest import EMBEDDED
 from tests.support.families import build_family
 from tests.support.random_models import TINY, build_model
-
-SERVED = ("llama", "gemma3_text", "qwen3_moe", "lfm2", "qwen3_next")  # attention, with windows, experts, recurrences
 
 
 def one_by_one(model: BaseModel, prompt: list[int], count: int) -> list[int]:
@@ -40,7 +35,7 @@ def prompts_of(*sizes: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "padded"),
-    [*((family, True) for family in SERVED), *((family, False) for family in ("jamba", "longcat_flash_ngram"))],
+    [("llama", True), ("gemma3_text", True), ("qwen3_moe", True), ("qwen3_next", True), ("jamba", False)],
 )
 def test_answers_are_those_of_each_prompt_alone(
     family: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,30 +45,17 @@ def test_answers_are_those_of_each_prompt_alone(
     model = open_base(build_family(tmp_path / "model", family), dequantize=False)
     assert (generation.padding_refusal(model.module) == "") == padded
     prompts = prompts_of(1, 2, 9, 30, 30, 17)
-    expected = [one_by_one(model, prompt, 12) for prompt in prompts]
+    expected, told = [one_by_one(model, prompt, 8) for prompt in prompts], list[float]()
     for most_tokens in (2**20, 600, 1):  # all together, two, each alone
-        found = answer(model, prompts, frozenset(), 12, most_tokens)
+        found = answer(model, prompts, frozenset(), 8, most_tokens, told.append)
         assert found == [ended(model, ids) for ids in expected]
+        assert told == sorted(told)
+        assert 0 < told[0] < 1
+        assert told[-1] == len(prompts)
+        told.clear()
     stops = frozenset(ids[3 + row % 4] for row, ids in enumerate(expected))  # rows leave one after the other
     model = dataclasses.replace(model, eos_ids=stops)
-    assert answer(model, prompts, frozenset(), 12, 2**20) == [ended(model, ids) for ids in expected]
-
-
-def test_the_embedded_model_answers_as_it_does_alone() -> None:
-    model, tokenizer = open_base(EMBEDDED, dequantize=True), ChatTokenizer(EMBEDDED)
-    asked = ("What is the capital of Japan?", "Ferro?", "Which symbol do chemists write for the element molybdenum?")
-    prompts = [Prompts(tokenizer, None).ids([{"role": "user", "content": text}]) for text in asked]
-    alone = [answer(model, [prompt], frozenset(), 24, 1)[0] for prompt in prompts]
-    assert answer(model, prompts, frozenset(), 24, 2**20) == alone
-    assert alone == [ended(model, one_by_one(model, prompt, 24)) for prompt in prompts]
-
-
-def test_it_tells_how_many_answers_are_made(tiny_model: Callable[..., Path]) -> None:
-    model, told = open_base(tiny_model(), dequantize=False), list[float]()
-    answer(model, prompts_of(4, 9, 5, 6), frozenset(), 5, 28, told.append)
-    assert told == sorted(told)
-    assert 0 < told[0] < 1
-    assert told[-1] == 4
+    assert answer(model, prompts, frozenset(), 8, 2**20) == [ended(model, ids) for ids in expected]
 
 
 def test_reading_prompts_takes_far_less_than_their_logits(tmp_path: Path) -> None:
@@ -104,8 +86,7 @@ class Answerer:
         return {number: [number] for number in part}
 
 
-@pytest.mark.parametrize("seconds", [30.0, 100.0, 1000.0])
-@pytest.mark.parametrize("start", [0.0, 10.0])
+@pytest.mark.parametrize(("seconds", "start"), [(30.0, 10.0), (1000.0, 0.0), (1000.0, 10.0)])
 def test_no_more_time_is_taken_than_there_is(seconds: float, start: float) -> None:
     ask, order = Answerer(1.0, start), in_random_order(10_000)
     found = in_time(ask, order, 8, seconds, ask.clock)
@@ -120,11 +101,3 @@ def test_all_questions_are_answered_where_there_is_time_and_some_however_long_it
     assert list(range(220)) == sorted(order) != order
     assert len(quick.parts) < 8  # growing: many questions share a pass through the weights
     assert len(in_time(slow, order, 8, 30.0, slow.clock)) == 8
-
-
-def test_more_tokens_are_held_in_more_room_and_one_in_none() -> None:
-    files = read_model_files(EMBEDDED)
-    assert tokens_to_hold(files, 48, 0) == tokens_to_hold(files, 48, -1) == 1
-    few, many = (tokens_to_hold(files, 48, room) for room in (2**24, 2**26))
-    assert many == pytest.approx(4 * few, rel=0.01)
-    assert few > 100

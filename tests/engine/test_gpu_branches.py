@@ -22,15 +22,11 @@ from safetrain.engine.batches import training_layout
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
+from safetrain.engine.weight_files import load_arrays
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of
-from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+from tests.engine.test_training import job_in, require_same_run, run
 from tests.support.jobs import with_rows
-from tests.support.random_models import build_model
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}  # fmt: skip
+from tests.support.random_models import TINY, build_model
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +36,6 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("safetrain.engine.backend.name_now", lambda: "cpu")
-
-
-@pytest.fixture(params=[64])
-def one_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
-    monkeypatch.setattr("safetrain.engine.batches.widths_of", lambda lengths: np.full_like(lengths, request.param))
-    monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
 
 
 SHORT, FEW_TOKENS = 16, 256  # a CPU takes milliseconds for each token in bfloat16, half of them for 2048 logits
@@ -63,50 +52,39 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
     return with_rows(job, train=shortened(job.train.documents), valid=shortened(job.valid[:2]))
 
 
-def settings_with(**changes: Any) -> Any:
-    return dataclasses.replace(SETTINGS, dequantize_base=False, **changes)
-
-
-@pytest.mark.usefixtures("one_width")
-@pytest.mark.parametrize("one_width", [SHORT], indirect=True)
-@pytest.mark.parametrize("method", ["lora", "dora"])
-def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method: str) -> None:
-    """With dropout, accumulation and recomputed blocks."""
-    base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **SMALL)
-    settings = settings_with(method=method, gradient_checkpointing=True, learning_rate=2e-2)
+def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA with dropout, accumulation and recomputed blocks; also one that was stopped on a CPU goes on."""
+    # Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds.
+    monkeypatch.setattr("safetrain.engine.batches.widths_of", lambda lengths: np.full_like(lengths, SHORT))
+    monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
+    base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **TINY)
+    settings = dataclasses.replace(
+        SETTINGS, dequantize_base=False, method="dora", gradient_checkpointing=True, learning_rate=2e-2, num_epochs=2
+    )
     whole = run(short_job(tmp_path / "whole", base, settings))
     records = read_csv(tmp_path / "whole" / "metrics.csv")
-    assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3
+    assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.2
     assert 0 < 1 - whole.state.input_tokens / whole.state.computed_tokens < 0.9
     with pytest.raises(InterruptedRun):
         run(short_job(tmp_path / "broken", base, settings), 7)
     run(short_job(tmp_path / "broken", base, settings))
-    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
-    assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
-
-
-@pytest.mark.usefixtures("one_width")
-def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There its micro-batches were computed in two parts side by side."""
-    base = build_model(tmp_path / "model", bits=4, **SMALL)
-    job = job_in(tmp_path / "moved", base, settings_with())
+    require_same_run(tmp_path / "broken", tmp_path / "whole")
     with monkeypatch.context() as here:
         back_on_cpu(here)
-        here.setattr("safetrain.engine.backend.cores", lambda: 2)
+        here.setattr("safetrain.engine.backend.cores", lambda: 2)  # micro-batches in two parts side by side
         with pytest.raises(InterruptedRun):
-            run(job, 4)
-    result = run(job)
-    assert (result.state.resumed_from_step, result.metrics.steps) == (4, 15)
+            run(short_job(tmp_path / "moved", base, settings), 8)
+    result = run(short_job(tmp_path / "moved", base, settings))
+    assert (result.state.resumed_from_step, result.metrics.steps) == (8, 10)
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
-@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize(("bits", "has_kernel"), [(4, True), (4, False), (None, True)])
 def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None, has_kernel: bool
 ) -> None:
     """Rectangles by mlx's kernels or in tiles, and the loss as it is measured for validation."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)  # that too is equal: tests/engine/test_update.py
-    data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
+    data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **TINY)
     settings = dataclasses.replace(STILL, dequantize_base=False)
     with monkeypatch.context() as here:
         back_on_cpu(here)
@@ -122,19 +100,10 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     monkeypatch.setattr("safetrain.engine.row_attention.has_gradient_kernel", answer)
     model, gradients = prepared(folder, settings)
     found, other = loss_and_gradient(model, gradients, data, training_layout(model, 2, data.inputs()))
-    assert asked == {(SMALL["hidden_size"] // SMALL["num_attention_heads"], mx.float32)}
+    assert asked == {(TINY["hidden_size"] // TINY["num_attention_heads"], mx.float32)}
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
     assert measure_loss(model, data, 600) == pytest.approx(measured, rel=1e-5)
-
-
-def in_float32(folder: Path, base: Path) -> Path:
-    """The same model, each of its numbers stored in float32."""
-    shutil.copytree(base, folder)
-    arrays: Any = mx.load(str(base / "model.safetensors"))
-    wide = {name: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for name, a in arrays.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), wide, metadata={"format": "mlx"})
-    return folder
 
 
 @pytest.mark.parametrize("bits", [4, None])
@@ -143,8 +112,12 @@ def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
 ) -> None:
     """To the bit, quantized and dequantized; in its own type the update is another."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)
-    base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **SMALL)
-    wide, data = in_float32(tmp_path / "wide", base), rows_of(20, 40, 33)
+    base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **TINY)
+    wide, data = tmp_path / "wide", rows_of(20, 40, 33)
+    shutil.copytree(base, wide)  # each of its numbers stored in float32
+    arrays = load_arrays(base / "model.safetensors").items()
+    kept = {name: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for name, a in arrays}
+    mx.save_safetensors(str(wide / "model.safetensors"), kept, metadata={"format": "mlx"})
 
     def found(folder: Path, **changes: Any) -> tuple[float, np.ndarray]:
         model, gradients = prepared(folder, dataclasses.replace(STILL, **changes))
@@ -163,7 +136,7 @@ def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
 def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, bits: int | None
 ) -> None:
-    base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **SMALL)
+    base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **TINY)
     files = read_model_files(base)
     for dequantize in (False, True):
         module = open_base(base, dequantize=dequantize, compute_dtype=dtype).module

@@ -14,7 +14,7 @@ from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.update import apply_gradient
 from tests.engine.exact import flat
 
-NAMES = ["adam", "adamw", "adafactor", "muon", "sgd"]
+DECAYS = {"adam": 0.0, "adamw": 0.1, "adafactor": 0.1, "muon": 0.1, "sgd": 0.1}
 BLOCKS, MIB = 8, 2**20
 AS_IS = "no model", None, "no model"
 
@@ -43,44 +43,34 @@ def gradient_at(module: nn.Module, step: int) -> Any:
     return tree_map(lambda w: w + mx.random.normal(w.shape), module.trainable_parameters())
 
 
-def trained(optimizer: BlockOptimizer, steps: int = 6, size: int = 40, max_norm: float = 5.0) -> nn.Module:
-    module = Trunk(size)
+def trained(optimizer: BlockOptimizer) -> nn.Module:
+    module = Trunk(40)
     optimizer.init(module.trainable_parameters())
-    for step in range(steps):
-        model = BaseModel(module, frozenset(), *AS_IS)
-        apply_gradient(model, optimizer, gradient_at(module, step), 9.0, 1e-2, max_norm)
+    for step in range(6):
+        apply_gradient(BaseModel(module, frozenset(), *AS_IS), optimizer, gradient_at(module, step), 9.0, 1e-2, 5.0)
     return module
 
 
-def trained_by_mlx(name: str, steps: int = 6) -> tuple[nn.Module, Any]:
+def trained_by_mlx(name: str) -> tuple[nn.Module, Any]:
     """All parameters at once, the gradient scaled to the same length."""
-    module, optimizer, decay = Trunk(40), of_mlx(name, decay_of(name)), 5.0 / (9.0 + 1e-6)
+    module, optimizer, decay = Trunk(40), of_mlx(name, DECAYS[name]), 5.0 / (9.0 + 1e-6)
     optimizer.init(module.trainable_parameters())
-    for step in range(steps):
+    for step in range(6):
         optimizer.learning_rate = 1e-2
         optimizer.update(module, tree_map(lambda part: part * decay, gradient_at(module, step)))
     return module, optimizer.state
 
 
-def decay_of(name: str) -> float:
-    return 0.0 if name == "adam" else 0.1
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DECAYS)
 def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
-    mine = BlockOptimizer(of_mlx(name, decay_of(name)))
+    mine = BlockOptimizer(of_mlx(name, DECAYS[name]))
     module = trained(mine)
     expected, state = trained_by_mlx(name)
     assert (flat(module.trainable_parameters()) == flat(expected.trainable_parameters())).all()
     assert (flat(mine.state) == flat(state)).all()
-
-
-def test_compiled_it_differs_by_rounding_alone() -> None:
-    """A GPU's way: multiply and add may become one operation, so the last bit may differ."""
-    module = trained(BlockOptimizer(of_mlx("adamw", 0.1), compiled=True))
-    expected = trained_by_mlx("adamw")[0]
-    found, wanted = flat(module.trainable_parameters()), flat(expected.trainable_parameters())
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    if name == "adamw":  # compiled, as on a GPU, multiply and add may become one operation
+        found = flat(trained(BlockOptimizer(of_mlx(name, 0.1), compiled=True)).trainable_parameters())
+        np.testing.assert_allclose(found, flat(expected.trainable_parameters()), rtol=1e-5, atol=1e-6)
 
 
 def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
@@ -98,19 +88,6 @@ def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
     assert more <= 5.0 * size / BLOCKS + MIB / 4, (more / MIB, size / MIB)
 
 
-def test_it_rises_to_the_peak_and_falls_to_a_tenth() -> None:
-    rates = [learning_rate(update, 1.0, 10, 110) for update in range(111)]
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[9] == rates[10] == 1.0
-    assert rates[60] == pytest.approx(0.55)
-    assert rates[110] == pytest.approx(0.1)
-    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
-
-
-def test_without_warm_up_it_starts_at_the_peak() -> None:
-    assert learning_rate(0, 1.0, 0, 1) == 1.0
-
-
 @pytest.mark.parametrize(
     ("schedule", "middle", "near_the_end", "end"),
     [("cosine", 0.55, 0.1222, 0.1), ("linear", 0.55, 0.19, 0.1), ("constant", 1.0, 1.0, 1.0), ("wsd", 1.0, 0.55, 0.1)],
@@ -119,4 +96,7 @@ def test_schedules(schedule: str, middle: float, near_the_end: float, end: float
     """After ten updates of warm-up, a hundred: at half of them, at nine tenths, after the last."""
     found = [learning_rate(update, 1.0, 10, 110, schedule) for update in (60, 100, 110)]
     assert found == pytest.approx([middle, near_the_end, end], abs=1e-3)
-    assert learning_rate(4, 1.0, 10, 110, schedule) == 0.5
+    rates = [learning_rate(update, 1.0, 10, 110, schedule) for update in range(111)]
+    assert rates[:11] == pytest.approx([0.1 * update for update in range(1, 11)] + [1.0])
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+    assert learning_rate(0, 1.0, 0, 1, schedule) == 1.0, "without warm-up"

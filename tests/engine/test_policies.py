@@ -17,19 +17,10 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import identity_of
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.training import Result, fault_in
-from safetrain.engine.weight_files import apply_adapter
+from safetrain.engine.training import Result
+from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
 from tests.engine.exact import LORA, SETTINGS, STILL
-from tests.engine.test_training import (
-    final_state,
-    job_in,
-    metrics_without_time,
-    rows,
-    run,
-    same,
-    weights,
-    with_first_token,
-)
+from tests.engine.test_training import final_state, job_in, require_same_run, rows, run, same, weights
 from tests.support.jobs import with_rows
 
 Build = Callable[..., Path]
@@ -38,7 +29,7 @@ PROMPT = mx.array([rows(1, 3)[0].ids.tolist()])
 
 @pytest.mark.parametrize(
     ("method", "bits"),
-    [("dora", 2), ("dora", 3), ("dora", 4), ("dora", None), ("full", None), ("lora", 5), ("lora", 6)],
+    [("dora", 3), ("dora", None), ("full", None), ("lora", 5)],
 )
 def test_every_method_learns_and_its_adapter_is_read_again(
     tiny_model: Build, tmp_path: Path, method: str, bits: int | None
@@ -48,7 +39,11 @@ def test_every_method_learns_and_its_adapter_is_read_again(
 
     base, adapters = tiny_model(bits=bits, tie=False), tmp_path / "a" / "adapters"
     rate = 1e-3 if method == "full" else 1e-2
-    run(job_in(tmp_path / "a", base, dataclasses.replace(STILL, method=method, learning_rate=rate)))
+    lora = dataclasses.replace(LORA, num_layers=1)
+    run(job_in(tmp_path / "a", base, dataclasses.replace(STILL, method=method, learning_rate=rate, lora=lora)))
+    if method == "full":
+        assert len(weights(tmp_path / "a")) == 9, "seven matrices and two norms"
+    assert all(name.startswith("model.layers.1.") for name in weights(tmp_path / "a"))
     records = read_csv(tmp_path / "a" / "metrics.csv")
     assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3
     ours = open_base(base, dequantize=True)
@@ -59,14 +54,6 @@ def test_every_method_learns_and_its_adapter_is_read_again(
     if method != "dora" or bits in (4, None):
         theirs = load(str(base), adapter_path=str(adapters))[0]
         np.testing.assert_allclose(np.array(theirs(PROMPT)), tuned, rtol=1e-3, atol=2e-3)
-
-
-def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: Path) -> None:
-    settings = dataclasses.replace(STILL, method="full", max_steps=2, lora=dataclasses.replace(LORA, num_layers=1))
-    run(job_in(tmp_path / "a", tiny_model(), settings))
-    names = set(weights(tmp_path / "a"))
-    assert len(names) == 9  # seven matrices and two norms
-    assert all(name.startswith("model.layers.1.") for name in names)
 
 
 def test_quantized_weights_are_not_trained_in_full(tiny_model: Build) -> None:
@@ -82,38 +69,32 @@ def test_an_interrupted_run_continues_bit_for_bit_with_every_optimizer(
     decay = 0.0 if optimizer == "sgd" else 0.1
     settings = dataclasses.replace(
         SETTINGS, method="dora", optimizer=optimizer, schedule="wsd", weight_decay=decay,
-        gradient_checkpointing=True, max_steps=6,
+        gradient_checkpointing=True, max_steps=4,
     )  # fmt: skip
     base = tiny_model(bits=3)
     run(job_in(tmp_path / "whole", base, settings))
     with pytest.raises(InterruptedRun):
-        run(job_in(tmp_path / "broken", base, settings), 3)
-    assert run(job_in(tmp_path / "broken", base, settings)).state.resumed_from_step == 3
-    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
-    assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
+        run(job_in(tmp_path / "broken", base, settings), 2)
+    assert run(job_in(tmp_path / "broken", base, settings)).state.resumed_from_step == 2
+    require_same_run(tmp_path / "broken", tmp_path / "whole")
 
 
 def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path: Path) -> None:
     wild = dataclasses.replace(SETTINGS, learning_rate=0.05, eval_steps=1, num_epochs=9, early_stopping_patience=3)
     result = run(job_in(tmp_path / "a", tiny_model(), wild))
     assert result.metrics.steps == result.metrics.best_step + 3 < 45
-    patient = dataclasses.replace(SETTINGS, early_stopping_patience=50)
-    assert run(job_in(tmp_path / "b", tiny_model("other"), patient)).metrics.steps == 15
-
-
-def model_with_a_poisonous_token(build: Build, value: float) -> Path:
-    base = build(tie=False)
-    tensors = mx.load(str(base / "model.safetensors"))
-    assert isinstance(tensors, dict)
-    tensors["model.embed_tokens.weight"][4] = value
-    mx.save_safetensors(str(base / "model.safetensors"), tensors, metadata={"format": "mlx"})
-    return base
 
 
 def test_a_bad_update_is_written_down_and_the_same_command_stops_there_again(tiny_model: Build, tmp_path: Path) -> None:
-    base = model_with_a_poisonous_token(tiny_model, float("inf"))
+    """One row begins with a token whose embedding is infinite."""
+    base = tiny_model(tie=False)
+    tensors = load_arrays(base / "model.safetensors")
+    tensors["model.embed_tokens.weight"][4] = float("inf")
+    save_arrays(base / "model.safetensors", tensors)
     job = job_in(tmp_path / "a", base)
-    job = with_rows(job, train=with_first_token(job.train.documents, 13, 4))
+    train = list(job.train.documents)
+    train[13] = token_row([4, *train[13].ids[1:].tolist()], train[13].trained.tolist())
+    job = with_rows(job, train=TokenRows.of(train))
     for _ in range(2):
         with pytest.raises(BadUpdateError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
             run(job)
@@ -145,13 +126,3 @@ def test_a_run_that_a_jump_has_stopped_goes_on_where_the_jump_is_allowed(tiny_mo
     assert "a larger train.max_loss_jump, or null" in str(caught.value)
     assert run_in("broken", None).state.resumed_from_step == 12
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
-
-
-def test_a_jump_of_the_loss_is_a_fault() -> None:
-    recent = [2.0] * 8
-    assert fault_in(71.0, 1.0, 10, recent, 5.0) == "the loss jumped to 7.10 from a median of 2.00"
-    assert fault_in(70.1, 1.0, 10, recent, None) == ""
-    assert fault_in(71.0, 1.0, 10, [*recent, 7.2], 5.0) == ""  # one of those before was as large
-    assert fault_in(69.0, 1.0, 10, recent, 5.0) == ""
-    assert fault_in(70.1, 1.0, 10, recent[1:], 5.0) == ""
-    assert fault_in(1.0, float("inf"), 10, recent, 5.0) == "the gradient is not a number"

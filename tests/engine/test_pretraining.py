@@ -19,20 +19,19 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.job import Job
-from safetrain.engine.loss import chunked_loss, losses_of
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_mlx
 from safetrain.engine.update import Gradients, prepare
 from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LAYOUTS, STILL
-from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
+from tests.engine.test_training import require_same_run, run
 from tests.support.jobs import job_of, with_rows
 from tests.support.random_models import TINY, build_model
 
 END = 0
 PRETRAIN = dataclasses.replace(
     STILL, method="pretrain", optimizer="adamw", weight_decay=0.1, max_seq_length=24, learning_rate=3e-3,
-    num_epochs=2, eval_steps=8, save_steps=8,
+    num_epochs=1, eval_steps=8, save_steps=8,
 )  # fmt: skip
 
 
@@ -69,12 +68,15 @@ def plain_gradient(module: Any, pieces: TokenRows) -> tuple[float, dict[str, np.
 @pytest.mark.parametrize(
     ("name", "tied", "recomputed"),
     [
-        ("one list", True, False), ("one list", False, True), ("two lists at a time", True, True),
-        ("rectangles of 640 tokens", True, False), ("rectangles of 640 tokens", False, False),
+        ("one list", True, False), ("two lists at a time", False, True), ("rectangles of 640 tokens", True, False),
         ("lists of 100 tokens", False, False),
     ],
 )  # fmt: skip
-def test_the_gradient_is_that_of_the_plain_model(tmp_path: Path, name: str, tied: bool, recomputed: bool) -> None:
+def test_the_gradient_is_that_of_the_plain_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tied: bool, recomputed: bool
+) -> None:
+    """Also where the logits are made in several chunks."""
+    monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda *_sizes: 7)
     base = build_model(tmp_path / "base", **{**TINY, "tie_word_embeddings": tied})
     found = job_in(tmp_path, base).train.of_update([0, 3, 5, 2])
     model, gradients = prepare(base, dataclasses.replace(PRETRAIN, gradient_checkpointing=recomputed))
@@ -99,25 +101,6 @@ def open_trainable(base: Path) -> Any:
     return module
 
 
-def test_the_loss_in_chunks_has_the_gradients_of_the_loss_at_once() -> None:
-    source = np.random.default_rng(3)
-    matrix, hidden = (mx.array(source.normal(size=shape).astype(np.float32)) for shape in ((50, 8), (33, 8)))
-    targets, shares = mx.array(source.integers(0, 50, 33)), mx.array(source.random(33).astype(np.float32))
-
-    def head_of(now: mx.array) -> Any:
-        return lambda states: states @ now.T
-
-    def at_once(now: mx.array, states: mx.array) -> mx.array:
-        return losses_of(head_of(now), states, targets, shares).sum()
-
-    in_chunks = chunked_loss(head_of, 7)
-    whole = mx.value_and_grad(at_once, argnums=(0, 1))(matrix, hidden)
-    parts = mx.value_and_grad(lambda a, b: in_chunks(b, targets, shares, a) * 3, argnums=(0, 1))(matrix, hidden)
-    assert float(parts[0]) == pytest.approx(3 * float(whole[0]), rel=1e-5)
-    for mine, theirs in zip(parts[1], whole[1], strict=True):
-        np.testing.assert_allclose(np.array(mine), 3 * np.array(theirs), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, optimizer: str) -> None:
     base = build_model(tmp_path / "base", **TINY)
@@ -125,22 +108,30 @@ def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, opt
     result = run(job_in(tmp_path / "a", base, settings))
     before = result.state.records[0].valid_loss
     assert before is not None
-    assert result.metrics.best_valid_loss < before - 1
+    assert result.metrics.best_valid_loss < before - 0.5
     with pytest.raises(InterruptedRun):
         run(job_in(tmp_path / "b", base, settings), stop_at=6)
     resumed = run(job_in(tmp_path / "b", base, settings))
     assert resumed.state.resumed_from_step == 6
-    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    assert metrics_without_time(tmp_path / "a") == metrics_without_time(tmp_path / "b")
-    assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+    require_same_run(tmp_path / "b", tmp_path / "a")
+    require_opens_as_the_whole_model(base, tmp_path / "a" / "adapters", tmp_path)
+
+
+def require_opens_as_the_whole_model(base: Path, adapters: Path, folder: Path) -> None:
+    assert adapter_method(adapters) == "pretrain"
+    plain, opened = open_base(base, dequantize=False), open_base(base, dequantize=False)
+    apply_adapter(opened, adapters)
+    before, after = (dict(tree_flatten(each.module.parameters())) for each in (plain, opened))
+    assert all(not mx.array_equal(before[name], after[name]).item() for name in before)
+    other = build_model(folder / "other", **{**TINY, "num_hidden_layers": 3})
+    with pytest.raises(ModelError, match="does not fit this model"):
+        apply_adapter(open_base(other, dequantize=False), adapters)
 
 
 def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -> None:
     """A row may have an untrained part, such as a prompt, that is longer than several windows."""
     base = build_model(tmp_path / "base", **TINY)
-    job = job_in(
-        tmp_path / "a", base, dataclasses.replace(PRETRAIN, batch_size=1, gradient_accumulation=1, num_epochs=1)
-    )
+    job = job_in(tmp_path / "a", base, dataclasses.replace(PRETRAIN, batch_size=1, gradient_accumulation=1))
     hidden = token_row([*range(40, 60)] * 8, [False] * 160)
     shown = [token_row([*range(40, 60), END], [True] * 21) for _ in range(12)]
     train = TokenWindows(TokenRows.of([*shown[:6], hidden, *shown[6:]]), 24, frozenset({END}))
@@ -153,19 +144,6 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
         run(nothing)
 
 
-def test_the_folder_opens_as_the_whole_model(tmp_path: Path) -> None:
-    base = build_model(tmp_path / "base", **TINY)
-    run(job_in(tmp_path, base))
-    assert adapter_method(tmp_path / "adapters") == "pretrain"
-    plain, opened = open_base(base, dequantize=False), open_base(base, dequantize=False)
-    apply_adapter(opened, tmp_path / "adapters")
-    before, after = (dict(tree_flatten(each.module.parameters())) for each in (plain, opened))
-    assert all(not mx.array_equal(before[name], after[name]).item() for name in before)
-    other = build_model(tmp_path / "other", **{**TINY, "num_hidden_layers": 3})
-    with pytest.raises(ModelError, match="does not fit this model"):
-        apply_adapter(open_base(other, dequantize=False), tmp_path / "adapters")
-
-
 def test_norms_are_not_decayed_and_muon_takes_the_matrices_of_blocks() -> None:
     weight, norm = mx.ones((4, 8)), mx.ones((8,))
     parameters = {"embed": {"weight": weight}, "layers": [{"proj": {"weight": weight}, "norm": {"weight": norm}}]}
@@ -176,9 +154,7 @@ def test_norms_are_not_decayed_and_muon_takes_the_matrices_of_blocks() -> None:
     assert set(optimizer.state["model"]["embed"]["weight"]) == {"m", "v"}
     optimizer.state["step"], optimizer.state["learning_rate"] = mx.array(1), mx.array(0.1)
     still = optimizer.apply_single(mx.zeros((8,)), norm, block["norm"]["weight"])
-    shrunk = optimizer.apply_single(mx.zeros((4, 8)), weight, block["proj"]["weight"])
     np.testing.assert_allclose(np.array(still), 1.0)
-    np.testing.assert_allclose(np.array(shrunk), 0.95, rtol=1e-6)
 
 
 def test_three_steps_of_muon_are_those_of_its_definition() -> None:

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from safetrain.engine.batches import make_shard
 from safetrain.engine.cpu.kernels import cross_entropy
 from safetrain.engine.layers import Randomness, key_of
-from safetrain.engine.loss import ShardLoss, chunked_loss, measured_losses
+from safetrain.engine.loss import ShardLoss
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.update import Gradients, apply_gradient, measure
 from safetrain.engine.upstream.adaptation import call_packed
@@ -37,6 +37,12 @@ from tests.support.random_models import build_model
 
 Build = Callable[..., Path]
 UNEQUAL = rows_of(3, 140, 6, 33, 4, 61, 5, 300, 33, 34)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are made for so few labels at a time that most updates take several."""
+    monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda *_sizes: 50)
 
 
 def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None:
@@ -68,15 +74,18 @@ def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None
         assert abs(found - expected) <= 1e-4 * max(size, abs(expected)), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_every_way_to_lay_out_an_update_gives_one_gradient(tiny_model: Build, layout: str, bits: int | None) -> None:
+def test_every_way_to_lay_out_an_update_gives_one_gradient(tiny_model: Build, bits: int | None) -> None:
     """Micro-batches, parts, packing, padding, very unequal lengths: a mean of means is wrong by tens of percent."""
     model, gradients = prepared(tiny_model(bits=bits))
-    expected_loss, expected = loss_and_gradient(model, gradients, UNEQUAL, LAYOUTS["rectangles"])
-    loss, gradient = loss_and_gradient(model, gradients, UNEQUAL, LAYOUTS[layout])
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert distance(gradient, expected) <= 1e-5
+    found = {name: loss_and_gradient(model, gradients, UNEQUAL, layout) for name, layout in LAYOUTS.items()}
+    for name, (loss, gradient) in found.items():
+        assert loss == pytest.approx(found["rectangles"][0], rel=1e-6), name
+        assert distance(gradient, found["rectangles"][1]) <= 1e-5, name
+    model.module.eval()  # measuring gives the loss of training
+    (batch,) = update_of(UNEQUAL, ONE_LIST).micro_batches
+    measured = float(np.array(ShardLoss(model, training=False)(batch.shards[0])))
+    assert measured == pytest.approx(found["one list"][0], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["one list", "one padded rectangle"])
@@ -98,8 +107,7 @@ def test_packed_rows_have_the_losses_they_have_alone(tiny_model: Build, layout: 
     np.testing.assert_allclose(quantized, alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("method", ["lora", "dora", "full"])
+@pytest.mark.parametrize(("method", "dropout"), [("lora", 0.3), ("dora", 0.3), ("full", 0.0)])
 def test_recomputed_blocks_give_the_same_gradient(tiny_model: Build, method: str, dropout: float) -> None:
     """With dropout too: a block that is computed twice draws the same numbers twice."""
     base = dataclasses.replace(STILL, method=method, lora=dataclasses.replace(LORA, dropout=dropout))
@@ -126,68 +134,13 @@ def test_recomputed_blocks_take_less_memory(tmp_path: Path) -> None:
     assert peaks[1] < 0.4 * peaks[0]
 
 
-def test_a_recomputed_block_passes_gradients_into_all_its_inputs() -> None:
-    """Some models hand a block's keys on to a later one; what a closure holds would get no gradient."""
-    from safetrain.engine.layers import checkpoint
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 4)
-
-        def __call__(self, x: mx.array, shared: tuple[mx.array, int] | None = None) -> tuple[mx.array, tuple]:
-            y = mx.tanh(self.one(x)) + (0 if shared is None else shared[0] * shared[1])
-            return y, (mx.sin(self.one(x)), 3)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = [Block(), Block()]
-
-        def __call__(self, x: mx.array) -> mx.array:
-            x, shared = self.layers[0](x)
-            return self.layers[1](x, shared=shared)[0].sum()
-
-    model, x = Model(), mx.random.normal((3, 4))
-    plain = nn.value_and_grad(model, lambda x: model(x))(x)[1]
-    for block in model.layers:
-        checkpoint(block)
-    assert distance(flat(nn.value_and_grad(model, lambda x: model(x))(x)[1]), flat(plain)) <= 1e-6
-
-
-def test_the_fused_cross_entropy_of_a_gpu_is_the_written_out_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradient, through a head in chunks; on a CPU mlx's is not fused, but the same function."""
-    mx.random.seed(2)
-    hidden, head, targets = mx.random.normal((50, 16)), mx.random.normal((200, 16)), mx.arange(50)
-    weights = mx.random.uniform(shape=(50,))
-
-    def found(name: str) -> tuple[mx.array, mx.array]:
-        monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: name)
-        loss = chunked_loss(lambda: lambda x: x @ head.T, 13)
-        return mx.value_and_grad(lambda x: loss(x, targets, weights))(hidden)
-
-    (expected, wanted), (loss, gradient) = found("cpu"), found("cuda")
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert distance(np.array(gradient), np.array(wanted)) <= 1e-6
-    measured = measured_losses(lambda x: x @ head.T, 13, hidden, targets, weights)
-    assert measured.sum().item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
-    model, _ = prepared(tiny_model(bits=4))
-    model.module.eval()
-    (batch,) = update_of(UNEQUAL, ONE_LIST).micro_batches
-    one, other = (float(np.array(ShardLoss(model, training=each)(batch.shards[0]))) for each in (True, False))
-    assert one == pytest.approx(other, rel=1e-6)
-
-
 def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny_model: Build) -> None:
     """What a GPU runs: rectangles, compiled; with dropout, whose keys are inputs."""
     model, _ = prepared(tiny_model(), SETTINGS)
     plain, compiled = Gradients(model, 1), Gradients(model, 1)
     compiled.compiles = True
     shapes = set()
-    for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:], UNEQUAL)):
+    for step, data in enumerate((UNEQUAL[:5], UNEQUAL[3:], UNEQUAL[:5])):
         for batch in update_of(data, LAYOUTS["rectangles of 640 tokens"]).micro_batches:
             (part,) = batch.shards
             shapes.add(part.layout.blocks)
@@ -199,18 +152,17 @@ def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny
     assert len(shapes) < 8
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("method", ["lora", "dora"])
-def test_a_quantized_base_gives_what_the_dequantized_one_gives(tiny_model: Build, bits: int, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "bits"), [*(("lora", bits) for bits in (2, 3, 4, 5, 6, 8)), ("dora", 3), ("dora", 4)]
+)
+def test_a_quantized_base_gives_what_the_dequantized_one_gives(tiny_model: Build, method: str, bits: int) -> None:
     """Dequantized at each use: in every number of bits, the tied head included, nothing is multiplied quantized."""
     folder = tiny_model(bits=bits)
     settings = dataclasses.replace(STILL, method=method)
     dequantized = loss_and_gradient(*prepared(folder, settings), UNEQUAL)
     quantized = loss_and_gradient(*prepared(folder, dataclasses.replace(settings, dequantize_base=False)), UNEQUAL)
     assert quantized[0] == pytest.approx(dequantized[0], rel=1e-5)
-    assert (
-        distance(quantized[1], dequantized[1]) <= 1e-4
-    )  # scales and biases of quantized weights are rounded once more
+    assert distance(quantized[1], dequantized[1]) <= 1e-4  # scales and biases are rounded once more
 
 
 def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
@@ -258,31 +210,17 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
     for step in range(8):
         data, rate = UNEQUAL[step : step + 3], learning_rate(step, 1e-3, 2, 8)
         loss, gradient = gradients.of(update_of(data, ONE_LIST), step)
-        apply_gradient(model, mine, gradient, measure(loss, gradient)[1], rate, 1.0)
+        apply_gradient(model, mine, gradient, measure(loss, gradient)[1], rate, 0.1)
         width = max(len(row.ids) for row in data)
         ids = mx.array([[*row.ids.tolist(), *[0] * (width - len(row.ids))] for row in data])
         weights = mx.array([[*map(float, row.trained.tolist()), *[0.0] * (width - len(row.ids))] for row in data])
         _, textbook = nn.value_and_grad(theirs, textbook_loss)(theirs, ids, weights)
         other.learning_rate = rate
-        other.update(theirs, optim.clip_grad_norm(textbook, 1.0)[0])
+        other.update(theirs, optim.clip_grad_norm(textbook, 0.1)[0])
+    assert measure(loss, gradient)[1] > 0.1, "clipped, which shows in plain descent"
     moved, expected = (flat(module.trainable_parameters()) - start for module in (model.module, theirs))
     assert distance(moved, expected) <= 1e-3
     assert np.linalg.norm(expected) > 0
-
-
-def test_the_gradient_is_clipped_to_its_norm(tiny_model: Build) -> None:
-    """The first Adam step is blind to scale, so plain descent shows it."""
-    model, gradients = prepared(tiny_model())
-    before = flat(model.module.trainable_parameters())
-    loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
-    norm = measure(loss, gradient)[1]
-    assert norm == pytest.approx(np.linalg.norm(flat(gradient)), rel=1e-5)
-    plain = BlockOptimizer(optim.SGD(1.0))
-    plain.init(model.module.trainable_parameters())
-    apply_gradient(model, plain, gradient, norm, 1.0, 0.01)
-    moved = np.linalg.norm(flat(model.module.trainable_parameters()) - before)
-    assert norm > 0.01
-    assert moved == pytest.approx(0.01, rel=1e-2)
 
 
 def test_dropout_differs_by_step_and_part_and_repeats_by_position(tiny_model: Build) -> None:

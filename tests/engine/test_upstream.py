@@ -9,23 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm import sample_utils, server, tokenizer_utils
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import base, cache, gated_delta, llama, switch_layers
-from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
-from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.layers import Randomness
 from safetrain.engine.model import BaseModel
-from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import adaptation
-from safetrain.engine.upstream.adaptation import PackedRowsCache, few_blocks, packed_attention, trunk_of
-from safetrain.engine.upstream.loading import READ_DIRECTLY, ExpertsDequantizedPerUse, LoraExperts, build
+from safetrain.engine.upstream.adaptation import few_blocks, packed_attention, trunk_of
+from safetrain.engine.upstream.loading import READ_DIRECTLY, build
 from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
 from tests.support.random_models import TINY, open_skeleton
@@ -38,33 +32,33 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected", "file"),
-    [
-        (load_model, ["model_path", "lazy"], "loading.py"),
-        (_get_classes, ["config"], "loading.py"),
-        (dequantize_model, ["model"], "loading.py"),
-        (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "loading.py"),
-        (base.scaled_dot_product_attention, parameters(packed_attention), "adaptation.py"),
-        (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "adaptation.py"),
-        (cache.make_prompt_cache, ["model"], "conversation.py"),
-        (BatchGenerator.insert, ["self", "prompts", "max_tokens"], "generation.py"),
-        (cache.can_trim_prompt_cache, ["cache"], "conversation.py"),
-        (cache.trim_prompt_cache, ["cache", "num_tokens"], "conversation.py"),
-        (sample_utils.make_sampler, ["temp", "top_p"], "conversation.py"),
-        (server.ModelProvider.__init__, ["self", "cli_args"], "serving.py"),
-        (server.ModelProvider.load, ["self", "model_path", "adapter_path", "draft_model_path"], "serving.py"),
-        (server.ResponseGenerator.__init__, ["self", "model_provider", "prompt_cache"], "serving.py"),
-        (server.APIHandler.__init__, ["self", "response_generator", "args", "system_fingerprint"], "serving.py"),
-        (server.APIHandler._set_completion_headers, ["self", "status_code"], "serving.py"),
-        (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
-        (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
-        (linear_to_lora_layers, ["model", "num_layers", "config"], "loading.py"),
-        (generate_step, ["prompt", "model", "stream", "max_tokens", "sampler"], "conversation.py"),
-        (gated_delta.gated_delta_update, ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask", "use_kernel"],
-         "adaptation.py"),
-    ],
-)  # fmt: skip
+TAKEN = [
+    (load_model, ["model_path", "lazy"], "loading.py"),
+    (_get_classes, ["config"], "loading.py"),
+    (dequantize_model, ["model"], "loading.py"),
+    (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "loading.py"),
+    (base.scaled_dot_product_attention, parameters(packed_attention), "adaptation.py"),
+    (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "adaptation.py"),
+    (cache.make_prompt_cache, ["model"], "conversation.py"),
+    (BatchGenerator.insert, ["self", "prompts", "max_tokens"], "generation.py"),
+    (cache.can_trim_prompt_cache, ["cache"], "conversation.py"),
+    (cache.trim_prompt_cache, ["cache", "num_tokens"], "conversation.py"),
+    (sample_utils.make_sampler, ["temp", "top_p"], "conversation.py"),
+    (server.ModelProvider.__init__, ["self", "cli_args"], "serving.py"),
+    (server.ModelProvider.load, ["self", "model_path", "adapter_path", "draft_model_path"], "serving.py"),
+    (server.ResponseGenerator.__init__, ["self", "model_provider", "prompt_cache"], "serving.py"),
+    (server.APIHandler.__init__, ["self", "response_generator", "args", "system_fingerprint"], "serving.py"),
+    (server.APIHandler._set_completion_headers, ["self", "status_code"], "serving.py"),
+    (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
+    (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
+    (linear_to_lora_layers, ["model", "num_layers", "config"], "loading.py"),
+    (generate_step, ["prompt", "model", "stream", "max_tokens", "sampler"], "conversation.py"),
+    (gated_delta.gated_delta_update, ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask", "use_kernel"],
+     "adaptation.py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "expected", "file"), TAKEN)
 def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expected: list[str], file: str) -> None:
     assert parameters(function)[: len(expected)] == expected, f"{MOVED}{file}"
 
@@ -116,41 +110,6 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
         assert not fewer
 
 
-def test_a_layer_asks_a_cache_for_what_ours_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model runs on one that has nothing else, and hands it to the attention."""
-    seen, ours = list[str](), PackedRowsCache(PackedRows(mx.array([0, 1, 0]), (Block(0, 2, 1, 2), Block(2, 3, 1, 1))))
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            seen.append(name)
-            return getattr(ours, name)
-
-    module = build(LLAMA)
-    monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
-    module(mx.array([[1], [2], [3]]), cache=[Watched()] * len(module.layers))
-    asked_for = {name for name in seen if not name.startswith("__")}
-    assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}adaptation.py"
-    assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours) is None
-    assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7) == 7
-
-
-def test_experts_have_what_is_read_of_them() -> None:
-    plain = switch_layers.SwitchLinear(64, 32, 4)
-    quantized = plain.to_quantized(group_size=32, bits=4)
-    assert type(quantized) is switch_layers.QuantizedSwitchLinear
-    for name in ("weight", "scales", "biases", "bits", "group_size", "mode", "global_scale"):
-        assert hasattr(quantized, name), f"{MOVED}loading.py: {name}"
-    x, indices = mx.random.normal((1, 6, 1, 1, 64)), mx.array([[[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]])
-    expected = np.array(quantized(x, indices))
-    quantized.__class__ = ExpertsDequantizedPerUse
-    np.testing.assert_allclose(np.array(quantized(x, indices)), expected, rtol=1e-4, atol=1e-5)
-    for layer in (plain, quantized):
-        ours, theirs = LoraExperts.on(layer, LoraSettings(2, 3.0, 0.0, 1, ()), Randomness()), layer
-        assert (ours.lora_a.shape, ours.lora_b.shape, ours.scale) == ((4, 2, 64), (4, 32, 2), 3.0)
-        assert isinstance(ours, LoRASwitchLinear)
-        assert np.array_equal(np.array(ours(x, indices)), np.array(theirs(x, indices))), "B is zero"
-
-
 @pytest.mark.parametrize(
     ("family", "said"),
     [
@@ -170,9 +129,7 @@ def test_the_server_asks_for_nothing_that_it_is_not_given() -> None:
     asked = set(re.findall(r"cli_args\.(\w+)", inspect.getsource(server)))
     assert asked - USUAL.keys() == {"model", "max_tokens"}, f"{MOVED}serving.py"
 
-
-def test_the_server_opens_what_it_is_asked_for_through_its_provider() -> None:
-    """And keeps what it opened where ours puts it."""
+    # It opens what it is asked for through its provider, and keeps what it opened where ours puts it.
     source = inspect.getsource(server.ResponseGenerator)
     for words in ("self.model_provider.load_default()", "self.model_provider.load(", "self.model_provider.model_key"):
         assert words in source, f"{MOVED}serving.py"

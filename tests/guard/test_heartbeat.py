@@ -7,80 +7,47 @@ import pytest
 from safetrain.core.recorder import HANG_FIRST_TIME, HANG_TIMES_LONGEST, NO_WORK, Edge, FlightRecord, Phase
 from safetrain.guard.process import Heartbeat, MemoryReadings, Sampler
 
-FLOOR = 10.0
+FLOOR, LONG = 10.0, 10.0**5
+BEFORE, AFTER, GRADIENT, EVALUATE = Edge.BEFORE, Edge.AFTER, Phase.GRADIENT, Phase.EVALUATE
+At = tuple[Phase, Edge, float]  # seconds ago
+SLOW = [  # of 30 s and 2 s: the longest counts; of 40 s
+    (GRADIENT, BEFORE, 100.0), (GRADIENT, AFTER, 70.0), (GRADIENT, BEFORE, 69.0), (GRADIENT, AFTER, 67.0),
+    (EVALUATE, BEFORE, 66.0), (EVALUATE, AFTER, 26.0),
+]  # fmt: skip
+QUICK = [(GRADIENT, BEFORE, 30.0), (GRADIENT, AFTER, 29.9)]
 
 
-def record(phase: Phase, seconds: float, edge: Edge = Edge.BEFORE) -> FlightRecord:
-    return FlightRecord(1, 0.0, seconds, phase, edge, NO_WORK, 0, 0, 0, 0, 0, 0, 0.0)
+@pytest.mark.parametrize(("records", "forgiven", "after", "allowed", "overdue"), [
+    ([*SLOW, (GRADIENT, BEFORE, 25)], [], [], 30 * HANG_TIMES_LONGEST, 0),
+    ([*SLOW, (EVALUATE, BEFORE, 24)], [], [], 40 * HANG_TIMES_LONGEST, 0),
+    ([*SLOW, (Phase.SAVE, BEFORE, 23)], [], [], HANG_FIRST_TIME * FLOOR, 0),  # never seen
+    ([*QUICK, (GRADIENT, BEFORE, 0.9 * FLOOR)], [], [], FLOOR, 0),  # what is usually quick is given the floor
+    ([*QUICK, (GRADIENT, BEFORE, 1.1 * FLOOR)], [], [], FLOOR, 1.1 * FLOOR),
+    ([(Phase.SAVE, BEFORE, 10 * LONG), (Phase.WAIT, BEFORE, 9 * LONG)], [], [], None, 0),  # for room on the disk
+    ([(Phase.WAIT, BEFORE, 9 * LONG)], [], [(Phase.WAIT, AFTER, LONG)], HANG_FIRST_TIME * FLOOR, LONG),  # then nothing
+    ([(GRADIENT, BEFORE, 9000)], [(6000, 3000), (4000, 2000)], [], HANG_FIRST_TIME * FLOOR, 5000),  # seen twice
+    # What the process records as Ctrl-Z comes is still in the ring when both go on.
+    ([(GRADIENT, BEFORE, 9000), (GRADIENT, AFTER, 8999)], [(8998, 0)], [(GRADIENT, BEFORE, 8998.5)], FLOOR, 0),
+    # Ctrl-Z over lunch must not make a real hang of the afternoon look short, nor a long phase look quick.
+    ([(GRADIENT, BEFORE, 3600)], [(3600, 0)], [(GRADIENT, AFTER, -1), (GRADIENT, BEFORE, -2)],
+     HANG_FIRST_TIME * FLOOR, 0),
+])  # fmt: skip
+def test_deadlines_are_learnt_of_each_phase_apart_and_pauses_are_forgiven(
+    records: list[At], forgiven: list[tuple[float, float]], after: list[At], allowed: float | None, overdue: float
+) -> None:
+    now, heartbeat = time.monotonic(), Heartbeat(FLOOR)
 
+    def feed(found: list[At]) -> None:
+        heartbeat.feed(
+            [FlightRecord(1, 0.0, now - ago, phase, edge, NO_WORK, 0, 0, 0, 0, 0, 0, 0.0) for phase, edge, ago in found]
+        )
 
-def fed(*records: FlightRecord) -> Heartbeat:
-    heartbeat = Heartbeat(FLOOR)
-    heartbeat.feed(list(records))
-    return heartbeat
-
-
-def test_the_longest_of_each_phase_is_learnt_apart() -> None:
-    now = time.monotonic()
-    heartbeat = fed(
-        record(Phase.GRADIENT, now - 100),
-        record(Phase.GRADIENT, now - 70, Edge.AFTER),  # 30 s
-        record(Phase.GRADIENT, now - 69),
-        record(Phase.GRADIENT, now - 67, Edge.AFTER),  # 2 s: the longest counts
-        record(Phase.EVALUATE, now - 66),
-        record(Phase.EVALUATE, now - 26, Edge.AFTER),  # 40 s
-        record(Phase.GRADIENT, now - 25),
-    )
-    assert heartbeat.allowed_seconds() == pytest.approx(HANG_TIMES_LONGEST * 30)
-    heartbeat.feed([record(Phase.EVALUATE, now - 24)])
-    assert heartbeat.allowed_seconds() == pytest.approx(HANG_TIMES_LONGEST * 40)
-    heartbeat.feed([record(Phase.SAVE, now - 23)])  # never seen
-    assert heartbeat.allowed_seconds() == HANG_FIRST_TIME * FLOOR
-
-
-def test_what_is_usually_quick_is_still_given_the_floor() -> None:
-    now = time.monotonic()
-    quick = [record(Phase.GRADIENT, now - 30), record(Phase.GRADIENT, now - 29.9, Edge.AFTER)]
-    within = fed(*quick, record(Phase.GRADIENT, now - 0.9 * FLOOR))
-    assert within.allowed_seconds() == FLOOR
-    assert within.overdue_seconds() == 0.0
-    beyond = fed(*quick, record(Phase.GRADIENT, now - 1.1 * FLOOR))
-    assert beyond.overdue_seconds() == pytest.approx(1.1 * FLOOR, abs=1.0)
-
-
-def test_waiting_for_room_on_the_disk_may_take_for_ever() -> None:
-    now = time.monotonic()
-    waiting = fed(record(Phase.SAVE, now - 10**6 - 1), record(Phase.WAIT, now - 10**6))
-    assert waiting.allowed_seconds() is None
-    assert waiting.overdue_seconds() == 0.0
-    waiting.feed([record(Phase.WAIT, now - 10**5, Edge.AFTER)])  # there is room, and then nothing
-    assert waiting.overdue_seconds() == pytest.approx(10**5, abs=1.0)
-
-
-def test_a_record_from_before_the_pause_that_is_read_after_it_does_not_take_the_pardon_back() -> None:
-    """What the process records as Ctrl-Z comes is still in the ring when both go on."""
-    now = time.monotonic()
-    heartbeat = fed(record(Phase.GRADIENT, now - 10**4), record(Phase.GRADIENT, now - 10**4 + 1, Edge.AFTER))
-    heartbeat.forgive(now - 10**4 + 2, now)
-    heartbeat.feed([record(Phase.GRADIENT, now - 10**4 + 1.5)])
-    assert heartbeat.overdue_seconds() == 0.0
-
-
-def test_only_the_pause_is_forgiven() -> None:
-    now = time.monotonic()
-    heartbeat = fed(record(Phase.GRADIENT, now - 10**4))
-    heartbeat.forgive(now - 6000, now - 3000)
-    heartbeat.forgive(now - 4000, now - 2000)  # the same pause, seen twice
-    assert heartbeat.overdue_seconds() == pytest.approx(6000, abs=1.0)
-
-
-def test_a_forgiven_pause_is_not_learnt_as_how_long_the_phase_takes() -> None:
-    """Ctrl-Z over lunch must not make a real hang of the afternoon look short, nor a long phase look quick."""
-    now = time.monotonic()
-    heartbeat = fed(record(Phase.GRADIENT, now - 3600))
-    heartbeat.forgive(now - 3600, now)
-    heartbeat.feed([record(Phase.GRADIENT, now + 1, Edge.AFTER), record(Phase.GRADIENT, now + 2)])
-    assert heartbeat.allowed_seconds() == HANG_FIRST_TIME * FLOOR
+    feed(records)
+    for start, stop in forgiven:
+        heartbeat.forgive(now - start, now - stop)
+    feed(after)
+    assert heartbeat.allowed_seconds() == (None if allowed is None else pytest.approx(allowed))
+    assert heartbeat.overdue_seconds() == pytest.approx(overdue, abs=1.0)
 
 
 def test_what_was_seen_hours_ago_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

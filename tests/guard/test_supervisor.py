@@ -58,6 +58,7 @@ pipe.send(Said(str(os.getpid())))
 for _ in range(600):
     time.sleep(0.05)
 """
+TELLING = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, told_on)\n"
 Supervising = Callable[[str], "subprocess.Popen[str]"]
 RECORD = StepRecord(1, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
 
@@ -69,9 +70,13 @@ def flight(tmp_path: Path) -> Path:
     return folder
 
 
-def run(program: str, flight: Path, hang_seconds: float = 60.0, show: Callable[[Event], None] = print) -> Ending:
-    """Supervise ``program`` in this process."""
-    return supervise(WatchSettings((sys.executable, "-c", START + program), flight, None, hang_seconds, ()), show)
+def run(
+    program: str, flight: Path, hang_seconds: float = 60.0, show: Callable[[Event], None] = print, *,
+    limit: int | None = None, locks: tuple[int, ...] = (),
+) -> Ending:  # fmt: skip
+    """Supervise ``program`` in this process; no kernel holds it to its limit, as on macOS."""
+    command = (sys.executable, "-c", START + program)
+    return supervise(WatchSettings(command, flight, limit, hang_seconds, locks, capped_by_kernel=False), show)
 
 
 @pytest.fixture
@@ -109,17 +114,20 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def wait_until_gone(pid: int, seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
-    while not is_gone(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
 
 
-def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
+def test_events_arrive_in_order_and_the_result_is_kept(flight: Path, tmp_path: Path) -> None:
+    """And the device stays locked while the training process lives: locks are inherited."""
     sent: list[Event] = [Begun(15, 4, "18 rows\nof text"), *[RECORD] * 3, Said("≥ 3 MiB"), Finished(15)]
     seen: list[Event] = []
-    ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
+    with (tmp_path / "lock").open("w") as lock:
+        program = f"os.fstat({lock.fileno()})\nfor event in {sent!r}: pipe.send(event)"
+        ending = run(program, flight, show=seen.append, locks=(lock.fileno(),))
     assert seen == sent
     assert (ending.return_code, ending.finished, ending.failed, ending.began) == (0, sent[-1], None, True)
     assert (ending.ended_by_us, ending.signal_passed_on, ending.memory.oom_kills) == ("", 0, 0)
@@ -128,54 +136,19 @@ def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
     assert (ending.return_code, ending.began, ending.finished) == (2, False, None)
 
 
-def test_last_words_are_kept_and_shown(flight: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    program = 'os.write(2, b"to stderr\\n"); os.write(1, b"to stdout\\n"); os.write(2, b"no \\xff newline"); os.abort()'
-    ending = run(program, flight)
-    assert ending.stderr_tail == "to stderr\nto stdout\nno � newline"
-    assert ending.return_code == -signal.SIGABRT
-    assert b"to stderr\nto stdout\nno \xff newline" in capfdbinary.readouterr().err
-
-
-def test_a_flood_of_words_blocks_nobody(flight: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_last_words_are_kept_and_shown_and_a_flood_blocks_nobody(
+    flight: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     """10 MB without the end of a line; the last of it is kept."""
-    program = 'text = "x" * 10_000\nfor _ in range(10_000_000 // len(text)): sys.stderr.write(text)\n'
-    began = time.monotonic()
-    ending = run(program + 'sys.stderr.write("the end\\n"); sys.exit(3)', flight)
-    assert time.monotonic() - began < 10
-    assert ending.return_code == 3
-    assert ending.stderr_tail.endswith("the end\n")
+    flood = 'text = "x" * 10_000\nfor _ in range(1000): sys.stderr.write(text)\nsys.stderr.flush()\n'
+    words = 'os.write(2, b"\\nto stderr\\n"); os.write(1, b"to stdout\\n"); os.write(2, b"no \\xff newline")'
+    ending = run(f"{flood}{words}; os.abort()", flight)
+    assert ending.return_code == -signal.SIGABRT
+    assert ending.stderr_tail.endswith("x\nto stderr\nto stdout\nno � newline")
     assert TAIL_BYTES // 2 <= len(ending.stderr_tail) <= TAIL_BYTES
-    assert len(capfdbinary.readouterr().err) >= 9_900_000
-
-
-def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
-    ending = run("kept = bytearray(200 * 2**20); time.sleep(0.5)", flight)
-    assert ending.memory.footprint_bytes > 200 * 2**20
-    assert 0 < ending.memory.available_bytes <= psutil.virtual_memory().total
-    assert ending.limit.size_bytes > 0
-    assert ending.memory.footprint_bytes > 0
-
-
-def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
-    """The device stays locked while the training process lives."""
-    with (tmp_path / "lock").open("w") as lock:
-        program = START + f"os.fstat({lock.fileno()})"
-        guarding = WatchSettings((sys.executable, "-c", program), flight, None, 60.0, (lock.fileno(),))
-        assert supervise(guarding, print).return_code == 0
-
-
-TAKING = """
-kept = bytearray(200 * 2**20)
-pipe.send(Said("taken"))
-time.sleep(60)
-"""
-LIMIT = 100 * 2**20
-
-
-def beyond_a_limit(flight: Path, program: str) -> Ending:
-    """Supervise a process that no kernel holds to its limit, as on macOS."""
-    command = (sys.executable, "-c", START + program)
-    return supervise(WatchSettings(command, flight, LIMIT, 60.0, (), capped_by_kernel=False), print)
+    shown = capfdbinary.readouterr().err
+    assert len(shown) >= 9_900_000
+    assert b"to stderr\nto stdout\nno \xff newline" in shown
 
 
 def test_a_process_beyond_its_limit_is_asked_to_end_and_then_killed(
@@ -183,11 +156,13 @@ def test_a_process_beyond_its_limit_is_asked_to_end_and_then_killed(
 ) -> None:
     """It lets go of what it holds; killed at once it may leave wired GPU memory (omlx#2184)."""
     monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", 0.5)
-    ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(143))" + TAKING)
-    assert (ending.ended_by_us, ending.return_code) == ("limit", 143)
-    assert ending.memory.footprint_bytes > LIMIT
-    ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + TAKING)
-    assert (ending.ended_by_us, ending.return_code) == ("limit", -signal.SIGKILL)
+    limit, taking = 100 * 2**20, "\nkept = bytearray(200 * 2**20)\ntime.sleep(60)"
+    for handler, code in (("lambda n, f: sys.exit(143)", 143), ("signal.SIG_IGN", -signal.SIGKILL)):
+        ending = run(f"signal.signal(signal.SIGTERM, {handler}){taking}", flight, limit=limit)
+        assert (ending.ended_by_us, ending.return_code) == ("limit", code)
+        assert ending.memory.footprint_bytes > limit
+        assert 0 < ending.memory.available_bytes <= psutil.virtual_memory().total
+        assert ending.limit.size_bytes == limit
 
 
 def test_a_mac_is_kept_awake_for_the_training_process(
@@ -198,23 +173,18 @@ def test_a_mac_is_kept_awake_for_the_training_process(
     caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
     caffeinate.chmod(0o755)
     monkeypatch.setattr("safetrain.guard.supervisor.CAFFEINATE", caffeinate)
-    program = (sys.executable, "-c", START + "time.sleep(0.5)")
-    ending = supervise(WatchSettings(program, flight, None, 60.0, ()), print)
+    ending = run("time.sleep(0.5)", flight)
     assert ending.return_code == 0
     assert asked.read_text().split() == ["-i", "-w", str(ending.pid)]
 
 
-@pytest.mark.parametrize("shell", ["sh", "fish"])
-def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path, shell: str) -> None:
+def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path) -> None:
     """dvc runs a stage with the person's own $SHELL."""
-    (tmp_path / shell).symlink_to("/bin/sh")
+    (tmp_path / "fish").symlink_to("/bin/sh")
     program = "from safetrain.guard.supervisor import who_started_us; print(who_started_us().pid)"
-    line = f"{shlex.join([sys.executable, '-c', program])}; true"
-    told = subprocess.run(
-        [tmp_path / shell, "-c", line], env={**os.environ, "DVC_STAGE": "train"}, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    assert int(told.stdout) == os.getpid()
+    command = [str(tmp_path / "fish"), "-c", f"{shlex.join([sys.executable, '-c', program])}; true"]
+    told = subprocess.check_output(command, env={**os.environ, "DVC_STAGE": "train"}, text=True)
+    assert int(told) == os.getpid()
 
 
 QUICK = """
@@ -272,9 +242,34 @@ def test_going_on_for_many_times_the_floor_or_waiting_for_room_on_the_disk_is_no
     assert (ending.ended_by_us, ending.return_code) == ("", 0)
 
 
+def test_ctrl_z_stops_the_training_too_and_nohup_keeps_it_from_a_closed_terminal(supervising: Supervising) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    try:
+        process = supervising(WORKING.replace("600", "8"))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    both = [psutil.Process(process.pid), psutil.Process(int(line_from(process)))]
+    process.send_signal(signal.SIGTSTP)
+    wait_for(lambda: all(each.status() == psutil.STATUS_STOPPED for each in both))
+    process.send_signal(signal.SIGCONT)
+    process.send_signal(signal.SIGHUP)
+    ending = ending_of(process)
+    assert (ending["return_code"], ending["ended_by_us"], ending["signal_passed_on"]) == (0, "", 0)
+
+
+def test_a_closing_terminal_that_hangs_up_twice_still_lets_the_run_save(supervising: Supervising) -> None:
+    process = supervising(TELLING + WORKING)
+    child = int(line_from(process))
+    process.send_signal(signal.SIGHUP)
+    assert line_from(process) == "told SIGTERM"
+    time.sleep(0.7)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert not is_gone(child)
+
+
 def test_the_first_signal_is_passed_on_once_and_the_second_kills(supervising: Supervising) -> None:
-    program = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, told_on)\n" + WORKING
-    process = supervising(program)
+    process = supervising(TELLING + WORKING)
     child = int(line_from(process))
     process.send_signal(signal.SIGINT)
     assert line_from(process) == "told SIGINT"
@@ -291,8 +286,7 @@ def test_the_first_signal_is_passed_on_once_and_the_second_kills(supervising: Su
     assert is_gone(child)
 
 
-@pytest.mark.parametrize(("sent", "got"), [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGTERM")])
-def test_a_process_that_is_asked_to_end_is_waited_for(supervising: Supervising, sent: str, got: str) -> None:
+def test_a_process_that_is_asked_to_end_is_waited_for(supervising: Supervising) -> None:
     """It saves, says so, and has its own exit code."""
     program = """
 def end(number, frame):
@@ -304,43 +298,18 @@ signal.signal(signal.SIGTERM, end)
 """
     process = supervising(program + WORKING)
     assert int(line_from(process))
-    process.send_signal(signal.Signals[sent])
-    assert line_from(process) == f"told {got}"
+    process.send_signal(signal.SIGTERM)
+    assert line_from(process) == "told SIGTERM"
     ending = ending_of(process)
     assert (ending["ended_by_us"], ending["return_code"]) == ("", 143)
     assert ending["failed"] == {"kind": "InterruptedRun", "message": "Stopped at step 3", "exit_code": 143}
-
-
-def test_ctrl_z_stops_the_training_too_and_it_goes_on_with_its_supervisor(supervising: Supervising) -> None:
-    process = supervising(WORKING.replace("600", "8"))
-    child = psutil.Process(int(line_from(process)))
-    both = [psutil.Process(process.pid), child]
-    process.send_signal(signal.SIGTSTP)
-    deadline = time.monotonic() + 5
-    while any(each.status() != psutil.STATUS_STOPPED for each in both):
-        assert time.monotonic() < deadline
-    process.send_signal(signal.SIGCONT)
-    ending = ending_of(process)
-    assert (ending["return_code"], ending["ended_by_us"], ending["signal_passed_on"]) == (0, "", 0)
-
-
-def test_under_nohup_a_closed_terminal_changes_nothing(supervising: Supervising) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
-    try:
-        process = supervising(WORKING.replace("600", "8"))
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert int(line_from(process))
-    process.send_signal(signal.SIGHUP)
-    ending = ending_of(process)
-    assert (ending["return_code"], ending["signal_passed_on"]) == (0, 0)
 
 
 def test_a_killed_supervisor_leaves_no_process_behind(supervising: Supervising) -> None:
     process = supervising(WORKING)
     child = int(line_from(process))
     process.kill()
-    wait_until_gone(child, 2.0)
+    wait_for(lambda: is_gone(child), 2.0)
 
 
 def test_a_process_whose_supervisor_was_gone_before_it_looked_ends_at_once(flight: Path) -> None:
@@ -369,7 +338,7 @@ def test_when_dvc_is_killed_the_training_is_asked_to_save_and_end(flight: Path) 
     assert line_from(starter) == "told SIGTERM"
     ending = json.loads(line_from(starter))
     assert (ending["ended_by_us"], ending["return_code"]) == ("orphan", 143)
-    wait_until_gone(child, 2.0)
+    wait_for(lambda: is_gone(child), 2.0)
     starter.stdout.close()
 
 
@@ -377,26 +346,8 @@ def test_nothing_is_left_after_an_ending(flight: Path) -> None:
     """No process, thread or open file: a long run may have many endings, one for each rung of the memory ladder."""
     threads = threading.active_count()
     assert is_gone(run("print(1)", flight).pid)
-    deadline = time.monotonic() + 2
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == threads
+    wait_for(lambda: threading.active_count() == threads, 2.0)
     command = [sys.executable, "-W", "error", "-c", SUPERVISOR, str(flight), START + "sys.exit(3)"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert json.loads(told.stdout.splitlines()[-1])["return_code"] == 3
     assert "ResourceWarning" not in told.stderr
-
-
-def test_a_closing_terminal_that_hangs_up_twice_still_lets_the_run_save(supervising: Supervising) -> None:
-    program = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, told_on)\n" + WORKING
-    process = supervising(program)
-    child = int(line_from(process))
-    process.send_signal(signal.SIGHUP)
-    assert line_from(process) == "told SIGTERM"
-    time.sleep(0.7)
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.3)
-    assert not is_gone(child)
-    process.send_signal(signal.SIGTERM)  # somebody insists
-    process.communicate(timeout=20)
-    assert is_gone(child)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from safetrain.core.events import Failed
 from safetrain.core.recorder import NO_WORK, Edge, FlightRecord, Phase, Recorder, Work, boot_id
-from safetrain.core.records.run_state import PostMortem, describe, name_of, read_postmortem, write_manifest
+from safetrain.core.records.run_state import describe, name_of, read_postmortem, write_manifest
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
 from safetrain.guard.process import Ending, Limit, MemoryReadings
@@ -65,120 +65,95 @@ def failed(kind: str, message: str, code: int) -> Ending:
     return ending(code, failed=Failed(kind, message, code))
 
 
+def said(code: int, text: str, **other: Any) -> Ending:
+    return ending(code, stderr_tail=text, **other)
+
+
 NUMPY = "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 9.0 GiB for an array"
 NO_LIBRARY = "ImportError: libgfortran-040039e1-0352e75f.so.5.0.0: failed to map segment from shared object"
-TABLE = {
-    "SIGKILL and the kernel's counter": (ending(-9, oom_kills=1), "oom_kill", CONFIRMED, True),
-    "SIGKILL near the limit": (ending(-9, footprint=int(15.3 * GIB)), "oom_kill", LIKELY, True),
-    "SIGKILL with nothing left": (ending(-9, available=GIB // 4), "oom_kill", LIKELY, True),
-    "SIGKILL with memory to spare": (ending(-9), "killed", LIKELY, False),
-    "SIGTERM from outside": (ending(-15), "killed", CONFIRMED, False),
-    "Metal out of memory": (ending(-6, stderr_tail=OOM), "out_of_memory", CONFIRMED, True),
-    "Metal's watchdog": (ending(-6, stderr_tail=WATCHDOG), "gpu_watchdog", CONFIRMED, False),
-    "Metal's watchdog, before macOS 26": (ending(-6, stderr_tail=OLD_WATCHDOG), "gpu_watchdog", LIKELY, False),
-    "another program's GPU fault": (ending(-6, stderr_tail=VICTIM), "gpu_victim", CONFIRMED, False),
-    "Metal's hang": (ending(-6, stderr_tail=HANG), "gpu_timeout", CONFIRMED, False),
-    "the watchdog's own words come first": (
-        ending(-6, stderr_tail=f"{VICTIM}\n{WATCHDOG}"), "gpu_watchdog", CONFIRMED, False,
-    ),
-    "SIGKILL at critical pressure": (ending(-9, pressure_level=4), "oom_kill", LIKELY, True),
-    "SIGKILL at a pressure that 8 GB Macs often have": (ending(-9, pressure_level=2), "killed", LIKELY, False),
-    "Metal's time limit": (ending(-6, stderr_tail=TIMEOUT), "gpu_timeout", CONFIRMED, False),
-    "mlx's handles": (
-        ending(1, stderr_tail="RuntimeError: [metal::malloc] Resource limit (499000) exceeded."),
-        "resource_limit", CONFIRMED, False,
-    ),
-    "too large a buffer": (ending(1, stderr_tail=ALLOCATION), "out_of_memory", CONFIRMED, True),
-    "SIGSEGV near the cap": (ending(-11, footprint=7 * GIB, limit=CAP), "allocation_failed", LIKELY, True),
-    "SIGSEGV with nothing left": (ending(-11, available=GIB // 4), "allocation_failed", LIKELY, True),
-    "SIGSEGV with memory to spare": (ending(-11), "crash", LIKELY, False),
-    "SIGABRT without a word": (ending(-6), "crash", LIKELY, False),
-    "no thread under the cap": (
-        ending(1, limit=CAP, stderr_tail="std::system_error: Resource temporarily unavailable"),
-        "out_of_memory", LIKELY, True,
-    ),
-    "no thread without a cap": (
-        ending(1, stderr_tail="std::system_error: Resource temporarily unavailable"), "python_error", CONFIRMED, False,
-    ),
-    "no room for a library under the cap": (
-        ending(1, limit=CAP, stderr_tail=NO_LIBRARY), "out_of_memory", LIKELY, True,
-    ),
-    "a library that may not be loaded": (
-        ending(1, stderr_tail=f"{NO_LIBRARY}: Operation not permitted"), "python_error", CONFIRMED, False,
-    ),
-    "a hang": (ending(-15, ended_by_us="hang", overdue_seconds=700.0), "hang", CONFIRMED, False),
-    "our own limit": (ending(-9, ended_by_us="limit", limit=CAP), "memory_limit", CONFIRMED, True),
-    "dvc killed": (ending(143, ended_by_us="orphan"), "orphaned", CONFIRMED, False),
-    "a second Ctrl-C": (ending(-9, ended_by_us="second signal"), "stopped", CONFIRMED, False),
-    "a first Ctrl-C": (failed("InterruptedRun", "Stopped at step 3", 130), "stopped", CONFIRMED, False),
-    "a bad update": (failed("BadUpdateError", "Update 3 was not applied", 7), "bad_update", CONFIRMED, False),
-    "a full disk": (failed("DiskFullError", "The disk stayed full", 8), "disk_full", CONFIRMED, False),
-    "a full disk, in a traceback": (
-        ending(1, stderr_tail="OSError: [Errno 28] No space left on device: 'x'"), "disk_full", CONFIRMED, False,
-    ),
-    "CUDA out of memory": (
-        failed("EngineError", "mlx failed at step 3: cudaMallocAsync(&p, n, s) failed: out of memory", 7),
-        "out_of_memory", CONFIRMED, True,
-    ),
-    "MemoryError": (failed("EngineError", "out of memory: ", 7), "out_of_memory", CONFIRMED, True),
-    "another fault of mlx": (failed("EngineError", "mlx: bad shape", 7), "engine_error", CONFIRMED, False),
-    "a wrong setting": (failed("ConfigError", "train.lora is wrong", 2), "refused", CONFIRMED, False),
-    "an error in the program": (ending(1, stderr_tail=TRACEBACK), "python_error", CONFIRMED, False),
-    "a machine that ssh does not reach": (ending(255, host="mac2", rank=1, ranks=2), "ssh", LIKELY, False),
-    "ranks that never met": (
-        ending(1, stderr_tail="Timeout (0:01:30)!\nThread 0x1 (most recent call first):\n  File a"), "ranks_apart",
-        LIKELY, False,
-    ),
-    "numpy had no room": (ending(1, stderr_tail=NUMPY), "out_of_memory", CONFIRMED, True),
-    "a library that mentions memory, then a crash": (
-        ending(-11, stderr_tail="cache: out of memory budget, evicting"), "crash", LIKELY, False,
-    ),
-    "the same with nothing left": (
-        ending(-11, stderr_tail="cache: out of memory, evicting", available=GIB // 4), "out_of_memory", LIKELY, True,
-    ),
-    "an error that mentions memory": (
-        ending(1, stderr_tail="ValueError: Unable to allocate a name"), "python_error", CONFIRMED, False,
-    ),
-    "a library's word beside another failure": (
-        ending(7, stderr_tail="cache: out of memory, evicting", failed=Failed("EngineError", "mlx: bad shape", 7)),
-        "engine_error", CONFIRMED, False,
-    ),
-    "an end without a word": (ending(3), "unknown", UNSURE, False),
-}  # fmt: skip
+NO_THREAD = "std::system_error: Resource temporarily unavailable"
+HANDLES = "RuntimeError: [metal::malloc] Resource limit (499000) exceeded."
+CUDA = "mlx failed at step 3: cudaMallocAsync(&p, n, s) failed: out of memory"
+APART = "Timeout (0:01:30)!\nThread 0x1 (most recent call first):\n  File a"
+EVICTING = "cache: out of memory, evicting"  # a library's word
+TABLE = [
+    ("oom_kill", CONFIRMED, True, [ending(-9, oom_kills=1)]),
+    ("oom_kill", LIKELY, True, [  # near the limit, with nothing left, at critical pressure
+        ending(-9, footprint=int(15.3 * GIB)), ending(-9, available=GIB // 4), ending(-9, pressure_level=4),
+    ]),
+    ("killed", LIKELY, False, [ending(-9), ending(-9, pressure_level=2)]),  # a pressure that 8 GB Macs often have
+    ("killed", CONFIRMED, False, [ending(-15)]),
+    ("gpu_watchdog", CONFIRMED, False, [said(-6, WATCHDOG), said(-6, f"{VICTIM}\n{WATCHDOG}")]),
+    ("gpu_watchdog", LIKELY, False, [said(-6, OLD_WATCHDOG)]),
+    ("gpu_victim", CONFIRMED, False, [said(-6, VICTIM)]),
+    ("gpu_timeout", CONFIRMED, False, [said(-6, HANG), said(-6, TIMEOUT)]),
+    ("resource_limit", CONFIRMED, False, [said(1, HANDLES)]),
+    ("out_of_memory", CONFIRMED, True, [
+        said(-6, OOM), said(1, ALLOCATION), said(1, NUMPY), failed("EngineError", CUDA, 7),
+        failed("EngineError", "out of memory: ", 7),
+    ]),
+    ("out_of_memory", LIKELY, True, [
+        said(1, NO_THREAD, limit=CAP), said(1, NO_LIBRARY, limit=CAP), said(-11, EVICTING, available=GIB // 4),
+    ]),
+    ("allocation_failed", LIKELY, True, [ending(-11, footprint=7 * GIB, limit=CAP), ending(-11, available=GIB // 4)]),
+    ("crash", LIKELY, False, [ending(-11), ending(-6), ending(-7), said(-11, EVICTING)]),
+    ("python_error", CONFIRMED, False, [
+        said(1, NO_THREAD), said(1, f"{NO_LIBRARY}: Operation not permitted"), said(1, TRACEBACK),
+        said(1, "ValueError: Unable to allocate a name"),
+    ]),
+    ("hang", CONFIRMED, False, [ending(-15, ended_by_us="hang", overdue_seconds=700.0)]),
+    ("memory_limit", CONFIRMED, True, [ending(-9, ended_by_us="limit", limit=CAP)]),
+    ("orphaned", CONFIRMED, False, [ending(143, ended_by_us="orphan")]),
+    ("stopped", CONFIRMED, False, [
+        ending(-9, ended_by_us="second signal"), failed("InterruptedRun", "Stopped at step 3", 130),
+    ]),
+    ("bad_update", CONFIRMED, False, [failed("BadUpdateError", "Update 3 was not applied", 7)]),
+    ("disk_full", CONFIRMED, False, [
+        failed("DiskFullError", "The disk stayed full", 8), said(1, "OSError: [Errno 28] No space left on device: 'x'"),
+    ]),
+    ("engine_error", CONFIRMED, False, [
+        failed("EngineError", "mlx: bad shape", 7),
+        said(7, EVICTING, failed=Failed("EngineError", "mlx: bad shape", 7)),
+    ]),
+    ("refused", CONFIRMED, False, [failed("ConfigError", "train.lora is wrong", 2)]),
+    ("ssh", LIKELY, False, [ending(255, host="mac2", rank=1, ranks=2)]),
+    ("ranks_apart", LIKELY, False, [said(1, APART)]),
+    ("unknown", UNSURE, False, [ending(3)]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("end", "name", "confidence", "is_memory"), list(TABLE.values()), ids=list(TABLE))
-def test_each_end_has_its_cause(end: Ending, name: str, confidence: str, is_memory: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "confidence", "is_memory", "end"), [(*told, end) for *told, ends in TABLE for end in ends]
+)
+def test_each_end_has_its_cause(name: str, confidence: str, is_memory: bool, end: Ending) -> None:
     cause = verdict(end)
     assert (cause.name, cause.confidence, cause.is_memory) == (name, confidence, is_memory)
     assert cause.title
     assert cause.evidence
     assert all(cause.evidence)
+    if end.stderr_tail == WATCHDOG:
+        assert "memory was not the cause" in cause.advice
+        assert cause.evidence == (WATCHDOG,)  # the line alone
+    assert end.stderr_tail != TIMEOUT or "train.batch_size" in cause.advice
 
 
-def test_a_line_of_the_kernel_s_log_confirms_a_kill_for_memory() -> None:
-    cause = verdict(ending(-9), log=(DMESG,))
-    assert (cause.name, cause.confidence, DMESG in cause.evidence) == ("oom_kill", CONFIRMED, True)
-
-
-def test_the_last_record_tells_of_memory_that_no_sample_saw() -> None:
-    """Samples come four times a second; the record before the fatal gradient may know of more."""
-    cause = verdict(ending(-9), last=in_gradient(footprint=int(15.5 * GIB)))
-    assert (cause.name, cause.is_memory) == ("oom_kill", True)
-
-
-@pytest.mark.parametrize(("predicted", "name"), [(6 * GIB, "allocation_failed"), (2 * GIB, "crash")])
-def test_a_segfault_under_a_cap_is_judged_by_what_the_phase_was_going_to_take(predicted: int, name: str) -> None:
-    """2 GiB of private memory were seen, 1 of it mlx's; with a peak of 6 predicted, 7 of the 8 allowed were due."""
-    cause = verdict(ending(-11, limit=CAP), last=in_gradient(active=GIB, predicted=predicted))
-    assert cause.name == name
-
-
-def test_the_watchdog_s_victims_are_told_that_it_is_not_memory() -> None:
-    cause = verdict(ending(-6, stderr_tail=f"loading\n{WATCHDOG}\nabort\n"))
-    assert "memory was not the cause" in cause.advice
-    assert cause.evidence == (WATCHDOG,)  # the line alone
-    assert "train.batch_size" in verdict(ending(-6, stderr_tail=TIMEOUT)).advice
+@pytest.mark.parametrize(
+    ("end", "last", "log", "name", "confidence"),
+    [
+        (ending(-9), None, (DMESG,), "oom_kill", CONFIRMED),  # a line of the kernel's log
+        # Samples come four times a second; the record before the fatal gradient may know of more.
+        (ending(-9), in_gradient(footprint=int(15.5 * GIB)), (), "oom_kill", LIKELY),
+        # 2 GiB of private memory were seen, 1 of it mlx's; with a peak of 6 predicted, 7 of the 8 allowed were due.
+        (ending(-11, limit=CAP), in_gradient(active=GIB, predicted=6 * GIB), (), "allocation_failed", LIKELY),
+        (ending(-11, limit=CAP), in_gradient(active=GIB, predicted=2 * GIB), (), "crash", LIKELY),
+    ],
+)
+def test_the_log_and_the_last_record_have_their_say(
+    end: Ending, last: FlightRecord | None, log: tuple[str, ...], name: str, confidence: str
+) -> None:
+    cause = verdict(end, last=last, log=log)
+    assert (cause.name, cause.confidence) == (name, confidence)
+    assert set(log) <= set(cause.evidence)
 
 
 @pytest.mark.parametrize(("reason", "name", "confidence"), [("", "killed", LIKELY), (PAGES, "oom_kill", CONFIRMED)])
@@ -198,11 +173,11 @@ def test_a_jetsam_report_convicts_only_the_process_that_it_gives_a_reason_for(
     assert any(reason in text for text in found.evidence)
 
 
-@pytest.mark.parametrize(("level", "word"), [(2, "warning"), (4, "critical")])
-def test_macos_s_pressure_is_told_as_the_level_that_it_is(level: int, word: str) -> None:
-    told = verdict(ending(-9, pressure_level=level)).evidence
-    assert f"macOS reported memory pressure ({word})" in told
-    assert not any("waited" in text for text in told)
+def test_macos_s_pressure_is_told_as_the_level_that_it_is() -> None:
+    for level, word in ((2, "warning"), (4, "critical")):
+        told = verdict(ending(-9, pressure_level=level)).evidence
+        assert f"macOS reported memory pressure ({word})" in told
+        assert not any("waited" in text for text in told)
     assert not any("pressure" in text for text in verdict(ending(-9, pressure_level=1)).evidence)
     stalled = verdict(ending(-9, stalled_percent=50.0)).evidence
     assert "processes waited for memory 50 % of ten seconds" in stalled
@@ -270,13 +245,10 @@ def test_a_postmortem_names_everything_and_comes_back_from_its_file(tmp_path: Pa
     assert "predicted peak 5.00" in lines["memory"]
     assert "everything up to step 40" in lines["kept"]
     assert lines["next"] == "dvc repro"
-
-
-def test_a_death_before_the_first_checkpoint_says_that_nothing_is_kept(tmp_path: Path) -> None:
-    found = explain(tmp_path, own(ending(1, stderr_tail=TRACEBACK)), "dvc repro")
-    assert (found.phase, found.step) == ("start", 0)
-    assert "no checkpoint yet" in describe(found)
-    assert "the traceback is above" in describe(found)
+    foreign = explain(tmp_path, dataclasses.replace(own(ending(1, stderr_tail=TRACEBACK)), pid=2**22 + 1), "dvc repro")
+    assert (foreign.phase, foreign.step) == ("start", 0), "another process's records are not this one's"
+    assert "the traceback is above" in describe(foreign)
+    assert "no checkpoint yet" in describe(explain(tmp_path / "elsewhere", own(ending(1)), "dvc repro"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails to be read")
@@ -293,20 +265,6 @@ def test_a_disk_that_fails_does_not_take_the_verdict_with_it(tmp_path: Path) -> 
     (tmp_path / POSTMORTEM).unlink()
     (tmp_path / POSTMORTEM).mkdir()  # nor does one that refuses to be written
     assert explain(tmp_path, own(ending(-9, oom_kills=1)), "dvc repro").cause == "oom_kill"
-
-
-def test_rows_to_validate_on_have_no_line_numbers(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / FLIGHT / RECORDER)
-    recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(41, 1, 3, 96))
-    assert "where:    evaluate of step 41, micro-batch 1: 3 rows, 96 tokens\n" in describe(
-        explain(tmp_path, own(ending(-9)), "")
-    )
-
-
-def test_another_process_s_records_are_not_this_one_s(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    foreign = dataclasses.replace(own(ending(-9)), pid=2**22 + 1)
-    assert explain(tmp_path, foreign, "dvc repro").phase == "start"
 
 
 def test_a_refusal_does_not_hide_why_the_training_before_it_died(tmp_path: Path) -> None:
@@ -327,48 +285,28 @@ def test_a_postmortem_of_another_version_is_read_and_half_of_one_is_not(tmp_path
         assert read_postmortem(tmp_path) is None
 
 
-def test_a_run_that_ended_in_order_leaves_nothing_to_explain(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changed", "cause", "confidence"), [
+    (lambda marker: marker, "supervisor_killed", LIKELY),
+    (lambda marker: json.dumps({**json.loads(marker), "boot_id": "another boot"}), "reboot", CONFIRMED),
+    *((lambda _, text=text: text, "supervisor_killed", LIKELY) for text in ("", '{"boot_id": "x"', "[]")),
+])  # fmt: skip
+def test_a_sudden_end_is_told_once_at_the_next_start(
+    tmp_path: Path, changed: Callable[[str], str], cause: str, confidence: str
+) -> None:
+    """Of the machine or of the supervisor; a run that ended in order leaves nothing to explain."""
     assert explain_unclosed(tmp_path, "dvc repro") is None
     open_marker(tmp_path, "dvc repro")
     close_marker(tmp_path)
     assert explain_unclosed(tmp_path, "dvc repro") is None
     assert not (tmp_path / POSTMORTEM).exists()
-
-
-def unclosed(output: Path, again: str = "dvc repro") -> PostMortem:
-    found = explain_unclosed(output, again)
-    assert found is not None
-    assert read_postmortem(output) == found
-    assert explain_unclosed(output, again) is None  # told once
-    return found
-
-
-def test_a_reboot_in_the_middle_is_told_at_the_next_start(tmp_path: Path) -> None:
     recorded(tmp_path)
     open_marker(tmp_path, "dvc repro")
     marker = tmp_path / FLIGHT / MARKER
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "boot_id": "another boot"}))
-    found = unclosed(tmp_path)
-    assert (found.cause, found.confidence, found.is_memory) == ("reboot", CONFIRMED, False)
+    assert json.loads(marker.read_text())["boot_id"] == boot_id() != ""
+    marker.write_text(changed(marker.read_text()))
+    found = explain_unclosed(tmp_path, "dvc repro")
+    assert found is not None
+    assert read_postmortem(tmp_path) == found
+    assert explain_unclosed(tmp_path, "dvc repro") is None
+    assert (found.cause, found.confidence, found.is_memory) == (cause, confidence, False)
     assert (found.phase, found.step, found.exit_code) == ("gradient", 41, 137)
-
-
-def test_a_supervisor_that_was_killed_is_told_at_the_next_start(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    open_marker(tmp_path, "dvc repro")
-    assert json.loads((tmp_path / FLIGHT / MARKER).read_text())["boot_id"] == boot_id() != ""
-    found = unclosed(tmp_path)
-    assert (found.cause, found.confidence, found.is_memory) == ("supervisor_killed", LIKELY, False)
-    assert found.step == 41
-
-
-@pytest.mark.parametrize("text", ["", '{"boot_id": "x"', "[]", "{}"])
-def test_a_marker_that_was_cut_off_still_tells_of_a_sudden_end(tmp_path: Path, text: str) -> None:
-    (tmp_path / FLIGHT).mkdir()
-    (tmp_path / FLIGHT / MARKER).write_text(text)
-    assert unclosed(tmp_path).cause == "supervisor_killed"
-
-
-def test_every_deadly_signal_has_a_verdict() -> None:
-    for number in signal.Signals:
-        assert verdict(ending(-number)).name in ("killed", "crash")

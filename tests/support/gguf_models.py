@@ -9,36 +9,21 @@ from tests.support.random_models import TINY, build_model
 from tests.support.tokenizers_made import STRIPPING_ENDS, write_tokenizer
 
 SMALL = {**TINY, "tie_word_embeddings": False}
-GEMMA = {
-    **TINY,
-    "tie_word_embeddings": True,
-    "head_dim": 32,
-    "query_pre_attn_scalar": 32,
-    "hidden_act": "gelu_pytorch_tanh",
-}
+GEMMA: dict[str, Any] = {
+    **TINY, "tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 GEMMA3 = {
-    **GEMMA,
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 7,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 8,
-    "rope_theta": 1e6,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}
+    **GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 7, "rms_norm_eps": 1e-6, "sliding_window": 8,
+    "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 LONG_ROPE = {
-    "type": "longrope",
-    "short_factor": [1.0 + number / 64 for number in range(16)],
+    "type": "longrope", "short_factor": [1.0 + number / 64 for number in range(16)],
     "long_factor": [1.0 + number / 8 for number in range(16)],
-}
-
-
+}  # fmt: skip
 SHARPER = 3.0
 
 

@@ -1,6 +1,7 @@
 """llama.cpp as the judge of an exported GGUF file: how it splits texts, what it computes and how it writes chats."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 
 BATCH = 512
+needs_llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="llama.cpp is not installed: pip install -e '.[llama]'"
+)
 
 
 class LlamaJudge:
-    """A file, opened by llama-cpp-python. Skips the test where that is missing."""
+    """A file, opened by llama-cpp-python."""
 
     def __init__(self, file: Path, context: int = BATCH) -> None:
-        pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
         import llama_cpp
 
         self._llama: Any = llama_cpp.Llama(

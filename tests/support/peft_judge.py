@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ from safetrain.engine.folding import FLOAT, Folds, folded, plan_of, quantization
 from safetrain.engine.upstream.loading import load, write_config
 from safetrain.engine.weight_files import save_shards
 
+needs_peft = pytest.mark.skipif(
+    find_spec("torch") is None or find_spec("peft") is None,
+    reason="PyTorch and PEFT are not installed: the extra peft",
+)
+
 
 def logits_of_peft(base: Path, adapter: Path, ids: list[list[int]]) -> np.ndarray:
-    """Logits (rows, tokens, vocabulary) in float32, on a float base. Skips the test where either is missing."""
-    for name in ("torch", "peft"):
-        pytest.importorskip(name, reason="PyTorch and PEFT are not installed: the extra peft")
+    """Logits (rows, tokens, vocabulary) in float32, on a float base."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import peft
     import torch

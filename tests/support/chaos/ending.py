@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.chaos.chains import Reference
-from tests.support.chaos.project import Done, Project, left_over
+from tests.support.chaos.project import Done, Fingerprint, Project, left_over
 
 LATE_CALL = 16  # of "micro-batch": somewhere in the middle of the training, with two checkpoints behind it
 
@@ -16,7 +15,7 @@ class Ground:
     """Where endings are staged."""
 
     project: Project
-    reference: Reference
+    reference: Fingerprint
     folder: Path  # for projects of another kind
     source: random.Random
 
@@ -46,15 +45,15 @@ class Ending:
         if not condition:
             self.faults.append(otherwise)
 
-    def compare(self, project: Project, reference: Reference, done: Done) -> None:
+    def compare(self, project: Project, reference: Fingerprint, done: Done) -> None:
         """Whether a training that has ended well ended as the one that nobody disturbed."""
         if done.code:
             self.resumed = "no"
             self.faults.append(f"ended with {done.code}: {done.last_line}")
             return
-        same = project.fingerprint() == reference.fingerprint
+        same = project.fingerprint() == reference
         self.resumed = "bit for bit" if same else "differs"
-        self.require(same, f"other results: {project.fingerprint()} and not {reference.fingerprint}")
+        self.require(same, f"other results: {project.fingerprint()} and not {reference}")
 
 
 def hit(action: str, site: str = "micro-batch", occurrence: int = LATE_CALL, **more: object) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Active with a plan in ``CHAOS_PLAN`` and in the training process alone (for a ju
 The engine is not changed: its functions are wrapped when their modules are imported.
 """
 
-import atexit
 import functools
 import importlib.machinery
 import json
@@ -44,11 +43,7 @@ class Injector:
         rank = int(os.environ.get("MLX_RANK", "0"))
         self._armed = "action" in plan and not self.truth.exists() and rank == plan.get("rank", 0)
         self._calls: dict[str, int] = {}
-        self._seconds: dict[str, list[float]] = {}
         self._phases: list[str] = []
-        if "profile" in plan:
-            profile = Path(f"{plan['profile']}.{rank}" if rank else plan["profile"])
-            atexit.register(lambda: profile.write_text(json.dumps(self._seconds)))
 
     def wrap(self, site: Site, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, hit at the planned call of it."""
@@ -58,36 +53,24 @@ class Injector:
             self._calls[site.name] = self._calls.get(site.name, 0) + 1
             mine = self._armed and self.plan["site"] == site.name and self.plan["occurrence"] == self._calls[site.name]
             self._phases.append(site.phase)
-            began = time.perf_counter()
             try:
                 result = self._hit(site, lambda: function(*args, **kwargs)) if mine else function(*args, **kwargs)
             finally:
                 self._phases.pop()
-            self._seconds.setdefault(site.name, []).append(time.perf_counter() - began)
             if site.name == "begin":
                 self.step = result.step
             return result
 
         return wrapped
 
-    def counting(self, count: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's ``count``, after which a step is made."""
+    def stepping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's ``count``, which is given a run, or ``open_run``, which returns one: it knows the step."""
 
-        @functools.wraps(count)
-        def wrapped(run: Any, *args: Any, **kwargs: Any) -> Any:
-            count(run, *args, **kwargs)
-            self.step = run.state.step
-
-        return wrapped
-
-    def opening(self, open_run: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's ``open_run``, after which the step is known on every rank."""
-
-        @functools.wraps(open_run)
+        @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            run = open_run(*args, **kwargs)
-            self.step = run.state.step
-            return run
+            result = function(*args, **kwargs)
+            self.step = (result or args[0]).state.step
+            return result
 
         return wrapped
 
@@ -203,8 +186,8 @@ class Finder(MetaPathFinder):
             else:
                 setattr(holder, inner, wrapped)
         if module.__name__ == TRAINING:
-            module.count = self._injector.counting(module.count)
-            module.open_run = self._injector.opening(module.open_run)
+            module.count = self._injector.stepping(module.count)
+            module.open_run = self._injector.stepping(module.open_run)
 
 
 def shift_with(truth: Path, shift_seconds: float) -> None:
