@@ -123,7 +123,7 @@ def test_layers_whose_weight_a_model_reads_carry_no_adapter_and_are_never_overwr
     assert np.array_equal(np.array(block.prediction_coefs.weight), before)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 10, 30])
+@pytest.mark.parametrize("tokens", [1, 3, 30])
 def test_stretches_give_what_one_recurrence_gives(tokens: int) -> None:
     mx.random.seed(1)
     q, k, v = (mx.random.normal((2, tokens, 3, 8)) / 4 for _ in range(3))

@@ -18,7 +18,7 @@ from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result
 from safetrain.engine.weight_files import load_arrays, save_arrays
 from tests.engine.exact import SETTINGS
-from tests.engine.test_training import job_in, rows, run
+from tests.engine.test_training import job_in, rows, run, weights
 from tests.support.jobs import with_rows
 
 Build = Callable[..., Path]
@@ -32,7 +32,7 @@ def proof_of(job: Job, result: Result) -> Proof:
     return prove(job, result.tuned, watcher(job), result.metrics.steps)
 
 
-@pytest.mark.parametrize(("method", "bits"), [("lora", 4), ("dora", 3), ("full", None)])
+@pytest.mark.parametrize(("method", "bits"), [("lora", 5), ("dora", 3), ("dora", None), ("full", None)])
 def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     tiny_model: Build, tmp_path: Path, method: str, bits: int | None
 ) -> None:
@@ -42,7 +42,8 @@ def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
         wild = dataclasses.replace(wild, dequantize_base=False)
     job = job_in(tmp_path / "a", tiny_model(bits=bits), wild)
     result = run(job)
-    assert result.metrics.best_step < result.metrics.steps
+    assert 0 < result.metrics.best_step < result.metrics.steps
+    assert method != "full" or len(weights(tmp_path / "a")) == 2 * 9, "of each block seven matrices and two norms"
     mx.reset_peak_memory()
     found = proof_of(job, result)
     assert mx.get_peak_memory() <= result.state.peak_memory_bytes
@@ -70,9 +71,9 @@ def test_a_run_that_was_killed_at_it_comes_to_the_same(tiny_model: Build, tmp_pa
 
 def test_a_folder_that_is_another_model_is_an_error(tiny_model: Build, tmp_path: Path) -> None:
     job = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=4))
-    result, weights = run(job), job.adapters / "adapters.safetensors"
+    result, file = run(job), job.adapters / "adapters.safetensors"
     config = job.adapters / "adapter_config.json"
-    written, shape = load_arrays(weights), json.loads(config.read_text())
+    written, shape = load_arrays(file), json.loads(config.read_text())
     mx.eval(written)
     half = {**shape["lora_parameters"], "scale": shape["lora_parameters"]["scale"] / 2}
     for arrays, says, error, match in (
@@ -85,7 +86,7 @@ def test_a_folder_that_is_another_model_is_an_error(tiny_model: Build, tmp_path:
         (written, {**shape, "lora_parameters": half}, TrainingError, "is not the trained model"),
         (written, {**shape, "num_layers": 1}, ModelError, "cannot open the adapter"),
     ):
-        save_arrays(weights, arrays)
+        save_arrays(file, arrays)
         config.write_text(json.dumps(says))
         with pytest.raises(error, match=match):
             proof_of(job, result)

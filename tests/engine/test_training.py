@@ -172,33 +172,13 @@ def test_targets_that_the_model_does_not_have_are_named(tiny_model: Build) -> No
     assert "self_attn.q_proj" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("bits", "tie", "targets"),
-    [(None, True, ("all-linear",)), (4, True, ("q_proj", "mlp.down_proj")), (8, False, ("v_proj",))],
-)
-def test_mlx_lm_loads_the_adapter_and_computes_the_same(
-    tiny_model: Build, tmp_path: Path, bits: int | None, tie: bool, targets: tuple[str, ...]
-) -> None:
-    """Of the named targets of the top layer alone; an adapter of another shape is refused."""
-    from mlx_lm.utils import load
-
-    base, adapters = tiny_model(bits=bits, tie=tie), tmp_path / "a" / "adapters"
-    settings = dataclasses.replace(SETTINGS, max_steps=4, lora=LoraSettings(4, 2.0, 0.0, 1, targets))
-    run(job_in(tmp_path / "a", base, settings))
+def test_only_the_named_targets_of_the_top_layers_are_adapted(tiny_model: Build, tmp_path: Path) -> None:
+    """An adapter of another shape is refused."""
+    base, adapters = tiny_model(bits=4), tmp_path / "a" / "adapters"
+    lora = LoraSettings(4, 2.0, 0.0, 1, ("q_proj", "mlp.down_proj"))
+    run(job_in(tmp_path / "a", base, dataclasses.replace(SETTINGS, max_steps=2, lora=lora)))
     stems = {name.rpartition(".")[0] for name in weights(tmp_path / "a")}
-    assert all(stem.startswith("model.layers.1.") for stem in stems)
-    assert (
-        len(stems) == 7
-        if targets == ("all-linear",)
-        else {stem.rpartition(".")[2] for stem in stems} == {target.rpartition(".")[2] for target in targets}
-    )
-    ours, prompt = open_base(base, dequantize=True), mx.array([rows(1, 3)[0].ids.tolist()])
-    plain = np.array(ours.module(prompt))
-    apply_adapter(ours, adapters)
-    theirs = load(str(base), adapter_path=str(adapters))[0]
-    tuned = np.array(ours.module(prompt))
-    np.testing.assert_allclose(np.array(theirs(prompt)), tuned, rtol=1e-3, atol=1e-3)
-    assert np.abs(tuned - plain).max() > 1e-3
+    assert stems == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
     config = json.loads((adapters / "adapter_config.json").read_text())
     config["lora_parameters"]["rank"] = 8
     (adapters / "adapter_config.json").write_text(json.dumps(config))

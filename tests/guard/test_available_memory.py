@@ -35,8 +35,11 @@ def start(
     return fit_to_available_memory(job, planned, said.append), "".join(said)
 
 
-def test_with_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_room_nothing_changes_and_with_nothing_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(monkeypatch, 4 * GIB) == (JOB, "")
+    assert start(monkeypatch, 1, planned=dataclasses.replace(UPDATE, backend="cuda")) == (JOB, ""), "a GPU has its own"
+    with pytest.raises(MachineError, match="Not enough free memory"):
+        start(monkeypatch, GIB // 8)
 
 
 def test_what_was_measured_is_believed_and_what_was_estimated_gets_a_margin() -> None:
@@ -76,12 +79,3 @@ def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.Mon
     assert start(monkeypatch, 20 * GIB, planned_so) == (planned_so, "")
     with pytest.raises(MachineError, match=r"raise train\.memory_limit_gb"):
         start(monkeypatch, 20 * GIB, limited(GIB // 8, 8 * GIB))
-
-
-def test_with_nothing_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MachineError, match="Not enough free memory"):
-        start(monkeypatch, GIB // 8)
-
-
-def test_a_gpu_s_own_memory_is_not_judged_by_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start(monkeypatch, 1, planned=dataclasses.replace(UPDATE, backend="cuda")) == (JOB, "")

@@ -20,6 +20,7 @@ from safetrain.guard.keep_going import keep_going
 from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment
 from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
+from tests.guard.programs import IMPORTS
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
 from tests.support.settings import SETTINGS as USUAL
 from tests.updates import worst_update
@@ -31,15 +32,7 @@ SETTINGS = dataclasses.replace(
     USUAL, batch_size=16, gradient_accumulation=1, max_seq_length=512,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
-START = """
-import os, sys, time
-from pathlib import Path
-from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.records.settings import TrainJob
-from safetrain.core.storage.files import read_record
-from safetrain.core.storage.paths import JOB, RECORDER
+START = IMPORTS + """
 most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 rank, output = int(os.environ.get("MLX_RANK", 0)), flight.parent.parent if "rank_" in flight.name else flight.parent
 pipe, settings = EventPipe(int(sys.argv[4])), read_record(output / "flight" / JOB, TrainJob).settings
@@ -55,7 +48,7 @@ def compute():
 def begin():
     pipe.send(Begun(15, 0, "training"))
     (output / "tried").open("a").write(f"{settings.batch_size}\\n")
-"""
+"""  # fmt: skip
 # Fills a micro-batch as the engine does, by a bound on tokens; dies of an allocation beyond so many rows.
 CHILD = START + "begin()\ncompute()\npipe.send(Finished(15))"
 # Of two ranks the second runs out of memory; the first waits for it.
@@ -84,13 +77,7 @@ worker._train = globals()[sys.argv.pop(1)]
 sys.exit(worker.main(sys.argv[1:]))
 """
 # Dies as Metal does (an abort with its words), unless a variable of its environment is set as it needs it.
-ON_METAL = """
-import os, sys
-from pathlib import Path
-from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.storage.paths import RECORDER
+ON_METAL = IMPORTS + """
 text, needed, flight = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 pipe = EventPipe(int(sys.argv[4]))
 set_up_child(int(sys.argv[5]), flight, None)
@@ -103,7 +90,7 @@ if needed not in os.environ:
     print(text, file=sys.stderr, flush=True)
     os.abort()
 pipe.send(Finished(15))
-"""
+"""  # fmt: skip
 NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 
 

@@ -21,14 +21,9 @@ from safetrain.guard.postmortem import explain
 from safetrain.guard.process import Ending, WatchSettings
 from safetrain.guard.supervisor import supervise
 from stages.train import LAUNCHER
+from tests.guard.programs import IMPORTS
 
-START = """
-import json, os, signal, sys, time
-from pathlib import Path
-from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
-from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.storage.paths import RECORDER, rank_folder
+START = IMPORTS + """
 flight, rank, launched = Path(sys.argv[1]), int(os.environ["MLX_RANK"]), not sys.argv[2].isdecimal()
 if launched:
     flight = rank_folder(flight, rank)
@@ -54,7 +49,7 @@ def lost():
     fail(Failed("EngineError", "Rank 1 is gone: the ranks cannot exchange numbers any more", 9))
 if rank == 0:
     pipe.send(Begun(15, 0, "training"))
-"""
+"""  # fmt: skip
 SUPERVISOR = """
 import sys
 from pathlib import Path

@@ -22,21 +22,15 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.paths import STACKS
 from safetrain.guard.process import TAIL_BYTES, Ending, WatchSettings
 from safetrain.guard.supervisor import STOPPING, supervise
+from tests.guard.programs import IMPORTS
 
-START = """
-import os, signal, sys, time
-from pathlib import Path
-from safetrain.engine.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said
-from safetrain.core.recorder import Edge, Phase, Recorder, Work
-from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.paths import RECORDER
+START = IMPORTS + """
 flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
 set_up_child(int(sys.argv[3]), flight, None)
 recorder = Recorder(flight / RECORDER)
 def told_on(number, _frame):
     pipe.send(Said("told " + signal.Signals(number).name))
-"""
+"""  # fmt: skip
 SUPERVISOR = """
 import dataclasses, json, sys
 from pathlib import Path
