@@ -25,7 +25,7 @@ from safetrain.engine.upstream.loading import without_adapter
 from safetrain.engine.weight_files import apply_adapter
 from safetrain.plan.selftest import judge
 from tests.conftest import EMBEDDED
-from tests.engine.exact import SETTINGS, distance, loss_and_gradient, prepared, rows_of
+from tests.engine.exact import LAYOUTS, SETTINGS, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, run
 from tests.support.families import build_family
 from tests.support.random_models import build_model
@@ -102,9 +102,9 @@ def test_dropout_repeats_where_blocks_are_recomputed(family: str, tmp_path: Path
         base = build_family(tmp_path / "model", family, vocab_size=2048)
     settings = dataclasses.replace(SETTINGS, lora=LoraSettings(4, 2.0, 0.3, 3, ("all-linear",)))
     data = rows_of(7, 24, 11, 90, 16, 40)
-    loss, gradient = loss_and_gradient(*prepared(base, settings), data)
+    loss, gradient = loss_and_gradient(*prepared(base, settings), data, LAYOUTS["rectangles"])
     recomputed = dataclasses.replace(settings, gradient_checkpointing=True)
-    found, other = loss_and_gradient(*prepared(base, recomputed), data)
+    found, other = loss_and_gradient(*prepared(base, recomputed), data, LAYOUTS["rectangles"])
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) < 1e-4
 

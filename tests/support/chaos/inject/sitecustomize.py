@@ -64,7 +64,7 @@ class Injector:
         return wrapped
 
     def stepping(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's ``count``, which is given a run, or ``open_run``, which returns one: it knows the step."""
+        """The engine's ``_count``, which is given a run, or ``open_run``, which returns one: it knows the step."""
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ class Finder(MetaPathFinder):
             else:
                 setattr(holder, inner, wrapped)
         if module.__name__ == TRAINING:
-            module.count = self._injector.stepping(module.count)
+            module._count = self._injector.stepping(module._count)
             module.open_run = self._injector.stepping(module.open_run)
 
 
