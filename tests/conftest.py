@@ -57,7 +57,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 # The order in which workers take up files: what takes longest first, so that none is left with it at the end. A file is
 # run by one worker, in its order: some build on what was made once.
 LONG_FIRST = (
-    "pipeline/test_dvc", "pipeline/test_survival", "test_chaos", "engine/test_gpu_branches",
+    "pipeline/test_dvc", "pipeline/test_survival", "test_chaos", "engine/test_ranks", "engine/test_gguf",
     "stages/test_mistakes", "guard/", "data/", "plan/",
 )  # fmt: skip
 
