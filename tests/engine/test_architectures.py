@@ -93,7 +93,7 @@ def test_a_family_that_needs_more_than_the_usual_passes_it(family: str, tmp_path
     assert all(passed for _, _, passed in found), found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "afm7"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan"])
 def test_dropout_repeats_where_blocks_are_recomputed(family: str, tmp_path: Path) -> None:
     """That of experts, and where a block hands its keys on to later ones."""
     if family in FAMILIES:
