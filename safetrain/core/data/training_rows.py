@@ -32,7 +32,6 @@ from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
-SAMPLED_ROWS = 2**16  # rows to search for chats among documents
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
 MOST_EPOCHS = 20  # epochs to search: later ones hardly ever have a larger update
 
@@ -80,11 +79,10 @@ def load_training_rows(
     made with a tokenizer other than that of ``base``, DataError if they are damaged. ``beat``: see ``TokenRows.cut``.
     """
     train, valid = open_split("train", base), open_split("valid", base)
-    made = train.made
-    documents = method == PRETRAIN and _documents_alone(train.rows)
+    made, rows = train.made, train.rows[:max_examples]
+    documents = method == PRETRAIN and bool(np.all(rows.label_counts >= rows.lengths - 1))  # labels alone, no chats
     form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
-    some = train.rows if max_examples is None else train.rows[:max_examples]
-    result = TrainingRows(some, valid.rows, train.digest, valid.digest, form, len(valid.rows), valid.label_bytes)
+    result = TrainingRows(rows, valid.rows, train.digest, valid.digest, form, len(valid.rows), valid.label_bytes)
     if max_seq_length is None:
         return result
     return result.in_windows(max_seq_length) if method == PRETRAIN else result.cut(max_seq_length, beat)
@@ -94,12 +92,6 @@ def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """Load the validation rows of a training of ``base``, truncated as there; raises ConfigError, DataError."""
     rows = open_split("valid", base).rows.cut(max_seq_length)
     return rows.take(rows.sample(MOST_VALID_TOKENS))
-
-
-def _documents_alone(rows: TokenRows) -> bool:
-    """Whether a sample of rows has only labels, so that none is a chat."""
-    some = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_ROWS)).round().astype(np.int64)
-    return bool(np.all(rows.label_counts[some] >= rows.lengths[some] - 1))
 
 
 # Their order
