@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safetrain.cli_project import params
-from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.formatting import print_text, size_text
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import print_text
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 
@@ -178,16 +178,9 @@ def _run_shape(subjects: Sequence["Subject"], length: int) -> "RunShape":
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.metrics import RunShape
     from safetrain.engine.backend import room_bytes
+    from safetrain.engine.tuned import require_memory
 
-    room = room_bytes()
-    files = max((read_model_files(folder) for _, folder, _ in subjects), key=lambda files: files.static_bytes)
-    if files.static_bytes > room:
-        raise MachineError(
-            "The model does not fit into memory.",
-            where=str(files.folder),
-            expected=f"{size_text(files.static_bytes)}, and memory to compute in",
-            got=f"{size_text(room)} available",
-            do="close other programs, or quantize it: safetrain convert",
-        )
+    room, size = room_bytes(), max(read_model_files(folder).static_bytes for _, folder, _ in subjects)
+    require_memory(size, "the model", "close other programs, or quantize it: safetrain convert")
     return RunShape(batch_size=1, max_seq_length=length, dequantize_base=False, compute_dtype=None,
                     peak_memory_bytes=room, predicted_peak_bytes=room, elapsed_seconds=0.0)  # fmt: skip

@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"nothing": 1}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2"):
         run("--model", base, "--data", tmp_path / "bad.jsonl")
-    monkeypatch.setattr("safetrain.engine.backend.room_bytes", lambda: 1000)
-    with pytest.raises(MachineError, match="does not fit into memory"):
+    monkeypatch.setattr("safetrain.engine.tuned.host_room_bytes", lambda _memory: 1000)
+    with pytest.raises(MachineError, match="too little memory to measure the model"):
         run("--model", base, "--data", data)
     assert not (tmp_path / "checkpoints_qlora").exists()

@@ -12,17 +12,12 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.adapter_files import require_base
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.loading import errors_told
 from safetrain.engine.weight_files import apply_adapter
 
 STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
 PREFILL_TOKENS = 512  # of a prompt that are read at a time
-
-
-class _StoppedReading(Exception):
-    """Reading was stopped in the middle of a prompt."""
 
 
 class Conversation:
@@ -51,34 +46,26 @@ class Conversation:
         self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """Yield the answer's tokens without its stop token; ``stopped`` is called before each."""
+        """Yield the answer's tokens without its stop token; ``stopped`` is called after each."""
         most = self._most if self._context is None else min(self._most, self._context - len(prompt))
         self.ended = LENGTH if most == self._most else CONTEXT
         if most <= 0:
             return
         self.kept_tokens = same = self._keep(prompt)
-
-        def read(done: int, of: int) -> None:
-            self._ids[same:] = prompt[same : same + done]
-            if done < of and stopped():
-                raise _StoppedReading
-
-        try:
-            with errors_told("answer"):
-                for token, _ in generate_step(
-                    mx.array(list(prompt[same:])), self._module, max_tokens=most, sampler=self._choose,
-                    prompt_cache=self._caches, prefill_step_size=PREFILL_TOKENS, prompt_progress_callback=read,
-                ):  # fmt: skip
-                    self._ids.append(token)
-                    if token in self._ends:
-                        self.ended = STOP
-                        return
-                    yield token
-                    if stopped():
-                        self.ended = STOPPED
-                        return
-        except _StoppedReading:
-            self.ended = STOPPED
+        self._ids[same:] = prompt[same:]
+        with errors_told("answer"):
+            for token, _ in generate_step(
+                mx.array(list(prompt[same:])), self._module, max_tokens=most, sampler=self._choose,
+                prompt_cache=self._caches, prefill_step_size=PREFILL_TOKENS,
+            ):  # fmt: skip
+                self._ids.append(token)
+                if token in self._ends:
+                    self.ended = STOP
+                    return
+                yield token
+                if stopped():
+                    self.ended = STOPPED
+                    return
 
     def _keep(self, prompt: Sequence[int]) -> int:
         """Cut the cache to the prefix that ``prompt`` shares, without its last token; returns its length."""
@@ -95,10 +82,7 @@ class Conversation:
 
 def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
     """Open the base, with or without an adapter, ready to answer; raises ModelError."""
-    files = read_model_files(base)
-    if adapter is not None:
-        require_base(adapter, base, files.fingerprint)
-    model = open_base(base, dequantize=dequantize_to_answer(files))
+    model = open_base(base, dequantize=dequantize_to_answer(read_model_files(base)))
     if adapter is not None:
         apply_adapter(model, adapter)
     return model

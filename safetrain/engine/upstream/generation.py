@@ -20,9 +20,10 @@ from safetrain.engine.upstream.adaptation import (
     through_few_blocks,
 )
 
-PREFILL_TOKENS, PREFILL_ROWS = 512, 8  # of prompts that are read together, which limits the memory of activations
+PREFILL_TOKENS = 1024  # of all prompts that are read together, which limits the memory of activations
 # Of different lengths: the first is read in several parts, and the others leave the batch before it.
 PROBE_ROWS = (tuple(range(2, 76)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
+PROBED_ROWS = 32  # so few tokens of each are read together that the first needs several parts
 ROUNDING = 1e-4  # relative to the largest logit: only the order of sums differs
 
 
@@ -44,8 +45,7 @@ def together(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield the same as ``one_by_one`` in another order: at most ``rows`` prompts run at a time, the longest first."""
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    generator = _batches(module, min(rows, PREFILL_ROWS), max_tokens=most, completion_batch_size=rows,
-                         stop_tokens=[[token] for token in ends])  # fmt: skip
+    generator = _batches(module, rows, max_tokens=most, stop_tokens=[[token] for token in ends])
     generator.insert([list(prompts[number]) for number in order])
     while found := generator.next_generated():
         for each in found:
@@ -53,7 +53,10 @@ def together(
 
 
 def _batches(module: Any, rows: int, **settings: Any) -> Any:
-    return BatchGenerator(module, prefill_batch_size=rows, prefill_step_size=PREFILL_TOKENS // rows, **settings)
+    step = PREFILL_TOKENS // rows  # of each prompt; fewer rows than are answered together would be read slower
+    return BatchGenerator(
+        module, completion_batch_size=rows, prefill_batch_size=rows, prefill_step_size=step, **settings
+    )
 
 
 def padding_refusal(module: Any) -> str:
@@ -63,7 +66,7 @@ def padding_refusal(module: Any) -> str:
         """Compare the probabilities of each prompt's first tokens: one, two or three."""
         rows, found = [list(row) for row in PROBE_ROWS], [list[mx.array]() for _ in PROBE_ROWS]
         with refusals():
-            generator = _batches(module, PREFILL_ROWS)
+            generator = _batches(module, PROBED_ROWS)
             generator.insert([list(row) for row in rows], [3, 1, 2])
             while responses := generator.next_generated():
                 for each in responses:
