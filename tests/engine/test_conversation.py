@@ -101,8 +101,6 @@ def test_base_and_tuned_share_their_weights(method: str, tiny_model: Callable[..
     for one, other in zip(both, alone, strict=True):
         assert np.array_equal(logits(one), logits(other))
     assert not np.array_equal(logits(both[0]), logits(both[1]))
-    with pytest.raises(ModelError, match="another base model"):
-        open_tuned(tiny_model("other", tie=False), adapter)
     shared = set.intersection(*({id(value) for _, value in arrays(each)} for each in both))
     trained = {name for name, _ in arrays(both[1])} - {name for name, _ in arrays(both[0])}
     assert len(shared) == len(arrays(both[0])) or (method == "full" and len(shared) > 0)
