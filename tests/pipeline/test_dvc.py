@@ -124,9 +124,8 @@ def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> Non
 def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:
     workspace.commit("first run")
     workspace.succeed("safetrain", "report")  # the same bytes as the stage has written
-    assert stages_run(workspace.succeed("dvc", "repro")) == ["preflight"]
+    assert stages_run(workspace.succeed("safetrain", "repro")) == ["preflight"]  # DVC being on no PATH
     assert workspace.git("status", "--short") == ""
-    assert stages_run(workspace.succeed("safetrain", "repro")) == ["preflight"]  # the same, DVC being on no PATH
     tracked = workspace.git("ls-files", "checkpoints_qlora", "data").split()
     assert tracked == [
         "checkpoints_qlora/README.md", "data/README.md",
@@ -144,12 +143,13 @@ def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
     workspace.commit("few and short answers, from here on")
 
 
-def test_a_pinned_batch_size_plans_and_trains_again(workspace: Workspace) -> None:
-    pins = ["-S", "train.batch_size=8", "-S", "train.max_steps=6", "-S", "train.eval_steps=6"]  # from here on
-    output = workspace.succeed("dvc", "exp", "run", *pins)
+def test_exp_run_plans_and_trains_with_the_values_that_it_records(workspace: Workspace) -> None:
+    pins = ("batch_size=8", "max_steps=6", "eval_steps=6", "learning_rate=1e-4")  # from here on
+    output = workspace.succeed("dvc", "exp", "run", *(word for pin in pins for word in ("-S", f"train.{pin}")))
     assert stages_run(output) == ["preflight", "recommend_config", "train", "evaluate", "plot"]
     summary = workspace.json("training_summary.json")
     assert (summary["batch_size"], summary["gradient_accumulation"], summary["steps"]) == (8, 2, 6)
+    assert summary["learning_rate"] == 1e-4
     evaluation = workspace.json("evaluation.json")
     assert (evaluation["rows"], evaluation["questions"], evaluation["answered"]) == (10, 10, 10)
     workspace.commit("six steps")
@@ -162,13 +162,6 @@ def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace
     for name in ("tuned", "base"):
         assert found[name]["loss"] == pytest.approx(evaluation[name]["loss"], rel=1e-4)
     assert (found["rows"], found["answered"]) == (evaluation["rows"], 2)
-
-
-def test_exp_run_trains_with_the_learning_rate_that_it_records(workspace: Workspace) -> None:
-    output = workspace.succeed("dvc", "exp", "run", "-S", "train.learning_rate=1e-4")
-    assert stages_run(output) == ["preflight", "train", "evaluate", "plot"]
-    assert workspace.json("training_summary.json")["learning_rate"] == 1e-4
-    workspace.commit("a lower rate")
 
 
 def test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back(workspace: Workspace) -> None:

@@ -182,7 +182,7 @@ class Finder(MetaPathFinder):
             holder = functools.reduce(getattr, outer.split("."), module) if outer else module
             wrapped = self._injector.wrap(site, getattr(holder, inner))
             if isinstance(holder, types.ModuleType) and outer and "." not in outer:  # only as this module sees it
-                setattr(module, outer, types.SimpleNamespace(**{inner: wrapped}))
+                setattr(module, outer, types.SimpleNamespace(**(vars(holder) | {inner: wrapped})))
             else:
                 setattr(holder, inner, wrapped)
         if module.__name__ == TRAINING:
