@@ -88,36 +88,25 @@ def evaluate(
 def _alone(
     rows: "HeldOut", general: "TokenRows", model: "ModelMeasures", decode: Callable[[Sequence[int]], str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures of one model with its first answers, and sentences about them."""
-    from safetrain.core.records.evaluation import describe_answered, shortened
-    from safetrain.core.records.scoring import SAMPLES, mean_loss, score
+    """Figures of one model, and sentences about them."""
+    from safetrain.core.records.evaluation import describe_answered
+    from safetrain.core.records.scoring import mean_loss, score
 
-    samples = [
-        {"question": question.text, "expected": decode(question.answer).strip(), "answer": decode(ids).strip(),
-         "where": rows.where(question.row)}
-        for question, ids in ((rows.questions[number], ids) for number, ids in sorted(model.answers.items()))
-    ]  # fmt: skip
-    answers, expected = ([each[key] for each in samples] for key in ("answer", "expected"))
+    answers = [decode(ids) for _, ids in sorted(model.answers.items())]
+    expected = [decode(rows.questions[number].answer) for number in sorted(model.answers)]
     own = score(mean_loss(model.losses, rows.rows.label_counts), answers, expected)
     general_loss = mean_loss(model.general, general.label_counts) if len(general) else None
     lines = [f"Test loss {own.loss:.3f} nats per token, perplexity {own.perplexity:.2f}."]
-    if samples:
-        exact, low, high = (
-            100 * (each or 0.0) for each in (own.exact_match, own.exact_match_low, own.exact_match_high)
-        )
+    if answers:
+        shares = own.exact_match, own.exact_match_low, own.exact_match_high
+        exact, low, high = (100 * (each or 0.0) for each in shares)
         lines.append(f"Exact match {exact:.1f} % (95 %: {low:.1f} to {high:.1f}), token F1 {own.token_f1:.3f}.")
     if general_loss is not None:
         lines.append(f"Loss on general text {general_loss:.3f} nats per token.")
-    if remark := describe_answered(len(samples), rows.questions_available, MORE):
+    if remark := describe_answered(len(answers), rows.questions_available, MORE):
         lines.append(f"{remark}.")
-    for sample in samples[:3]:
-        lines.append(f"  {shortened(sample['question'])}\n    answer: {shortened(sample['answer'])}")
-    figures = {
-        "score": dataclasses.asdict(own), "general_loss": general_loss, "rows": len(rows.rows),
-        "cut_rows": rows.rows.cut_rows, "questions": rows.questions_available, "answered": len(samples),
-        "samples": samples[:SAMPLES],
-    }  # fmt: skip
-    return figures, lines
+    counts = {"rows": len(rows.rows), "questions": rows.questions_available, "answered": len(answers)}
+    return {"score": dataclasses.asdict(own), "general_loss": general_loss, **counts}, lines
 
 
 def _trained_length() -> int:

@@ -95,7 +95,7 @@ def ask(
 
 def chat(
     base: BaseOption = False,
-    compare: Annotated[bool, typer.Option("--compare", help="answers from base and tuned, side by side")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="answers from base and tuned")] = False,
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,

@@ -47,7 +47,7 @@ def test_an_adapter_is_compared_with_its_own_base(tiny_model: Build, data: Path,
 def test_a_model_is_measured_alone_and_printed_as_json(tiny_model: Build, data: Path) -> None:
     found = json.loads(run("--model", tiny_model(), "--data", data, "--json", "--max-examples", 3, *FEW))
     assert (found["base"], found["beside_base"]) == ("", None)
-    assert (found["alone"]["rows"], found["alone"]["answered"], len(found["alone"]["samples"])) == (3, 3, 3)
+    assert (found["alone"]["rows"], found["alone"]["answered"]) == (3, 3)
     assert 5 < found["alone"]["score"]["loss"] < 12
     assert 5 < found["alone"]["general_loss"] < 12
 
