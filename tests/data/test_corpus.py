@@ -11,7 +11,6 @@ from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
-from safetrain.data.corpus import MOST_TOKENS, split_runs
 from safetrain.data.findings import Severities
 from safetrain.data.folders import corpus_of, data_files_of
 from safetrain.data.json_rows import MOST_ROW_BYTES
@@ -136,21 +135,6 @@ def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None
         validate(tmp_path / "corpus", tmp_path / "out")
     report = validate(tmp_path / "corpus", tmp_path / "out", ("TOKENIZER-DIFFERS",))
     assert [finding.id for finding in report.findings] == ["TOKENIZER-DIFFERS"]
-
-
-@pytest.mark.parametrize("lengths", [[1] * 4, [10**6] * 40, [3, 5_000_000, 10, 10, 10**7, 1]])
-@pytest.mark.parametrize("share", [0.02, 0.5])
-def test_splits_are_disjoint_whole_and_none_is_empty(lengths: list[int], share: float) -> None:
-    ends = [np.cumsum(lengths), np.cumsum(lengths[::-1])]
-    runs = split_runs(ends, ["train", "train"], {"valid": share, "test": share})
-    seen = [(file, number) for found in runs.values() for file, documents in found for number in documents]
-    assert sorted(seen) == [(file, number) for file in (0, 1) for number in range(len(lengths))]
-    sizes = {
-        name: sum(lengths[:: 1 - 2 * file][number] for file, documents in found for number in documents)
-        for name, found in runs.items()
-    }
-    assert all(size > 0 for size in sizes.values())
-    assert all(sizes[name] <= max(MOST_TOKENS, max(lengths)) for name in ("valid", "test"))
 
 
 def validate_texts(source: Path, into: Path) -> DataReport:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import resource
 import time
 from pathlib import Path
 
@@ -90,18 +89,6 @@ def test_data_warnings_warn_and_empty_splits_fail() -> None:
     assert files(data()) == "pass"
     assert files(dataclasses.replace(data(), warnings=("x",))) == "warn"
     assert files(dataclasses.replace(data(), test=dataclasses.replace(data().test, rows=0))) == "fail"
-
-
-def test_a_limit_on_the_shell_is_told() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (2**40, hard))
-        [check] = [c for c in environment_checks(0) if c.id == "ENV-ULIMIT"]
-        assert (check.status, check.remedy) == ("warn", "ulimit -d unlimited")
-        [check] = [c for c in environment_checks(2**41) if c.id == "ENV-ULIMIT"]
-        assert check.status == "fail"
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def died(output: Path, **changed: object) -> None:

@@ -17,7 +17,7 @@ from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine,
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation, read_recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import FIXED_TOKENS, PlanInputs, PlannedTraining, ask, candidates_at
+from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at
 from safetrain.plan.pretraining import finish_text, passes_for, pretraining_lines, trained_tokens, wanted_tokens
 from safetrain.plan.recommend import recommendation_of
 from safetrain.plan.remedies import nothing_fits
@@ -286,18 +286,6 @@ def test_too_little_text_and_pins_set_no_other_end() -> None:
     assert "adapter" not in "".join(chosen.reasons.values())
     with pytest.raises(ConfigError, match=r"train\.max_seq_length is 4096"):  # longer than the context
         pretraining(10**9, max_seq_length=4096)
-
-
-def test_what_a_large_model_is_said_to_cost_counts_the_shards_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose gradient leaves room for one shard gains nothing from more rows but their fixed cost."""
-    monkeypatch.setattr("safetrain.core.memory.terms.usable_cores", lambda: 4)
-    monkeypatch.setattr("safetrain.core.memory.terms.MOST_GRADIENT_BYTES", 1)
-    train = dataclasses.replace(OPEN, method="pretrain")
-    rows = {"largest": worst_update, "row_count": 1000, "usual_per_update": 16}
-    question = question_of(data(), machine(64), FLOATS, train, NO_LORA_PINS, **rows)
-    cost = {(each.rows, each.checkpointing): each.relative_cost for each in candidates_at(question, 512)}
-    assert cost[1, False] == pytest.approx((512 + FIXED_TOKENS["cpu"]) / 512)
-    assert cost[16, False] == pytest.approx((16 * 512 + FIXED_TOKENS["cpu"]) / (16 * 512))
 
 
 def test_no_date_is_beyond_the_calendar() -> None:

@@ -92,16 +92,6 @@ def test_what_does_not_pass_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatc
     assert why in "\n".join(said)
 
 
-def test_a_death_under_one_s_own_limit_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRY_RUN", "dies 4")
-    limited = dataclasses.replace(SHORT, memory_limit_gb=8.0)
-    chosen, first = planned(limited)
-    again, second = planned(limited)
-    assert again == chosen
-    assert (dry_runs(first) > 1, dry_runs(second)) == (True, 0)
-    assert "killed by signal 6" in "\n".join(second)
-
-
 def test_nothing_is_cut_when_something_passes_uncut() -> None:
     """Rows cut to the length that one in 200 exceeds would be faster."""
     lengths = LengthQuantiles(60, 90, 95, 99, 100, 200)

@@ -22,9 +22,8 @@ from safetrain.core.records.settings import (
     resolve,
 )
 from safetrain.engine.job import Job, memory_of
-from safetrain.guard.ladder import PlannedUpdate, needed_bytes
 from tests.conftest import EMBEDDED
-from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
 
 PLAN = dataclasses.replace(plan(), verified=True, measured_peak_bytes=10**8)
 SETTINGS = resolve(OPEN, NO_LORA_PINS, PLAN)
@@ -79,15 +78,3 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     assert found.mlx_limit_bytes < larger.mlx_limit_bytes < larger.peak_bytes
     with pytest.raises(MachineError, match="do not fit"):
         memory(planned=fewer, memory_budget=MemoryBudget(larger.peak_bytes))
-
-
-def test_another_method_than_the_plan_s_needs_more() -> None:
-    model, longest_row = read_model_files(EMBEDDED), data().longest_row
-    dora = dataclasses.replace(SETTINGS, method="dora")
-    need = PlannedUpdate("cpu", dataclasses.replace(PLAN.largest_update, longest=longest_row - 1))
-
-    def needed(settings: TrainSettings) -> int:
-        planned = planned_memory(settings, PLAN)
-        return needed_bytes(model, settings, TrainJob("", settings, True, PLAN.memory_budget, planned), need)
-
-    assert needed(dora) - 200 * 2**20 > 1.1 * (needed(SETTINGS) - 200 * 2**20)
