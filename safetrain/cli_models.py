@@ -200,8 +200,7 @@ def import_peft(
     from safetrain.watch.progress import still_working
 
     with still_working(f"reading {source} and trying it on {base}"):
-        imported = import_peft(source, base, out)
-    lora, config = imported.lora, imported.config
+        config, lora = import_peft(source, base, out)
     if trained_on := config.get("base_model_name_or_path"):
         print_text(f"PEFT trained this adapter on {trained_on}; here its base is {base}.")
     kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"

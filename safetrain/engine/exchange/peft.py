@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +57,6 @@ class LayerPlace(NamedTuple):
     inputs: int
 
 
-@dataclass(frozen=True)
-class ImportedAdapter:
-    """A PEFT adapter in this project's form, with float32 arrays by name."""
-
-    config: Mapping[str, Any]  # PEFT's adapter_config.json
-    lora: LoraSettings  # its targets are full names inside a block
-    weights: dict[str, mx.array]
-
-
 def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> ExportReport:
     """Write the adapter for PEFT to ``job.out``, complete or not at all, with its report.
 
@@ -99,22 +89,22 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
     return reports[0]
 
 
-def import_peft(source: Path, base: Path, out: Path) -> ImportedAdapter:
+def import_peft(source: Path, base: Path, out: Path) -> tuple[Mapping[str, Any], LoraSettings]:
     """Convert the PEFT adapter in ``source`` for mlx-lm and this project into ``out``, complete or not at all.
 
-    Raises ConfigError if the target exists, ModelError if the adapter is not supported, does not fit the base or
-    changes nothing, and DiskFullError.
+    Returns PEFT's configuration and the settings here. Raises ConfigError if the target exists, ModelError if the
+    adapter is not supported, does not fit the base or changes nothing, and DiskFullError.
     """
     parent = require_new(out)
     read_peft_config(source)  # before the model is opened
     files = read_model_files(base)
     require_same_names(base)
     model = open_base(base, dequantize=False)
-    imported = put_on(model, source)
-    method = "dora" if imported.config.get("use_dora") else "lora"
+    config, lora = put_on(model, source)
+    method = "dora" if config.get("use_dora") else "lora"
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
-        save_adapter(model, method, imported.lora, base, out, base_fingerprint=files.fingerprint)
-    return imported
+        save_adapter(model, method, lora, base, out, base_fingerprint=files.fingerprint)
+    return config, lora
 
 
 def require_same_names(base: Path) -> None:
@@ -180,20 +170,17 @@ def write_peft(
 
 
 def targets_of(adapted: set[str], blocks_of: Mapping[str, int]) -> tuple[list[str], list[int] | None]:
-    """Shortest names that select exactly the ``adapted`` layers among ``blocks_of``, and their blocks (None: all)."""
-    blocks = sorted({blocks_of[path] for path in adapted})
-    for start in (r".*\.", r".*?\.\d+\."):  # q_proj, then self_attn.q_proj, of model.layers.3.self_attn.q_proj
-        short = {path: re.sub(f"^{start}", "", path) for path in blocks_of}
-        names = {short[path] for path in adapted}
-        if {path for path, block in blocks_of.items() if block in blocks and short[path] in names} == adapted:
-            return sorted(names), None if len(blocks) == 1 + max(blocks_of.values()) else blocks
+    """Names that select exactly the ``adapted`` layers among ``blocks_of``, and their blocks (None: all)."""
+    blocks, last = sorted({blocks_of[path] for path in adapted}), {path.rpartition(".")[2] for path in adapted}
+    if {path for path, block in blocks_of.items() if block in blocks and path.rpartition(".")[2] in last} == adapted:
+        return sorted(last), None if len(blocks) == 1 + max(blocks_of.values()) else blocks
     return sorted(adapted), None
 
 
-def put_on(model: BaseModel, source: Path) -> ImportedAdapter:
-    """Put the adapter in ``source`` on an opened base, ready to compute.
+def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSettings]:
+    """Put the adapter in ``source`` on an opened base, ready to compute; returns its configuration and settings.
 
-    Raises ModelError with the name of what does not fit or is not supported.
+    The targets of the settings are full names inside a block. Raises ModelError with the name of what does not fit.
     """
     config, places = read_peft_config(source), places_of(model)
     pairs = _pairs_in(source, config, places)
@@ -216,7 +203,7 @@ def put_on(model: BaseModel, source: Path) -> ImportedAdapter:
     set_adapter_weights(model, weights)
     model.module.eval()
     mx.eval(model.module.parameters())
-    return ImportedAdapter(config, lora, weights)
+    return config, lora
 
 
 def _pairs_in(
