@@ -171,8 +171,8 @@ def print_pretraining(
         sources.append(source)
     console.print(table)
     speed = sources[0] if len(sources) == 1 else "assumed, tflops in conf/machine"
-    note = "memory for one window, windows that fit at a time ((r): blocks recomputed), start now without a pause"
-    console.print(f"{note}; speed {speed}", style="dim")
+    note = "Memory for one window; windows that fit at a time ((r): with recomputed blocks); the end if it starts now"
+    console.print(f"{note} and never pauses. Speed: {speed}.", style="dim")
     return any_fits
 
 
