@@ -87,7 +87,8 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     module, config, folds = open_to_fold(job.base, job.adapter)
     parts, writer = parts_of(module, family), gguf.GGUFWriter(None, family.architecture)
     writer.add_file_type(FILE_TYPES[stored])
-    divisors, tokens = write_shape(writer, family, text_model(module)), _write_texts(writer, job, text_model(module))
+    divisors = write_shape(writer, family, text_model(module))
+    _write_texts(writer, job, text_model(module))
     size = _require_room(path, parts, stored, kind)
     comparison = ExportComparison(job, files, say)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
@@ -99,7 +100,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     gc.collect()
     set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
     with errors_told("open what was written", str(path)):
-        module = rebuilt(config, dict(arrays_in(path, parts, tokens)))
+        module = rebuilt(config, dict(arrays_in(path, parts)))
         dequantize = dequantize_to_answer(files)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=job.compute_dtype)
     model, name = BaseModel(module, frozenset(), *adapt(module)), f"{job.out.name} ({kind})"
@@ -115,8 +116,8 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     return report
 
 
-def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, module: Any) -> tuple[str, ...]:
-    """Write the name, the tokenizer and the chat settings into the metadata; returns the tokens."""
+def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, module: Any) -> None:
+    """Write the name, the tokenizer and the chat settings into the metadata."""
     tokenizer, size = ChatTokenizer(job.base), module.args.vocab_size
     chats, where = bool(tokenizer.template), str(job.base)
     vocabulary = vocabulary_of(tokenizer.definition, size, chats=chats, where=where)
@@ -126,7 +127,6 @@ def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, module: Any) -> tuple[
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     write_vocabulary(writer, vocabulary)
     write_chat(writer, tokenizer, read_prompt_format(job.adapter), size, job.base)
-    return vocabulary.tokens
 
 
 def _require_room(path: Path, parts: Sequence[GgufPart], stored: Kind, kind: str) -> int:
