@@ -8,7 +8,6 @@ a number of rows and a number of labels, each rounded up, so that even a large d
 """
 
 import dataclasses
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,36 +100,21 @@ class Update:
         return total / max(1, self.trained_tokens)
 
 
-def share_of(sizes: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """Indices of one rank's rows. ``sizes``: (rows,) tokens of each row, longest first.
-
-    Each row goes to the rank with the least work so far: at most a third above the optimum (Graham 1969). Which rank
-    computes a row changes sums only by rounding.
-    """
-    places, work = list[int](), [(0, number) for number in range(ranks)]
-    for place, size in enumerate(sizes.tolist()):
-        tokens, least = work[0]
-        heapq.heapreplace(work, (tokens + size, least))
-        if least == rank:
-            places.append(place)
-    return np.array(places, dtype=np.int64)
-
-
 def update_at(
     data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout, rank: int = 0, ranks: int = 1
 ) -> Update:
     """Build the update at ``cursor``. The layout does not change its rows.
 
     With several ranks it holds only one rank's micro-batches, perhaps none; label and token counts cover all ranks.
+    Rows are dealt out by length; which rank computes a row changes sums only by rounding.
     """
     update = rows_at(data, cursor, seed, rows_per_update)
-    rows, widths = update.rows, update.data.inputs(update.rows)
-    if ranks == 1:
-        return update_of_rows(update.data, list(fill(update.data, rows, layout)), layout)
-    mine = np.array(rows, dtype=np.int64)[share_of(widths, rank, ranks)]
+    rows, mine = update.rows, update.rows[rank::ranks]
     own = update_of_rows(update.data, list(fill(update.data, mine, layout)), layout)
     labels = int(update.data.label_counts[rows].sum(dtype=np.int64))
-    return dataclasses.replace(own, trained_tokens=labels, input_tokens=int(widths.sum(dtype=np.int64)))
+    return dataclasses.replace(
+        own, trained_tokens=labels, input_tokens=int(update.data.inputs(rows).sum(dtype=np.int64))
+    )
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:

@@ -26,7 +26,7 @@ from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.files import sha256_of, write_json
 from safetrain.core.storage.paths import BAD_UPDATES
 from safetrain.engine.adapters import adapter_weights
-from safetrain.engine.batches import MicroBatch, Update, share_of, update_at
+from safetrain.engine.batches import MicroBatch, Update, update_at
 from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.job import Job
 from safetrain.engine.optimizer import learning_rate
@@ -262,7 +262,7 @@ def _loss_of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:  # the same on every rank
         raise nothing_to_measure()
-    rows = data.take(np.asarray(data.by_length)[share_of(data.inputs(data.by_length), run.ranks.rank, run.ranks.size)])
+    rows = data.take(data.by_length[run.ranks.rank :: run.ranks.size])
     summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0
     total = run.ranks.total(summed, run.watcher.stop(), run.state.step)
     return total / labels
