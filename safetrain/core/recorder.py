@@ -131,6 +131,7 @@ class Recorder:
         self._ring = mmap.mmap(self._file, RING_BYTES)
         self._statm = os.open(STATM, os.O_RDONLY) if STATM.exists() else None
         self._number, self._memory_read_at = 0, 0.0
+        self._last: tuple[Phase, Edge, Work] = Phase.LOAD_DATA, Edge.BEFORE, NO_WORK
         self._footprint, self._data = 0, 0
         self.read_allocator: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # active, peak, cache
         self.predicted_peak_bytes, self.loss = 0, 0.0
@@ -151,6 +152,7 @@ class Recorder:
     def write(self, phase: Phase, edge: Edge, work: Work) -> None:
         """Add one record. Its number is written last, so a torn record has none."""
         self._number += 1
+        self._last = phase, edge, work
         now = time.monotonic()
         if now - self._memory_read_at > MEMORY_SECONDS:
             self._memory_read_at = now
@@ -162,6 +164,10 @@ class Recorder:
             self.predicted_peak_bytes, *self.read_allocator(), self._footprint, self._data, self.loss, *rows,
         )  # fmt: skip
         struct.pack_into("<Q", self._ring, place, self._number)
+
+    def repeat(self) -> None:
+        """Add the last record again: slow work makes progress."""
+        self.write(*self._last)
 
     def _own_memory(self) -> tuple[int, int]:
         """Footprint and private writable bytes of this process; reading /proc directly is fast."""

@@ -108,11 +108,13 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
         _unfreeze(model, blocks[-lora.num_layers :])
     else:
         names = _target_names(model, lora.targets)
-        for block in blocks[-lora.num_layers :]:
+        for number, block in enumerate(blocks[-lora.num_layers :], len(blocks) - lora.num_layers):
             _add_layers(model, block, names, method, lora)
+            if model.blocks is not None:  # DoRA has read it
+                model.blocks.store.drop(number)
     if not tree_flatten(model.module.trainable_parameters()):
         raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
-    mx.eval(model.module.parameters())
+    mx.eval(model.module.trainable_parameters())
 
 
 def adapter_weights(model: BaseModel) -> dict[str, mx.array]:

@@ -75,10 +75,12 @@ class Examination:
         """The model, dequantized if memory allows, and the memory limit: that of its training."""
         run, dequantize = self.run, self.run.dequantize_base
         limit_bytes = run.mlx_limit_bytes
-        if files.quantization_bits is not None and not dequantize and dequantize_to_answer(files):
+        is_kept = files.quantization_bits is not None and not dequantize and not run.stream_base
+        if is_kept and dequantize_to_answer(files):
             dequantize, limit_bytes = True, limit_bytes + FLOAT32 * files.parameters
         set_limits(limit_bytes)
-        return open_base(files.folder, dequantize=dequantize, compute_dtype=run.compute_dtype), limit_bytes
+        model = open_base(files.folder, dequantize=dequantize, compute_dtype=run.compute_dtype, stream=run.stream_base)
+        return model, limit_bytes
 
     def _losses(self, name: str, model: BaseModel, rows: TokenRows, text_name: str, work: str) -> np.ndarray:
         rows_begun = 0

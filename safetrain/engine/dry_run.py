@@ -51,7 +51,7 @@ def main(job_path: str, scratch: str) -> int:
     limit_memory(train_job.memory_limit_bytes)
     try:
         job = load_job(train_job)
-        load_fast_blas()  # before anything imports mlx
+        load_fast_blas(depth_first=job.settings.stream_base)  # before anything imports mlx
         from safetrain.engine.backend import keep_to_room
 
         keep_to_room(train_job.memory_limit_bytes)

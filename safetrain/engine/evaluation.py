@@ -8,6 +8,7 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import DataError
 from safetrain.engine.batches import MicroBatch, in_order, layout_for
+from safetrain.engine.block_loop import computed
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
@@ -48,7 +49,7 @@ def row_losses(
     model.module.eval()
     loss, sums = ShardLoss(model, training=False), np.zeros(len(data))
     layout = layout_for(model, max_tokens)
-    for number, batch in enumerate(in_order(data, layout)):
+    for number, batch in enumerate(computed(model, in_order(data, layout))):
         beat(batch, number)
         with loss.one_head():
             label_losses = side_by_side(loss.by_label, batch.shards)

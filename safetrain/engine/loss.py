@@ -6,7 +6,7 @@ powers of two.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import mlx.core as mx
 
@@ -50,16 +50,16 @@ class ShardLoss:
         if split is None:  # the identity stands in for the head
             return losses_of(_unseen, self._chosen(shard), shard.targets, shard.weights).sum()
         if self._trains_head:
-            loss_of, trained = chunked_loss(split.head_of, _chunk(split)), [split.matrix]
+            loss_of, trained = chunked_loss(split.head_of, chunk_of(split)), [split.matrix]
         else:
             head = self._head(split)
-            loss_of, trained = chunked_loss(lambda: head, _chunk(split)), []
+            loss_of, trained = chunked_loss(lambda: head, chunk_of(split)), []
         return loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
 
     def by_label(self, shard: Shard) -> mx.array:
         """(labels,) losses of one shard, as a lazy array without a gradient; 0 for padding labels."""
         split = self._split
-        head, size = (_unseen, shard.targets.size) if split is None else (self._head(split), _chunk(split))
+        head, size = (_unseen, shard.targets.size) if split is None else (self._head(split), chunk_of(split))
         return measured_losses(head, size, self._chosen(shard), shard.targets, shard.weights)
 
     def _chosen(self, shard: Shard) -> mx.array:
@@ -80,16 +80,18 @@ class ShardLoss:
             self._shared = None
 
 
-def _chunk(split: SplitModel) -> int:
+def chunk_of(split: SplitModel) -> int:
     """Labels per chunk of logits."""
     return chunk_tokens(split.vocabulary, device().shards)
 
 
 def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
     """(tokens, features) outputs of ``call``, the model or its trunk."""
-    if model.packs_rows:
-        return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
-    return call_padded(call, shard.inputs, shard.layout)
+    blocks, given = model.blocks, model.blocks.given.get(id(shard)) if model.blocks is not None else None
+    with nullcontext() if blocks is None or given is None else blocks.after(given):
+        if model.packs_rows:
+            return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
+        return call_padded(call, shard.inputs, shard.layout)
 
 
 def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:

@@ -10,6 +10,7 @@ import psutil
 
 from safetrain.core.model.files import ModelFiles
 from safetrain.engine.backend import device
+from safetrain.engine.blocks import Blocks
 from safetrain.engine.layers import Randomness
 from safetrain.engine.upstream.adaptation import SplitModel, adapt
 from safetrain.engine.upstream.generation import padding_refusal
@@ -26,6 +27,7 @@ class BaseModel:
     split: SplitModel | None  # None if refused: logits are computed for all tokens
     split_refusal: str
     randomness: Randomness = field(default_factory=Randomness)
+    blocks: Blocks | None = None  # of a base that stays on disk
 
     @property
     def packs_rows(self) -> bool:
@@ -38,7 +40,7 @@ class BaseModel:
         return not padding_refusal(self.module)
 
 
-def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
+def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None, stream: bool = False) -> BaseModel:
     """Load the model in ``folder``; raises ModelError when mlx-lm cannot.
 
     A GPU computes in ``compute_dtype``, None for the type that the model is stored in.
@@ -46,12 +48,23 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
     With ``dequantize`` quantized weights are dequantized once; on CPU they are otherwise dequantized at each use. There
     everything that is dequantized becomes float32, because only float32 products go through the BLAS (measured: 16-bit
     ones run at 6 GFLOP/s).
+
+    With ``stream`` the weights stay on disk, and each block is read when it is computed.
     """
     with errors_told("load the model", str(folder)):
         module, config = load(folder)
         eos_ids = _eos_ids(folder, config)
-        module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
-        return BaseModel(module, eos_ids, *adapt(module))
+        if not stream:
+            module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
+            return BaseModel(module, eos_ids, *adapt(module))
+
+        def open_lazily() -> Any:
+            return ready_to_compute(load(folder)[0], dequantize=dequantize, compute_dtype=compute_dtype, read=False)
+
+        blocks = Blocks(folder, open_lazily)
+        model = BaseModel(blocks.module, eos_ids, *adapt(blocks.module), blocks=blocks)
+        blocks.require_chain(model.module if model.split is None else model.split.trunk, packed=model.packs_rows)
+        return model
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:

@@ -52,8 +52,14 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
     gc.collect()
     settings, recorder, work = job.settings, watcher.recorder, Work(step)
     with recorder.phase(Phase.LOAD_MODEL, work):
-        model = open_base(job.base_folder, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
-        by_mlx_lm = holds_adapters(model.module, settings.method)
+        model = open_base(
+            job.base_folder, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype,
+            stream=settings.stream_base,
+        )  # fmt: skip
+        if model.blocks is not None:
+            model.blocks.pulse = recorder.repeat
+        in_memory = not settings.stream_base or settings.method != "dora"  # mlx-lm's DoRA reads all weights
+        by_mlx_lm = in_memory and holds_adapters(model.module, settings.method)
 
     def compared() -> ComparedWith:
         with recorder.phase(Phase.VERIFY, work):

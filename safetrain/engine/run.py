@@ -96,6 +96,8 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base_folder, settings, recorder, tracer)
+        if model.blocks is not None:
+            model.blocks.pulse = recorder.repeat
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.training_rows import Cursor, advance
-from safetrain.core.errors import BadUpdateError, EngineError, InterruptedRun, TrainingError
+from safetrain.core.errors import BadUpdateError, EngineError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
@@ -69,6 +69,10 @@ def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
         if state.step:
             save(run)
         raise _interrupted(run) from None
+    except ModelError:  # the base's files have changed, or cannot be read
+        if state.step:
+            save(run)
+        raise
     return _result(run) if ranks.writes else None
 
 

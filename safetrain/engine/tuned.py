@@ -29,6 +29,7 @@ from safetrain.core.records.fusing import (
     require_effect,
 )
 from safetrain.engine.batches import Shard, in_order, layout_for
+from safetrain.engine.block_loop import computed
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.adaptation import Head
@@ -166,7 +167,7 @@ def _at_labels(
         heads.append(heads[0] if tuned.head is None else tuned.head())  # a head may be dequantized: once is enough
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
     chunks: list[tuple[np.ndarray, ...]] = []
-    for batch in in_order(rows, layout):
+    for batch in computed(model, in_order(rows, layout)):
         beat()
         for shard in batch.shards:
             chunks += _of_shard(model, shard, heads, tuned)

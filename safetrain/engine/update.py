@@ -18,6 +18,7 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
+from safetrain.engine.block_loop import Listener, gradient_by_blocks
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
@@ -73,7 +74,9 @@ def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, "Gradients"]:
     """Open the base model with the given settings, make part of it trainable, and build its Gradients."""
-    model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
+    model = open_base(
+        base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype, stream=settings.stream_base
+    )
     return model, equip(model, settings, recorder, tracer)
 
 
@@ -86,7 +89,7 @@ def equip(
     if settings.method == PRETRAIN:
         name, blocks = settings.compute_dtype, model.module.layers
         dtype = mx.float32 if name is None or device().on_cpu else getattr(mx, name)
-    for block in blocks if settings.gradient_checkpointing else ():
+    for block in blocks if settings.gradient_checkpointing and model.blocks is None else ():
         checkpoint(block)
     return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=dtype)
 
@@ -111,7 +114,7 @@ class Gradients:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
         self._dtype, self.compiles = whole_model, not device().on_cpu and tracer is None
         observe = None
-        if tracer is not None:
+        if tracer is not None and model.blocks is None:
             observe = functools.partial(tracer.done, Phase.FORWARD, following=Phase.LOSS)
         self._loss = ShardLoss(model, training=True, observe=observe, trains_head=whole_model is not None)
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
@@ -125,6 +128,8 @@ class Gradients:
         whatever its micro-batch. Each micro-batch is evaluated before the next one starts, so only one is in memory;
         the next one's graph is built meanwhile.
         """
+        if self._model.blocks is not None:
+            return self._by_blocks(update, step, check_stop)
         total, summed, share = mx.array(0.0), None, update.per_label(1.0)
         for number, batch in enumerate(update.micro_batches):
             check_stop()
@@ -156,6 +161,25 @@ class Gradients:
             return self._program(layout.blocks)(parameters, *arrays)
         finally:
             module.update(parameters)  # tracing leaves placeholders behind
+
+    def _by_blocks(self, update: Update, step: int, check_stop: Callable[[], None]) -> tuple[mx.array, Gradient]:
+        """The same with the base on disk."""
+        tracer, work = self._tracer, Work(step + 1)
+
+        def begin(number: int) -> None:
+            nonlocal work
+            work = work_of(update.micro_batches[number], step, number)
+            if tracer is not None:
+                tracer.begin(work)
+
+        def pulse() -> None:
+            check_stop()
+            self._note(Edge.BEFORE, work)
+
+        return gradient_by_blocks(
+            self._model, self._loss, update, lambda shard: key_of(self._seed, step, shard.rows[0]),
+            Listener(begin, pulse, tracer.done if tracer is not None else lambda *_: None),
+        )  # fmt: skip
 
     def _note(self, edge: Edge, work: Work) -> None:
         if self._recorder is not None:

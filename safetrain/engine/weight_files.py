@@ -99,7 +99,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
         raise ModelError(f"The adapter does not fit this model: {error}", where=str(folder)) from error
     model.module.freeze()
     model.module.eval()
-    mx.eval(model.module.parameters())
+    mx.eval(model.module.trainable_parameters())
 
 
 def adapter_arrays(folder: Path, file: str = ADAPTER_FILE) -> dict[str, mx.array]:

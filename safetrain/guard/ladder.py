@@ -10,6 +10,7 @@ from safetrain.core.formatting import run_again, size_text
 from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
 from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import LargestUpdate, MemoryShape, Rung, TrainJob, TrainSettings, memory_shape
 from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import LADDER
@@ -43,10 +44,12 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
     """Return the settings of the next rung; None at the bottom.
 
     The order: half the micro-batch and twice the accumulation (an odd micro-batch is divided by its smallest factor),
-    gradient checkpointing, a base that stays quantized. All give the same update up to rounding.
+    gradient checkpointing, a base that stays quantized, a base that stays on disk. All give the same update up to
+    rounding.
     """
     if loading:  # before the first update, only the base can use less memory
-        return dataclasses.replace(settings, dequantize_base=False) if quantized and settings.dequantize_base else None
+        dequantized = quantized and settings.dequantize_base
+        return dataclasses.replace(settings, dequantize_base=False) if dequantized else _streamed(settings)
     if settings.batch_size > 1:
         factor = next(f for f in range(2, settings.batch_size + 1) if settings.batch_size % f == 0)
         return dataclasses.replace(
@@ -58,7 +61,14 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
         return dataclasses.replace(settings, gradient_checkpointing=True)
     if quantized and settings.dequantize_base:
         return dataclasses.replace(settings, dequantize_base=False)
-    return None
+    return _streamed(settings)
+
+
+def _streamed(settings: TrainSettings) -> TrainSettings | None:
+    """The same with the base on disk; None if it is there already, or is trained."""
+    if settings.stream_base or settings.method in WHOLE:
+        return None
+    return dataclasses.replace(settings, stream_base=True, dequantize_base=False)
 
 
 def describe_change(before: MemoryShape, after: MemoryShape) -> str:
@@ -70,6 +80,8 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
         changes.append("blocks recomputed in the backward pass")
     if before.dequantize_base and not after.dequantize_base:
         changes.append("the base left quantized")
+    if after.stream_base and not before.stream_base:
+        changes.append("the base read from disk block by block")
     return ", ".join(changes) or str(after)
 
 

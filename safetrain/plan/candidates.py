@@ -111,18 +111,20 @@ class Estimate:
     largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
     rows_per_update: int = 0
     relative_cost: float = 0.0  # per token, compared with other candidates
+    stream: bool = False  # the base stays on disk
 
     @property
     def micro_batch(self) -> Shape:
         """The largest micro-batch."""
-        return self.largest or Shape(self.rows, padded(self.tokens), accumulates=True)
+        tokens = padded(self.tokens)
+        return self.largest or Shape(self.rows, tokens, True, update_tokens=max(self.rows, ROWS_PER_UPDATE) * tokens)
 
     @functools.cached_property
     def backend(self) -> Backend:
         """Backend settings of this training run."""
         return backend_of(
             self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
-            optimizer=self.optimizer, compute_dtype=self.compute_dtype,
+            optimizer=self.optimizer, compute_dtype=self.compute_dtype, stream_base=self.stream,
         )  # fmt: skip
 
     @functools.cached_property
@@ -275,14 +277,21 @@ def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = Fals
     return machine.compute_dtype if plain else machine.quantized_compute_dtype
 
 
-def candidates_at(question: PlannedTraining, length: int) -> list[Estimate]:
-    """List all distinct candidates, fastest first."""
+def candidates_at(question: PlannedTraining, length: int, *, stream: bool = False) -> list[Estimate]:
+    """List all distinct candidates, fastest first: those in memory, or with ``stream`` those with the base on disk."""
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
-    for checkpointing, dequantize in _modes(question):
+    for checkpointing, dequantize in [(True, False)] if stream else _modes(question):
         for size in _sizes(question):
-            fit = _candidate(question, size, length, checkpointing, dequantize)
+            fit = _candidate(question, size, length, checkpointing, dequantize).but(stream=stream)
             fits.setdefault((checkpointing, dequantize, fit.micro_batch), fit)
     return sorted(fits.values(), key=lambda fit: fit.relative_cost)
+
+
+def places_of_base(question: PlannedTraining) -> list[bool]:
+    """Whether the base stays on disk, in the order to try: only if nothing else fits, or as pinned."""
+    if question.train.stream_base is not None:
+        return [question.train.stream_base]
+    return [False] if question.train.method in WHOLE else [False, True]
 
 
 def _sizes(question: PlannedTraining) -> list[int]:

@@ -13,6 +13,7 @@ from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.formatting import duration_text
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.estimate import MARGIN, require_computable, require_trainable, with_margin
+from safetrain.core.memory.streamed import read_bytes
 from safetrain.core.memory.terms import padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.shapes import is_known
@@ -20,7 +21,7 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, read_recommendation
 from safetrain.core.storage import paths
-from safetrain.plan.candidates import BATCHES, Estimate
+from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate
 from safetrain.plan.create import OWN_IDS, config_of
 from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
 from safetrain.plan.model_shape import preset, shape_for
@@ -31,6 +32,7 @@ from safetrain.plan.remedies import what_would_fit
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNKNOWN = "-"
 CPU_SHARE = 0.5  # of a matrix product's speed; a training's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
+DISK_BYTES_PER_SECOND = 2.5e9  # assumed, of an internal SSD
 
 
 def estimate_of(
@@ -71,10 +73,12 @@ def print_info(console: Console, model: ModelFiles) -> None:
     if not is_known(model.model_type):
         console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
         return
-    table = _table(console, "one row, LoRA rank 16, blocks recomputed", "tokens", "memory on a GPU", "on CPU")
+    columns = "tokens", "memory on a GPU", "on CPU", "base on disk, on a GPU", "on CPU"
+    table = _table(console, "one row, LoRA rank 16, blocks recomputed", *columns)
     for tokens in LENGTHS:
         if model.max_positions is None or tokens <= model.max_positions:
-            table.add_row(f"{tokens:,}", *(size(each.but(tokens=tokens).needed_bytes) for each in (on_gpu, on_cpu)))
+            runs = [each.but(tokens=tokens, stream=stream) for stream in (False, True) for each in (on_gpu, on_cpu)]
+            table.add_row(f"{tokens:,}", *(size(run.needed_bytes) for run in runs))
     console.print(table)
 
 
@@ -90,6 +94,9 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     quantized, note = run.but(dequantize=False), ""
     if not run.fits and quantized.fits:  # as recommend_config would plan it
         run, note = quantized, ", base left quantized (dequantized, it does not fit)"
+    on_disk = run.cheapest.but(stream=True)
+    if not run.but(rows=1).cheapest.fits and run.method not in WHOLE and on_disk.fits:
+        run, note = on_disk, ", base on disk (in memory, it does not fit)"
     rank = f" rank {run.lora.rank}" if run.method not in WHOLE else ""
     here = f"{name} ({run.machine.backend}, budget {size(run.machine.memory_budget_bytes)})"
     table = _table(console, f"{run.rows} x {run.tokens} tokens, {run.method}{rank}{note}, on {here}")
@@ -105,6 +112,13 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
     if run.fits:
         console.print(f"rows of {run.tokens} tokens that fit at a time: {_rows_text(run.largest_batch)}")
+    if run.stream:
+        step = read_bytes(run.model, run.lora, run.micro_batch, run.backend)
+        seconds = step / DISK_BYTES_PER_SECOND
+        console.print(
+            f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {seconds:.0f} s at {DISK_BYTES_PER_SECOND / 1e9:g} "
+            "GB/s, mostly while it computes"
+        )
     else:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":

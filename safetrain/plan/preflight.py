@@ -1,10 +1,12 @@
 """The checks before training: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
+import os
 import platform
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import hosts_of
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
-from safetrain.core.records.schema import Pipeline, Train
+from safetrain.core.records.schema import WHOLE, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
@@ -43,8 +45,12 @@ DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "tr
 IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU", "CPU-BLAS",
     "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MODEL-FILES", "DATA-FILES", "DISK-FREE", "RUN-PREV", "HOSTS-FILE",
-    "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT",
+    "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "DISK-READ", "MEM-FIT",
 )  # fmt: skip
+READ_BYTES, PIECE_BYTES = 2**28, 2**23
+F_NOCACHE = 48  # of macOS's fcntl: what is read does not stay in the file cache
+SLOW_BYTES = 0.5e9  # a second
+NETWORKS = ("nfs", "cifs", "smb", "afp", "webdav", "fuse.sshfs", "9p")  # beginnings of file system names
 REINSTALL = "run 'make clean && make'"
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -83,13 +89,17 @@ def examine(
     else:
         checks.append(verdict("HW-GPU", False, True, f"mlx does not work here: {why_not}", "mlx starts",
                               f"python -m {probe_module}", REINSTALL))  # fmt: skip
-    checks += [*environment_checks(model.static_bytes if model else 0), model_check, data_check]
+    held_bytes = model.static_bytes if model is not None and must_fit(train) else 0
+    checks += [*environment_checks(held_bytes), model_check, data_check]
     checks += [_disk_check(config, data, model), previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
     if machine is None or probe is None or model is None:
         why = "the model is incomplete" if model is None else "mlx does not work"
         return [*checks, *(skipped(each, why) for each in ("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"))], machine
-    checks += [load_check(probe, level), train_check(model, probe), static_check(model, machine)]
-    if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
+    checks += [load_check(probe, level), train_check(model, probe), static_check(model, machine, train)]
+    is_refused = FAIL in (each.status for each in checks[-2:])
+    if train.stream_base or checks[-1].status == WARN:
+        checks.append(reading_check(model))
+    if data is None or rows is None or is_refused:
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
         return [*checks, skipped("MEM-FIT", why)], machine
     module, inputs = dry_run_module if level == "certify" else "", PlanInputs(data, machine, model, rows)
@@ -294,9 +304,14 @@ def train_check(model: ModelFiles, probe: Probe) -> Check:
                    "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
-def static_check(model: ModelFiles, machine: Machine) -> Check:
-    """Check that the weights fit the memory budget."""
-    return verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, True,
+def must_fit(train: Train) -> bool:
+    """Whether the base may not stay on disk."""
+    return train.method in WHOLE or train.stream_base is False
+
+
+def static_check(model: ModelFiles, machine: Machine, train: Train) -> Check:
+    """Check that the weights fit the memory budget; if they may stay on disk, a warning."""
+    return verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, must_fit(train),
                    f"weights {size(model.static_bytes)}",
                    f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
                    "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
@@ -330,3 +345,42 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     most = f"at most {size(planned.memory_budget_bytes)}"
     source = "the smaller of machine.json and train.memory_limit_gb"
     return verdict("MEM-FIT", not over, False, text, most, source)
+
+
+def read_speed(folder: Path) -> float:
+    """Bytes a second from the largest weight file, as far as possible not from the file cache."""
+    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        if sys.platform == "darwin":
+            import fcntl
+
+            fcntl.fcntl(descriptor, F_NOCACHE, 1)
+        else:
+            os.posix_fadvise(descriptor, 0, READ_BYTES, os.POSIX_FADV_DONTNEED)
+        began, done = time.perf_counter(), 0
+        while done < READ_BYTES and (piece := os.pread(descriptor, PIECE_BYTES, done)):
+            done += len(piece)
+        return done / max(1e-9, time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
+
+
+def file_system_of(folder: Path) -> str:
+    """The name of the file system that a folder is on; empty if unknown."""
+    place = folder.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
+
+
+def reading_check(model: ModelFiles) -> Check:
+    """Check that a base that stays on disk can be read fast enough."""
+    speed, system = read_speed(model.folder), file_system_of(model.folder)
+    seconds = 2 * model.static_bytes / speed
+    text = f"the base stays on disk: {speed / 1e9:.1f} GB/s from {system or 'an unknown file system'}, "
+    text += f"about {seconds:.0f} s of reading per step"
+    is_remote = system.startswith(NETWORKS)
+    if speed >= SLOW_BYTES and not is_remote:
+        return Check("DISK-READ", PASS, False, text)
+    needed = f"at least {size(int(SLOW_BYTES))} a second, not over a network"
+    return Check("DISK-READ", WARN, False, text, needed, str(model.folder), "copy the model to an internal SSD")

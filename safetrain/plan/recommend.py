@@ -35,6 +35,7 @@ from safetrain.plan.candidates import (
     candidates_at,
     epochs_for,
     expected_seconds,
+    places_of_base,
     usual_epochs,
 )
 from safetrain.plan.child import Answer, dry_run_path, remove_remains, try_out
@@ -71,8 +72,8 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Cal
     question = ask(inputs, train, lora)
     search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", module, say)
     fits = list[Estimate]()
-    for length in question.lengths:
-        candidates = candidates_at(question, length)
+    for stream, length in ((stream, length) for stream in places_of_base(question) for length in question.lengths):
+        candidates = candidates_at(question, length, stream=stream)
         unmeasured = search.try_out([fit for fit in candidates if fit.may_fit])
         if search.passed:
             return _fastest(search.passed)[1]
@@ -226,6 +227,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate) -> Recommendatio
         **_intervals(question, fit, updates, reasons),
         dequantize_base=fit.dequantize,
         gradient_checkpointing=fit.checkpointing,
+        stream_base=fit.stream,
         compute_dtype=fit.compute_dtype,
         lora=lora,
         largest_update=question.largest(fit.tokens, fit.rows_per_update),
@@ -272,6 +274,9 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
         if fit.checkpointing
         else "not needed: stored activations fit",
         "dequantize_base": _why_dequantize(question, fit),
+        "stream_base": "the base does not fit into memory: each block is read from disk twice per step"
+        if fit.stream
+        else "the base fits into memory",
         "compute_dtype": _why_compute_dtype(question, fit),
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}

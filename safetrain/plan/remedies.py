@@ -76,7 +76,10 @@ def _slower(run: Estimate) -> Iterator[tuple[str, str, Estimate]]:
         run = run.but(checkpointing=True)
         yield "train.gradient_checkpointing", "true", run
     if run.compute_dtype == "float32" and run.machine.backend != "cpu":
-        yield "train.compute_dtype", "bfloat16", run.but(compute_dtype="bfloat16")
+        run = run.but(compute_dtype="bfloat16")
+        yield "train.compute_dtype", "bfloat16", run
+    if not run.stream and run.method not in WHOLE:
+        yield "train.stream_base", "true", run.but(stream=True)
 
 
 def _with_memory(change: str, keys: Mapping[str, str], run: Estimate) -> str:

@@ -200,6 +200,7 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
     planned, last = job.rungs[0].failed, job.rungs[-1]
     changes += ["activations recomputed"] if now.gradient_checkpointing > planned.gradient_checkpointing else []
     changes += ["base kept quantized"] if now.dequantize_base < planned.dequantize_base else []
+    changes += ["base read from disk"] if now.stream_base > planned.stream_base else []
     since = f"since step {last.at_step}" if last.at_step else "from the start"
     failed = f"{last.failed.window} did not fit: {last.evidence}"
     return (f"{', '.join(changes)} {since} (planned {planned.window})", failed, *job.gpu_rungs[-1:])

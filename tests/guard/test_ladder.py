@@ -28,16 +28,18 @@ def rungs(start: TrainSettings, *, quantized: bool) -> Iterator[TrainSettings]:
         now = next_settings(now, quantized=quantized)
 
 
-def shape(s: TrainSettings) -> tuple[int, int, bool, bool, int]:
-    return s.batch_size, s.gradient_accumulation, s.gradient_checkpointing, s.dequantize_base, s.max_seq_length
+def shape(s: TrainSettings) -> tuple[int, int, bool, bool, bool, int]:
+    ways = s.gradient_checkpointing, s.dequantize_base, s.stream_base
+    return s.batch_size, s.gradient_accumulation, *ways, s.max_seq_length
 
 
 def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
     assert [shape(s) for s in rungs(settings(), quantized=True)] == [
-        (2, 4, False, True, 512),
-        (1, 8, False, True, 512),
-        (1, 8, True, True, 512),
-        (1, 8, True, False, 512),
+        (2, 4, False, True, False, 512),
+        (1, 8, False, True, False, 512),
+        (1, 8, True, True, False, 512),
+        (1, 8, True, False, False, 512),
+        (1, 8, True, False, True, 512),
     ]
 
 
@@ -66,8 +68,11 @@ def test_while_loading_only_the_base_itself_can_take_less() -> None:
     start = settings(8)
     quantized = next_settings(start, quantized=True, loading=True)
     assert quantized == dataclasses.replace(start, dequantize_base=False)
-    assert next_settings(quantized, quantized=True, loading=True) is None
-    assert next_settings(start, quantized=False, loading=True) is None
+    on_disk = dataclasses.replace(quantized, stream_base=True)
+    assert next_settings(quantized, quantized=True, loading=True) == on_disk
+    assert next_settings(start, quantized=False, loading=True) == on_disk
+    assert next_settings(on_disk, quantized=True, loading=True) is None
+    assert next_settings(dataclasses.replace(start, method="full"), quantized=False, loading=True) is None
 
 
 def written(output: Path) -> Ladder:

@@ -169,7 +169,9 @@ def shortage(folder: Path, bits: int | None, gib: float, length: int = 1024) -> 
 
 
 def test_where_nothing_fits_what_would_is_named_with_its_memory(tmp_path: Path) -> None:
-    asked = shortage(tmp_path, 4, 7.0, 4096)
+    (on_disk,) = what_would_fit(shortage(tmp_path, 4, 7.0, 4096))
+    assert on_disk.startswith("train.stream_base=true (")
+    asked = shortage(tmp_path, 4, 3.0, 4096).but(stream=True)
     found = what_would_fit(asked)
     assert not asked.fits
     assert found[0].startswith("train.max_seq_length=")
@@ -177,6 +179,6 @@ def test_where_nothing_fits_what_would_is_named_with_its_memory(tmp_path: Path) 
     length = int(found[0].split("=")[1].split(" ")[0])
     assert (asked.but(tokens=length).fits, asked.but(tokens=length + 32).fits) == (True, False)
     assert [text[:16] for text in what_would_fit(asked.but(rows=4, tokens=length))] == ["train.batch_size"]
-    assert any("--bits 4" in text for text in what_would_fit(shortage(tmp_path, None, 9.0)))
-    (smaller,) = what_would_fit(shortage(tmp_path, 2, 1.0, 256))
+    assert any("--bits 4" in text for text in what_would_fit(shortage(tmp_path, None, 2.5)))
+    (smaller,) = what_would_fit(shortage(tmp_path, 2, 0.6, 256))
     assert smaller.startswith("a base model with about ")

@@ -19,7 +19,7 @@ from safetrain.plan.checks import Check, downgrade, render, require_known, skipp
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.preflight import engine_checks, environment_checks, power_check, pressure_check, software_checks
 from tests.conftest import EMBEDDED
-from tests.plan.test_recommend import data, plan
+from tests.plan.test_recommend import OPEN, data, plan
 
 CPU = Probe("cpu", "", 0, 0, 0, 140 * 2**20, "OpenBLAS", True, "", 200.0)
 MODEL = read_model_files(EMBEDDED)
@@ -39,7 +39,7 @@ def test_this_installation_passes() -> None:
     checks = [
         *software_checks(), *engine_checks(MACHINE, CPU), *environment_checks(10**6),
         preflight.data_check(data()), preflight.model_files(EMBEDDED)[1],
-        preflight.static_check(MODEL, MACHINE), fit(plan()),
+        preflight.static_check(MODEL, MACHINE, OPEN), fit(plan()),
         preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
         preflight.train_check(MODEL, dataclasses.replace(CPU, trains=True)),
     ]  # fmt: skip
@@ -63,7 +63,8 @@ def test_a_model_that_does_not_load_or_has_no_gradient_fails_with_its_reason_and
 
 def test_memory_that_is_not_there_fails() -> None:
     small = dataclasses.replace(MACHINE, memory_budget_bytes=10**6)
-    assert preflight.static_check(MODEL, small).status == "fail"
+    assert preflight.static_check(MODEL, small, OPEN).status == "warn", "the base may stay on disk"
+    assert preflight.static_check(MODEL, small, dataclasses.replace(OPEN, stream_base=False)).status == "fail"
     assert next(c for c in engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
     assert fit(tight).status == "warn"

@@ -17,7 +17,7 @@ from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine,
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation, read_recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at
+from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, places_of_base
 from safetrain.plan.pretraining import finish_text, passes_for, pretraining_lines, trained_tokens, wanted_tokens
 from safetrain.plan.recommend import recommendation_of
 from safetrain.plan.remedies import nothing_fits
@@ -31,7 +31,7 @@ OPEN = Train(
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
-    gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
+    gradient_checkpointing=None, stream_base=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
     hang_minutes=2.0, trace="none", ranks=1, hostfile=None,
 )  # fmt: skip
 NO_ROWS = TokenRows.of([])
@@ -69,7 +69,8 @@ def question_of(
 def recommend(*parts: Any, **rows: Any) -> Recommendation:
     """By the closed form alone."""
     question = question_of(*parts, **rows)
-    candidates = [fit for length in question.lengths for fit in candidates_at(question, length)]
+    places = [(stream, length) for stream in places_of_base(question) for length in question.lengths]
+    candidates = [fit for stream, length in places for fit in candidates_at(question, length, stream=stream)]
     best = next((fit for fit in candidates if fit.fits), None)
     if best is None:
         raise nothing_fits(question, candidates)
@@ -109,13 +110,23 @@ def test_less_memory_gives_a_smaller_micro_batch_and_the_same_update() -> None:
 
 
 def test_what_cannot_fit_is_an_error_before_training() -> None:
+    in_memory = dataclasses.replace(OPEN, stream_base=False)
     with pytest.raises(MachineError, match="do not fit this machine") as caught:
-        plan(model=qwen_7b(), machine=machine(4, "metal"))
+        plan(in_memory, model=qwen_7b(), machine=machine(4, "metal"))
     assert "GiB with margin, at batch size 1 and" in str(caught.value)
     assert caught.value.exit_code == 5
-    long = dataclasses.replace(OPEN, max_seq_length=8192)
-    with pytest.raises(MachineError, match=r"use train\.max_seq_length=\d+ \("):
+    long = dataclasses.replace(in_memory, max_seq_length=8192)
+    with pytest.raises(MachineError, match=r"use train\.stream_base=true train\.max_seq_length=\d+ \("):
         plan(long, model=qwen_7b(), machine=machine(6.5, "metal"), data=data(longest=8000))
+
+
+def test_the_base_stays_on_disk_only_where_nothing_else_fits() -> None:
+    """Also a model four times the memory, on a Mac of 8 GB."""
+    assert plan(model=qwen_7b(), machine=machine(16, "metal")).stream_base is False
+    small = plan(model=qwen_7b(), machine=machine(3, "metal"))
+    assert (small.stream_base, small.gradient_checkpointing, small.dequantize_base) == (True, True, False)
+    assert small.predicted_peak_bytes < 3 * GIB
+    assert plan(dataclasses.replace(OPEN, stream_base=True)).stream_base is True
 
 
 def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:

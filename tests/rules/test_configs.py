@@ -39,7 +39,7 @@ NOT_IN_DVC = (
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size", "compute_dtype", "dequantize_base", "gradient_accumulation",
     "gradient_checkpointing", "max_examples", "max_seq_length", "max_steps",
-    "memory_limit_gb", "method", "num_epochs", "optimizer",
+    "memory_limit_gb", "method", "num_epochs", "optimizer", "stream_base",
 }  # fmt: skip
 
 

@@ -47,8 +47,9 @@ GIB = 2**30
 UPDATES = 30
 PLAN = Recommendation(
     batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, warmup_steps=2,
-    save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, compute_dtype=None,
-    lora=SETTINGS.lora, largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
+    save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, stream_base=False,
+    compute_dtype=None, lora=SETTINGS.lora,
+    largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
     planned_model="models/tiny", planned_backend="cpu",
     reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows"},
     predicted_peak_bytes=2 * GIB, mlx_limit_bytes=GIB, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),

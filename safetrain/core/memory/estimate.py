@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
+from safetrain.core.memory.streamed import streamed_phases
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     FLOAT32,
@@ -52,11 +53,14 @@ class RunMemory:
 def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
     """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
-    accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if shape.accumulates else ()
-    working = [(*accumulated, *phase) for phase in work_phases(model, lora, shape, backend)]
+    accumulates, streams = shape.accumulates and not backend.stream_base, backend.stream_base
+    accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if accumulates else ()
+    phases = streamed_phases if streams else work_phases
+    working = [(*accumulated, *phase) for phase in phases(model, lora, shape, backend)]
+    base = () if streams else (MemoryTerm("base weights", base_bytes(model, backend), exact=True),)
     optimizer = (MemoryTerm("optimizer at work", at_work_bytes(model, lora, backend)),)
     return (
-        MemoryTerm("base weights", base_bytes(model, backend), exact=True),
+        *base,
         MemoryTerm("trained weights", adapter, exact=True),
         MemoryTerm("optimizer's state", optimizer_state_bytes(model, lora, backend), exact=True),
         *max(*working, optimizer, key=total_bytes),
@@ -106,7 +110,7 @@ def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update
     tokens = min(batch_size * longest, in_update)
     labels = min(tokens, int(more * largest.labels))
     rows = max(-(-tokens // longest), round(rows_per_update * tokens / in_update))  # of mean length
-    return Shape(rows, longest, tokens < in_update, tokens, labels)
+    return Shape(rows, longest, tokens < in_update, tokens, labels, in_update)
 
 
 def memory_of_run(
@@ -165,7 +169,7 @@ def _terms(
 ) -> tuple[MemoryTerm, ...]:
     backend = backend_of(
         model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
-        optimizer=settings.optimizer, compute_dtype=settings.compute_dtype,
+        optimizer=settings.optimizer, compute_dtype=settings.compute_dtype, stream_base=settings.stream_base,
     )  # fmt: skip
     shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
     return predicted_peak(model, settings.lora, shape, backend)

@@ -62,6 +62,7 @@ class Shape:
     accumulates: bool
     all_tokens: int = 0  # total of all rows; 0: every row is as long as the longest
     labels: int | None = None  # total of all rows; None: every token is a label
+    update_tokens: int = 0  # of all micro-batches; 0: unknown
 
     @property
     def total(self) -> int:
@@ -96,6 +97,7 @@ class Backend:
     optimizer: str = "adam"
     compute_dtype: str | None = None  # to which a GPU casts the base; None: the stored type
     metal_attention: bool = False  # mlx's own kernel, in both passes
+    stream_base: bool = False  # the base stays on disk
 
 
 def backend_of(
@@ -107,6 +109,7 @@ def backend_of(
     checkpointing: bool = False,
     optimizer: str = "adam",
     compute_dtype: str | None = None,
+    stream_base: bool = False,
 ) -> Backend:
     """The backend called cpu, metal or cuda, for this model."""
     compute_dtype = None if name == "cpu" else compute_dtype
@@ -117,7 +120,7 @@ def backend_of(
     return Backend(
         compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
         optimizer=optimizer, compute_dtype=compute_dtype,
-        metal_attention=name == "metal" and model.head_dim in METAL_HEAD_SIZES,
+        metal_attention=name == "metal" and model.head_dim in METAL_HEAD_SIZES, stream_base=stream_base,
     )  # fmt: skip
 
 

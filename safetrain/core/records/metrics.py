@@ -135,6 +135,7 @@ class RunShape:
     elapsed_seconds: float  # of the updates
     tokens_per_second: float = 0.0  # input tokens, without padding
     method: str = "lora"
+    stream_base: bool = False
 
     @property
     def most_tokens(self) -> int:

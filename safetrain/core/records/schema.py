@@ -81,6 +81,7 @@ class Train:
     early_stopping_patience: int | None = number(at_least=1)
     max_loss_jump: float | None = number(above=0)
     dequantize_base: bool | None = plain()
+    stream_base: bool | None = plain()
     gradient_checkpointing: bool | None = plain()
     compute_dtype: str | None = choice("float32", "bfloat16", "float16")
     seed: int = number(at_least=0, at_most=2**32 - 1)
@@ -165,6 +166,8 @@ def check_ranges(config: Pipeline) -> None:
         problems += [
             f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
         ]
+    if config.train.stream_base and config.train.method in WHOLE:
+        problems.append(f"train.stream_base is true with train.method = {config.train.method}, which trains the base")
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: use adamw")
     like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as large as Adam's

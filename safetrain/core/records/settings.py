@@ -14,10 +14,10 @@ from safetrain.core.storage.files import read_result
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
-MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
+MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base", "stream_base")
 PLANNED = (
     "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
-    "compute_dtype",
+    "compute_dtype", "stream_base",
 )  # fmt: skip
 SETTINGS = (*PLANNED, "method", "optimizer")  # these decide how much memory a run needs
 UPDATE = ("longest", "tokens", "labels")
@@ -61,6 +61,7 @@ class TrainSettings:
     seed: int
     lora: LoraSettings
     compute_dtype: str | None = None  # on a GPU; None: the type of the base's files. A CPU computes in float32
+    stream_base: bool = False  # the base stays on disk, and each block is read when it is computed
 
     @property
     def rows_per_update(self) -> int:
@@ -122,6 +123,7 @@ class Recommendation:
     log_steps: int
     dequantize_base: bool
     gradient_checkpointing: bool
+    stream_base: bool
     compute_dtype: str | None  # None: as the base is stored
     lora: LoraSettings
     largest_update: LargestUpdate  # step that the memory is predicted for
@@ -249,6 +251,7 @@ class MemoryShape:
     gradient_checkpointing: bool
     dequantize_base: bool
     max_seq_length: int
+    stream_base: bool = False
 
     @property
     def window(self) -> str:
@@ -258,6 +261,7 @@ class MemoryShape:
     def __str__(self) -> str:
         extra = [", blocks recomputed"] if self.gradient_checkpointing else []
         extra += [", base dequantized"] if self.dequantize_base else []
+        extra += [", base on disk"] if self.stream_base else []
         return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{''.join(extra)}"
 
 

@@ -250,10 +250,28 @@ class SplitModel:
 
     def head(self) -> Head:
         """The head of one pass, which dequantizes its weights once, not for every chunk."""
-        if not isinstance(self.layer, kernels.PER_USE) or "bias" in self.layer:
+        if not self.has_slices:
             return lambda hidden: self.finish(self.project(hidden))
-        slices = _dequantized_slices(self.layer)
+        slices = list(self.slices())
         return lambda hidden: self.finish(mx.concatenate([hidden @ weight.T for weight in slices], axis=-1))
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether the head is dequantized, slice by slice."""
+        return isinstance(self.layer, kernels.PER_USE) and "bias" not in self.layer
+
+    def slices(self, *, backwards: bool = False) -> Iterator[mx.array]:
+        """Yield the head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
+
+        Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
+        """
+        rows = self.layer.weight.shape[0]
+        size = max(1, rows // HEAD_SLICES)
+        starts = range(0, rows, size)
+        for start in reversed(starts) if backwards else starts:
+            some = dequantized(self.layer, slice(start, start + size)).astype(mx.float32)
+            mx.eval(some)
+            yield some
 
     @property
     def matrix(self) -> mx.array | None:
@@ -263,19 +281,6 @@ class SplitModel:
     def head_of(self, matrix: mx.array) -> Head:
         """The head as a function of its matrix."""
         return lambda hidden: self.finish(hidden @ matrix.T)
-
-
-def _dequantized_slices(layer: Any) -> list[mx.array]:
-    """The head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
-
-    Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
-    """
-    rows = layer.weight.shape[0]
-    size, slices = max(1, rows // HEAD_SLICES), list[mx.array]()
-    for start in range(0, rows, size):
-        slices.append(dequantized(layer, slice(start, start + size)).astype(mx.float32))
-        mx.eval(slices[-1])
-    return slices
 
 
 def adapt(module: Any) -> tuple[str, SplitModel | None, str]:

@@ -83,8 +83,13 @@ def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
     return module
 
 
-def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: str | None = None) -> Any:
-    """Read all weights in the backend's compute type, dequantized now or at each use."""
+def ready_to_compute(
+    module: Any, *, dequantize: bool = False, compute_dtype: str | None = None, read: bool = True
+) -> Any:
+    """Read all weights in the backend's compute type, dequantized now or at each use.
+
+    Without ``read`` they stay lazy.
+    """
     here = device()
     if compute_dtype is not None and not here.on_cpu:
         cast(module, getattr(mx, compute_dtype))  # dequantizing after that is as exact as the quantized products
@@ -98,7 +103,8 @@ def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: st
         change_classes(module, {QuantizedSwitchLinear: ExpertsDequantizedPerUse})
         # but not scales and biases: dequantizing in their type is what mlx-lm computes
         cast(module, mx.float32, lambda name: not name.endswith((".scales", ".biases")))
-    mx.eval(module.parameters())
+    if read:
+        mx.eval(module.parameters())
     return module
 
 
@@ -170,7 +176,7 @@ def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
     """Load the adapter folder onto a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
     with errors_told("open the adapter", str(adapter)):
         load_adapters(module, str(adapter)).eval()
-        mx.eval(module.parameters())
+        mx.eval(module.trainable_parameters())
 
 
 class ExpertsDequantizedPerUse(QuantizedSwitchLinear):

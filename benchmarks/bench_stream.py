@@ -1,0 +1,155 @@
+"""A step with the base on disk beside the same step with it in memory: bits, memory, seconds, bytes read.
+
+    python -m benchmarks.bench_stream [MODEL TOKENS]
+
+Random 4-bit weights in the shapes of published models; rank 8 on all linear layers of all blocks; one micro-batch of
+one row; gradient, optimizer step and saving of adapter and moments. Each measurement is a process of its own. With
+arguments, e.g. 7b 64, only that case is run, and the table is only printed. A 7B in memory takes 5 GiB.
+"""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import show_result, write_result
+from safetrain.core.memory.estimate import predicted_peak, total_bytes
+from safetrain.core.memory.terms import Shape, backend_of
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.child_process import limit_memory
+from safetrain.engine.cpu.blas import load_fast_blas
+from tests.support.random_models import write_quantized_model
+from tests.support.settings import SETTINGS
+
+QWEN: dict[str, Any] = {"model_type": "qwen2", "head_dim": 64, "max_position_embeddings": 32768, "vocab_size": 151_936}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": {**QWEN, "hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864,
+             "num_attention_heads": 14, "num_key_value_heads": 2},
+    "7b": {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+           "tie_word_embeddings": False, "max_position_embeddings": 32768},
+    "14b": {**QWEN, "hidden_size": 5120, "num_hidden_layers": 48, "intermediate_size": 13824, "head_dim": 128,
+            "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064, "tie_word_embeddings": False},
+}  # fmt: skip
+SHAPES["7b, 4 of 32 blocks"] = {**SHAPES["7b"], "num_hidden_layers": 4}
+CASES = (("0.5b", 256), ("7b, 4 of 32 blocks", 64))
+MIB, SPARE_BYTES = 2**20, 500 * 2**20  # private memory outside of mlx: Python, libraries, arenas of malloc
+MODES = ("memory", "memory, recomputed", "disk")
+
+
+def settings_of(folder: Path, mode: str) -> TrainSettings:
+    """The settings of a measurement."""
+    lora = dataclasses.replace(SETTINGS.lora, rank=8, num_layers=read_model_files(folder).num_layers)
+    return dataclasses.replace(
+        SETTINGS, dequantize_base=False, batch_size=1, gradient_accumulation=1, max_seq_length=8192, lora=lora,
+        stream_base=mode == "disk", gradient_checkpointing=mode != "memory",
+    )  # fmt: skip
+
+
+def predicted(folder: Path, mode: str, tokens: int) -> int:
+    """The peak of mlx's allocator by the closed form."""
+    settings, files = settings_of(folder, mode), read_model_files(folder)
+    backend = backend_of(
+        files, "cpu", False, checkpointing=settings.gradient_checkpointing, stream_base=settings.stream_base
+    )
+    shape = Shape(1, tokens, False, tokens, tokens, tokens)
+    return total_bytes(predicted_peak(files, settings.lora, shape, backend))
+
+
+def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
+    """Make one step in this process; with the base on disk under a hard limit."""
+    limit = predicted(folder, mode, tokens)
+    if mode == "disk":
+        limit_memory(limit + SPARE_BYTES)
+    load_fast_blas(depth_first=mode == "disk")
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.engine.adapters import set_adapter_weights
+    from safetrain.engine.batches import BatchLayout, update_of_rows
+    from safetrain.engine.optimizer import optimizer_of
+    from safetrain.engine.update import apply_gradient, measure, prepare
+    from safetrain.engine.weight_files import save_arrays
+
+    mx.set_memory_limit(limit)
+    settings = settings_of(folder, mode)
+    model, gradients = prepare(folder, settings)
+    mx.random.seed(11)
+    weights = tree_flatten(model.module.trainable_parameters())
+    set_adapter_weights(model, {name: array + 0.01 * mx.random.normal(array.shape) for name, array in weights})
+    optimizer = optimizer_of(settings)
+    optimizer.init(model.module.trainable_parameters())
+    mx.eval(model.module.trainable_parameters(), optimizer.state)
+    model.module.train()
+    ids = np.random.default_rng(5).integers(5, 2048, tokens + 1).tolist()
+    update = update_of_rows(TokenRows.of([token_row(ids, [True] * len(ids))]), [[0]], BatchLayout(tokens))
+    before, began, worked = read_so_far(), time.perf_counter(), time.process_time()
+    loss, gradient = gradients.of(update, 0)
+    summed, norm = measure(loss, gradient)
+    read, digest = read_so_far() - before, hashlib.sha256(repr(summed).encode())
+    for _, array in tree_flatten(gradient):
+        digest.update(np.array(array).tobytes())
+    apply_gradient(model, optimizer, gradient, norm, 1e-4, 1.0)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - worked
+    with tempfile.TemporaryDirectory() as scratch:
+        save_arrays(Path(scratch) / "adapters.safetensors", dict(tree_flatten(model.module.trainable_parameters())))
+        save_arrays(Path(scratch) / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    most = int(lines["VmHWM"].split()[0]) // 1024
+    return {
+        "bits": digest.hexdigest()[:12], "seconds": seconds, "cpu": cpu, "read": read / 2**30, "process": most,
+        "mlx": mx.get_peak_memory() / MIB, "predicted": limit / MIB, "limit": (limit + SPARE_BYTES) / MIB,
+    }  # fmt: skip
+
+
+def read_so_far() -> int:
+    """Bytes that this process has read, from the disk or the file cache."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measured(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
+    """The step in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.bench_stream", "--step", str(folder), mode, str(tokens)]
+    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return result
+
+
+def main(arguments: list[str]) -> None:
+    """Measure all cases, or make one step."""
+    if arguments[:1] == ["--step"]:
+        print(json.dumps(step(Path(arguments[1]), arguments[2], int(arguments[3]))))
+        return
+    cases = ((arguments[0], int(arguments[1])),) if arguments else CASES
+    header = ["model", "tokens", "base", "loss and gradient", "process MiB", "mlx MiB (predicted)",
+              "hard limit MiB", "read GiB", "seconds (CPU)"]  # fmt: skip
+    table: list[list[object]] = []
+    for name, tokens in cases:
+        with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as scratch:
+            folder = write_quantized_model(Path(scratch) / "model", **SHAPES[name])
+            for mode in MODES[2:] if name in ("7b", "14b") else MODES:
+                one = measured(folder, mode, tokens)
+                limit = f"{one['limit']:,.0f}" if mode == "disk" else "none"
+                table.append([
+                    name, tokens, mode, one["bits"], f"{one['process']:,}",
+                    f"{one['mlx']:,.0f} ({one['predicted']:,.0f})",
+                    limit, f"{one['read']:.2f}", f"{one['seconds']:.0f} ({one['cpu']:.0f})",
+                ])  # fmt: skip
+    what = "A step with the base in memory and on disk"
+    notes = (
+        "Loss and gradient as a hash: the same bits. Peaks of the process include opening the model and saving; mlx's "
+        "are of the step. Seconds include what else ran on the two cores.",
+    )
+    (show_result if arguments else write_result)("bench_stream", what, header, table, notes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

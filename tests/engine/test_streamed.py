@@ -1,0 +1,191 @@
+"""A base that stays on disk: the same numbers to the bit as in memory, for families, methods and layouts."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from safetrain.core.errors import InterruptedRun, ModelError
+from safetrain.core.recorder import Recorder
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.batches import BatchLayout
+from safetrain.engine.evaluation import answer, row_losses
+from safetrain.engine.model import open_base
+from safetrain.engine.proof import prove
+from safetrain.engine.run import Watcher
+from tests.engine.exact import LAYOUTS, LORA, STILL, prepared, rows_of, update_of
+from tests.engine.test_architectures import FAMILIES, SMALL
+from tests.engine.test_training import final_state, job_in, run, same
+from tests.support.families import build_family
+from tests.support.random_models import build_model
+
+Build = Callable[..., Path]
+UNEQUAL = rows_of(3, 140, 6, 33, 4, 61, 5, 90, 33, 34)
+IN_MEMORY = dataclasses.replace(STILL, dequantize_base=False, lora=dataclasses.replace(LORA, dropout=0.2))
+ON_DISK = dataclasses.replace(IN_MEMORY, stream_base=True)
+
+
+def gradient_of(folder: Path, settings: TrainSettings, layout: BatchLayout) -> tuple[float, dict[str, np.ndarray]]:
+    _, gradients = prepared(folder, settings)
+    loss, gradient = gradients.of(update_of(UNEQUAL, layout), 3)
+    return float(np.array(loss)), {name: np.array(part) for name, part in tree_flatten(gradient)}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gemma2", "granite", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("bits", [4, None])
+def test_gradients_are_those_of_a_base_in_memory_to_the_bit(
+    family: str, method: str, bits: int | None, tmp_path: Path
+) -> None:
+    """With dropout, several micro-batches, two shards at once, a tied or separate head, frozen blocks below."""
+    if method == "dora" and family == "qwen3_moe":
+        pytest.skip("DoRA cannot be put on experts")
+    folder = build_model(
+        tmp_path / "model", bits=bits, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]}
+    )
+    layout = LAYOUTS["rectangles" if family == "gemma2" else "pairs of lists of 100 tokens"]
+    loss, expected = gradient_of(folder, dataclasses.replace(IN_MEMORY, method=method), layout)
+    found_loss, found = gradient_of(folder, dataclasses.replace(ON_DISK, method=method), layout)
+    assert found_loss == loss
+    assert list(found) == list(expected)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert any(part.any() for part in expected.values())
+
+
+def test_a_run_resumes_in_memory_and_on_disk_again_to_the_bit(tiny_model: Build, tmp_path: Path) -> None:
+    """Validation, checkpoints and the check of the saved adapter included."""
+    base = tiny_model(bits=4)
+    run(job_in(tmp_path / "memory", base, IN_MEMORY))
+    expected = final_state(tmp_path / "memory")
+    job = job_in(tmp_path / "disk", base, ON_DISK)
+    job = dataclasses.replace(job, identity=job_in(tmp_path / "memory", base, IN_MEMORY).identity)
+    for stop_at, settings in ((4, ON_DISK), (9, IN_MEMORY)):
+        with pytest.raises(InterruptedRun):
+            run(dataclasses.replace(job, settings=settings), stop_at)
+    result = run(job)
+    assert same(final_state(tmp_path / "disk"), expected)
+    watcher = Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(tmp_path / "recorder.bin"))
+    proof = prove(job, result.tuned, watcher, result.metrics.steps)
+    assert proof.opened.divergence < 1e-6 < proof.base.divergence
+
+
+def test_groups_of_rows_give_the_same_gradient(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the inputs of blocks take too much memory, micro-batches pass through the blocks one after another."""
+    folder, layout = tiny_model(bits=4), LAYOUTS["lists of 100 tokens"]
+    expected = gradient_of(folder, IN_MEMORY, layout)
+    monkeypatch.setattr("safetrain.engine.block_loop.KEPT_BYTES", 1)
+    loss, found = gradient_of(folder, ON_DISK, layout)
+    assert loss == expected[0]
+    assert all(np.array_equal(found[name], part) for name, part in expected[1].items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_a_head_that_is_dequantized_in_slices_gives_the_same_gradient(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model caps or scales its logits."""
+    folder = build_model(tmp_path / "model", bits=4, model_type=family, **{**SMALL, **FAMILIES[family]})
+    layout = LAYOUTS["rectangles" if family == "gemma2" else "two lists at a time"]
+    monkeypatch.setattr("safetrain.engine.sliced_head.slices_head", lambda *_: True)
+    monkeypatch.setattr("safetrain.engine.sliced_head.chunk_of", lambda _: 48)
+    monkeypatch.setattr("safetrain.engine.loss.chunk_of", lambda _: 48)
+    loss, found = gradient_of(folder, ON_DISK, layout)
+    expected = gradient_of(folder, IN_MEMORY, layout)
+    assert loss == expected[0]
+    assert all(np.array_equal(found[name], part) for name, part in expected[1].items())
+
+
+def test_losses_and_answers_are_the_same_and_no_weight_stays_in_memory(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "head_dim": 64}
+    folder = build_model(tmp_path / "model", bits=8, num_attention_heads=4, num_key_value_heads=2, **shape)
+    in_memory, on_disk = (open_base(folder, dequantize=False, stream=stream) for stream in (False, True))
+    assert np.array_equal(row_losses(in_memory, UNEQUAL, 100), row_losses(on_disk, UNEQUAL, 100))
+    prompts = [row.ids.tolist()[:9] for row in UNEQUAL if len(row) >= 9]
+    told = [answer(model, prompts, frozenset(), 5, 10**6) for model in (in_memory, on_disk)]
+    assert told[0] == told[1]
+    del in_memory
+    before = mx.get_active_memory()
+    _, gradients = prepared(folder, dataclasses.replace(ON_DISK, lora=dataclasses.replace(LORA, num_layers=6)))
+    update = update_of(UNEQUAL, LAYOUTS["lists of 100 tokens"])
+    loss, gradient = gradients.of(update, 0)
+    mx.eval(loss, gradient)
+    trained = 2 * sum(part.nbytes for _, part in tree_flatten(gradient))
+    assert mx.get_active_memory() - before < trained + on_disk_bytes(folder) / 6
+
+
+def on_disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_a_gpu_gives_the_gradient_of_its_recomputed_blocks(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "metal")
+    folder, layout = tiny_model(), LAYOUTS["rectangles of 640 tokens"]
+    expected = gradient_of(folder, dataclasses.replace(IN_MEMORY, gradient_checkpointing=True), layout)
+    loss, found = gradient_of(folder, ON_DISK, layout)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    for name, part in expected[1].items():
+        np.testing.assert_allclose(found[name], part, rtol=1e-4, atol=1e-6 * float(np.abs(part).max()), err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4_text", "afm7"])
+def test_a_family_whose_blocks_need_more_than_one_input_is_refused(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot be trained with its base on disk: .*\n(.*\n)*.*stream_base=false"):
+        open_base(build_family(tmp_path / "model", family), dequantize=False, stream=True)
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _replace(file: Path) -> None:
+    copy = file.with_name("copy")
+    copy.write_bytes(file.read_bytes())
+    copy.replace(file)
+
+
+def _overwrite(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-64, os.SEEK_END)
+        opened.write(bytes(64))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "deleted": Path.unlink,
+    "truncated": _truncate,
+    "replaced": _replace,
+    "overwritten": _overwrite,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_model_that_changes_while_it_trains_ends_the_run_and_loses_nothing(
+    tiny_model: Build, tmp_path: Path, damage: str
+) -> None:
+    base = tiny_model(bits=4)
+    file, kept = base / "model.safetensors", (base / "model.safetensors").read_bytes()
+    whole = job_in(tmp_path / "whole", base, ON_DISK)
+    run(whole)
+    job = dataclasses.replace(job_in(tmp_path / "run", base, ON_DISK), identity=whole.identity)
+    steps = list[int]()
+
+    def record(records: list[Any]) -> None:
+        steps.append(records[-1].step)
+        if records[-1].step == 5:
+            DAMAGES[damage](file)
+
+    watcher = Watcher(lambda *_: None, record, lambda: 0, Recorder(job.output / "recorder.bin"))
+    from safetrain.engine.training import train
+
+    with pytest.raises(ModelError, match="continues from the last checkpoint"):
+        train(job, watcher)
+    assert steps[-1] == 5
+    file.unlink(missing_ok=True)
+    file.write_bytes(kept)
+    assert run(job).state.resumed_from_step == 5
+    assert same(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
