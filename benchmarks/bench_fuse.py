@@ -70,7 +70,7 @@ def rows_of(project: Path, adapter: str) -> list[list[object]]:
             named[name] = str(number)
     if (folders / str(len(SIZES) - 1)).is_dir():
         report = json.loads((folders / str(len(SIZES) - 1) / "fuse_report.json").read_text())
-        named = {f"{name}: {report['chosen']}" if "takes" in name else name: place for name, place in named.items()}
+        named = {f"{name}: {report['type']}" if "takes" in name else name: place for name, place in named.items()}
     found = call_measure(project, named)
     shutil.rmtree(folders)
     return [[adapter, *row] for row in found]
