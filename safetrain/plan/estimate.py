@@ -110,15 +110,12 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     table.add_row("budget", size(run.machine.memory_budget_bytes))
     console.print(table)
     console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
+    if run.stream:
+        step, speed = read_bytes(run.model, run.lora, run.micro_batch, run.backend), DISK_BYTES_PER_SECOND
+        reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly while it computes"
+        console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
     if run.fits:
         console.print(f"rows of {run.tokens} tokens that fit at a time: {_rows_text(run.largest_batch)}")
-    if run.stream:
-        step = read_bytes(run.model, run.lora, run.micro_batch, run.backend)
-        seconds = step / DISK_BYTES_PER_SECOND
-        console.print(
-            f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {seconds:.0f} s at {DISK_BYTES_PER_SECOND / 1e9:g} "
-            "GB/s, mostly while it computes"
-        )
     else:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":
