@@ -21,8 +21,7 @@ import numpy as np  # noqa: E402
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.engine.exchange.gguf_export import QUANTIZER, export_gguf  # noqa: E402
-from safetrain.engine.folding import FLOAT  # noqa: E402
-from safetrain.engine.fuse import fuse_adapter  # noqa: E402
+from safetrain.engine.fuse import FLOAT, fuse_adapter  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.tuned import ExportJob  # noqa: E402
 from tests.engine.test_fuse import adapter_of  # noqa: E402

@@ -84,8 +84,7 @@ def fuse(
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
     job = _export_job(out, adapter, model, may_lose)
-    from safetrain.engine.folding import FLOAT
-    from safetrain.engine.fuse import fuse_adapter
+    from safetrain.engine.fuse import FLOAT, fuse_adapter
 
     with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text, FLOAT if as_float else bits)

@@ -18,8 +18,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine import fuse as fusing
 from safetrain.engine.adapters import make_trainable
-from safetrain.engine.folding import FLOAT
-from safetrain.engine.fuse import fuse_adapter
+from safetrain.engine.fuse import FLOAT, fuse_adapter
 from safetrain.engine.model import open_base
 from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_adapter

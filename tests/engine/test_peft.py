@@ -25,8 +25,7 @@ from safetrain.engine.exchange.peft import (
     import_peft,
     places_of,
 )
-from safetrain.engine.folding import FLOAT
-from safetrain.engine.fuse import fuse_adapter
+from safetrain.engine.fuse import FLOAT, fuse_adapter
 from safetrain.engine.model import open_base
 from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.engine.folding import FLOAT, Folds, folded, plan_of, quantization_in
+from safetrain.engine.fuse import FLOAT, Folds, folded, plan_of, quantization_in
 from safetrain.engine.upstream.loading import load, write_config
 from safetrain.engine.weight_files import save_shards
 

@@ -34,7 +34,7 @@ from safetrain.engine.exchange.gguf_model import (
     write_shape,
 )
 from safetrain.engine.exchange.gguf_text import strips_spaces, vocabulary_of, write_chat, write_vocabulary
-from safetrain.engine.folding import Folds, open_to_fold
+from safetrain.engine.fuse import Folds, open_to_fold
 from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.tuned import ExportComparison, ExportJob, require_memory
 from safetrain.engine.upstream.adaptation import adapt

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
-from safetrain.engine.folding import Folds, as_it_is, inputs_of, slices_of
+from safetrain.engine.fuse import Folds, as_it_is, inputs_of, slices_of
 from safetrain.engine.layers import dequantized
 
 BLOCK_PATH = re.compile(r"model\.layers\.(\d+)\.(.+)")
