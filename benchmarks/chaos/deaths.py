@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
-from tests.support.chaos.project import Project, chat, sums
-from tests.support.chaos.weights import NO_LEARNING, difference_of_movement
+from tests.support.chaos.project import NO_LEARNING, Project, chat, difference_of_movement, sums
 
 DAY_SECONDS = 86_400.0
 METAL = "[METAL] Command buffer execution failed: "

@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks.chaos.deaths import MOST_DIFFERENCE
 from safetrain.core.recorder import Edge, FlightRecord, Phase, read_flight
 from tests.support.chaos.ending import Ending, Ground
-from tests.support.chaos.project import Done, Project, chat, left_over
-from tests.support.chaos.weights import NO_LEARNING, Adapter, difference_of_movement
+from tests.support.chaos.project import NO_LEARNING, Adapter, Done, Project, chat, difference_of_movement, left_over
 
 GIB = 2**30
 GROUPS = Path("/sys/fs/cgroup")

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import yaml
 
 from safetrain.core.records.run_state import discard_run
-from tests.support.chaos.weights import Adapter, read_adapter
 from tests.support.random_models import TINY, build_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,28 +29,16 @@ INJECT = Path(__file__).resolve().parent / "inject"
 CODE = ("safetrain", "stages", "conf", "params.yaml", "dvc.yaml", ".dvc/config", ".dvcignore", ".gitignore")
 UPDATES, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
 TRAIN: dict[str, Any] = {
-    "batch_size": 2,
-    "gradient_accumulation": 2,
-    "num_epochs": 8,
-    "max_steps": UPDATES,
-    "save_steps": SAVE_STEPS,
-    "eval_steps": EVAL_STEPS,
-    "log_steps": 1,
-    "learning_rate": 1e-3,
-}
+    "batch_size": 2, "gradient_accumulation": 2, "num_epochs": 8, "max_steps": UPDATES, "save_steps": SAVE_STEPS,
+    "eval_steps": EVAL_STEPS, "log_steps": 1, "learning_rate": 1e-3,
+}  # fmt: skip
 LORA: dict[str, Any] = {"rank": 4, "dropout": 0.0}  # dropout draws by micro-batch
 TIMED = ("labels_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
 DEADLINE_SECONDS = 180.0
+Fingerprint = tuple[str, str, str]
+Adapter = dict[str, np.ndarray]
+NO_LEARNING = 1e-6  # a learning rate that moves an adapter by next to nothing: by nothing at all is an error
 LEFT_SECONDS = 5.0  # after which nothing of a killed run may be left
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """What a finished training left, as hashes: nothing in it depends on time, speed or memory."""
-
-    adapter: str
-    checkpoint: str  # the tensors of the newest: adapters, optimizer, best
-    metrics: str  # the table without what is measured with a clock
 
 
 @dataclass(frozen=True)
@@ -77,24 +65,19 @@ class Project:
     """A folder with the code as it is now, params.yaml with pins, a model, rows, and an environment of its own."""
 
     def __init__(
-        self,
-        parent: Path,
-        *,
-        train: dict[str, Any] | None = None,
-        rows: Sequence[dict[str, Any]] = (),
-        model: dict[str, Any] | None = None,
-        cache: Path | None = None,
-    ) -> None:
+        self, parent: Path, *, train: dict[str, Any] | None = None, rows: Sequence[dict[str, Any]] = (),
+        model: dict[str, Any] | None = None, cache: Path | None = None,
+    ) -> None:  # fmt: skip
         """``cache``: of what is measured; a new one where none is given."""
         self.parent, self.folder = parent, parent / "project"
         self.output = self.folder / "checkpoints_qlora"
         self.flight = self.output / "flight"
+        self.truth = parent / "truth.json"  # what the injection writes down before it acts
+        self._printed = parent / "printed.txt"
         parent.mkdir(parents=True, exist_ok=True)
         for name in CODE:
             copy(ROOT / name, self.folder / name)
-        bits: int | None = (model or {}).get("bits", 4)
-        changes = {key: value for key, value in (model or {}).items() if key != "bits"}
-        build_model(self.folder / "models" / "tiny", bits=bits, **{**TINY, **changes})
+        build_model(self.folder / "models" / "tiny", **{"bits": 4, **TINY, **(model or {})})
         write_rows(self.folder / "data" / "tiny", rows or sums())
         self.pin(train=TRAIN | (train or {}), lora=LORA, model={"path": "models/tiny"}, data={"path": "data/tiny"})
         home, scratch = parent / "home", parent / "tmp"
@@ -178,20 +161,16 @@ class Project:
 
     def adapter(self) -> Adapter:
         """The adapter that was kept."""
-        return read_adapter(self.output / "adapters" / "adapters.safetensors")
+        import mlx.core as mx
+
+        loaded = mx.load(str(self.output / "adapters" / "adapters.safetensors"))
+        if not isinstance(loaded, dict):
+            raise RuntimeError("the adapter holds no named arrays")
+        return {name: np.array(value, dtype=np.float64) for name, value in loaded.items()}
 
     def printed(self) -> str:
         """What the last command has printed so far."""
         return self._printed.read_text(errors="replace")
-
-    @property
-    def truth(self) -> Path:
-        """What the injection writes down before it acts."""
-        return self.parent / "truth.json"
-
-    @property
-    def _printed(self) -> Path:
-        return self.parent / "printed.txt"
 
     def json(self, name: str) -> dict[str, Any]:
         """A file of the output folder; empty if it is not there."""
@@ -203,7 +182,10 @@ class Project:
         return json.loads(self.truth.read_text()) if self.truth.is_file() else None
 
     def fingerprint(self) -> Fingerprint:
-        """Of the finished training."""
+        """What the finished training left, as hashes: nothing in it depends on time, speed or memory.
+
+        The adapter; the tensors of the newest checkpoint; the metrics without what is measured with a clock.
+        """
         folder = self.checkpoints()[0]
         arrays = [tensors(folder / f"{name}.safetensors") for name in ("adapters", "optimizer", "best")]
         files = [self.output / "adapters" / name for name in ("adapters.safetensors", "adapter_config.json")]
@@ -211,11 +193,8 @@ class Project:
             table = [[value for key, value in row.items() if key not in TIMED] for row in csv.DictReader(file)]
         final = (self.output / "training_metrics.json").read_bytes()
         final += repr(self.json("training_summary.json")["proof"]).encode()
-        return Fingerprint(
-            digest(b"".join(path.read_bytes() for path in files)),
-            digest(repr(arrays).encode()),
-            digest(repr(table).encode() + final),
-        )
+        adapter = b"".join(path.read_bytes() for path in files)
+        return digest(adapter), digest(repr(arrays).encode()), digest(repr(table).encode() + final)
 
     def checkpoints(self) -> list[Path]:
         """The folders, the newest first."""
@@ -333,3 +312,12 @@ def copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     elif source.is_file():
         shutil.copy(source, target)
+
+
+def difference_of_movement(one: Adapter, other: Adapter, initial: Adapter) -> float:
+    """How far apart two trained adapters are, as a share of the way that the second has gone."""
+
+    def distance(one: Adapter, other: Adapter) -> float:
+        return float(np.sqrt(sum(np.square(one[name] - other[name]).sum() for name in one)))
+
+    return distance(one, other) / distance(other, initial)

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from tests.support.chaos.disk import can_mount, full_then_room, small_disk
 from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
 from tests.support.chaos.kills import RANKS
-from tests.support.chaos.project import Project, left_over
-from tests.support.chaos.weights import NO_LEARNING, difference_of_movement
+from tests.support.chaos.project import NO_LEARNING, Project, difference_of_movement, left_over
 
 MOST_MOVED = 1e-4  # of the way that the weights have gone: another number of ranks adds in another order
 MIDDLE = 8  # call of "micro-batch" of a rank, with two checkpoints behind it
