@@ -1,4 +1,4 @@
-"""A few of the deaths of one rank among two that benchmarks/bench_chaos_ranks.py stages by the dozen."""
+"""A few of the deaths of one rank among two that `benchmarks.bench_chaos --ranks` stages by the dozen."""
 
 import random
 import signal
