@@ -11,21 +11,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
-from safetrain.core.recorder import Recorder
+from safetrain.core.memory.system import MemoryBudget
+from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.core.records.settings import LoraSettings, TrainJob, TrainSettings
 from safetrain.engine.adapters import make_trainable
-from safetrain.engine.job import Job
+from safetrain.engine.backend import device
+from safetrain.engine.job import LEAST_VALID_TOKENS, Job, load_job
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result, train
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
 from tests.engine.exact import SETTINGS, rows_of
+from tests.stores import write_stores
 from tests.support.jobs import job_of, with_rows
+from tests.support.random_models import EMBEDDED
 
 Build = Callable[..., Path]
 
@@ -195,3 +199,54 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device") as caught:
         save_arrays(full, {"a": mx.zeros((100_000,))})
     assert caught.value.errno == errno.ENOSPC
+
+
+PARTS = [(phase, edge) for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for edge in (Edge.BEFORE, Edge.AFTER)]
+
+
+@pytest.mark.skipif(not device().on_cpu, reason="on a GPU an untraced run is compiled, which rounds otherwise")
+@pytest.mark.parametrize("least_memory", [False, True])
+def test_a_traced_run_gives_the_same_bits_and_records_each_part(
+    tiny_model: Callable[..., Path], tmp_path: Path, least_memory: bool
+) -> None:
+    """Rows are so long that an update of 2 x 2 has two micro-batches."""
+    settings = dataclasses.replace(
+        SETTINGS, max_steps=4, gradient_checkpointing=least_memory, dequantize_base=not least_memory
+    )
+    base, said, silent = tiny_model(bits=4), list[str](), list[str]()
+    plain, traced = (
+        with_rows(job_in(tmp_path / name, base, settings), train=rows_of(*range(36, 60, 2)))
+        for name in ("plain", "traced")
+    )
+    run(plain, say=silent.append)
+    run(dataclasses.replace(traced, trace=True), say=said.append)
+    require_same_run(traced.output, plain.output)
+    assert (bool(said), silent) == (True, [])
+    found = read_flight(plain.output / "recorder.bin").records
+    assert Phase.GRADIENT in {record.phase for record in found}
+    phases = {phase for phase, _ in PARTS}
+    assert not phases & {record.phase for record in found}
+    parts = [record for record in read_flight(traced.output / "recorder.bin").records if record.phase in phases]
+    groups = [parts[start : start + len(PARTS)] for start in range(0, len(parts), len(PARTS))]
+    assert all([(record.phase, record.edge) for record in group] == PARTS for group in groups)
+    assert all(len({record.work for record in group}) == 1 for group in groups)
+    places = [(group[0].work.step, group[0].work.micro_batch) for group in groups]
+    assert list(dict.fromkeys(places)) == [(step, micro_batch) for step in (1, 2, 3, 4) for micro_batch in (0, 1)]
+    assert all(record.work.rows and record.work.tokens and record.active_bytes for record in parts)
+
+
+def test_a_run_that_max_steps_ends_early_validates_on_fewer_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [token_row(range(5, 55), [True] * 50)] * 600
+    write_stores(tmp_path / "data" / "validated", EMBEDDED, rows, rows)
+    monkeypatch.chdir(tmp_path)
+    asked = TrainJob(str(EMBEDDED), SETTINGS, False, MemoryBudget(2**40), None)
+    short = dataclasses.replace(asked, settings=dataclasses.replace(SETTINGS, max_steps=1))
+    whole, few = (
+        load_job(dataclasses.replace(asked, settings=dataclasses.replace(SETTINGS, max_steps=None))),
+        load_job(short),
+    )
+    assert len(whole.valid) == 600
+    assert 0.9 * LEAST_VALID_TOKENS < few.valid.tokens <= LEAST_VALID_TOKENS
+    assert few.rows.valid_rows_available == 600

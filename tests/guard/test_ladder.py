@@ -1,4 +1,4 @@
-"""After running out of memory the same update is made with less memory at a time, in order, and remembered."""
+"""With too little memory the same update is made with less at a time: rung by rung, also where little is free now."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,11 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.records.settings import Rung, TrainSettings, identity_of, memory_shape
+from safetrain.core.errors import MachineError
+from safetrain.core.memory.estimate import memory_of_run, with_margin
+from safetrain.core.memory.system import MemoryBudget, Readings
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import (
+    LoraSettings,
+    PlannedMemory,
+    Rung,
+    TrainJob,
+    TrainSettings,
+    identity_of,
+    memory_shape,
+)
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import LADDER
-from safetrain.guard.ladder import MOST_RUNGS, Ladder, next_settings, read_ladder
+from safetrain.guard import ladder
+from safetrain.guard.ladder import (
+    MOST_RUNGS,
+    Ladder,
+    PlannedUpdate,
+    available_memory,
+    fit_to_available_memory,
+    needed_bytes,
+    next_settings,
+    read_ladder,
+)
+from tests.conftest import EMBEDDED
 from tests.support.settings import SETTINGS
+from tests.updates import worst_update
 
 LIMIT = 8 * 2**30
 SIZES = (1, 2, 3, 4, 6, 7, 8, 9, 12, 15)
@@ -94,3 +118,69 @@ def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_pat
     for kept in (0, len(content) // 2, len(content) - 3):
         (tmp_path / LADDER).write_bytes(content[:kept])
         assert read_ladder(tmp_path, settings(), LIMIT) is None
+
+
+GIB = 2**30
+EIGHT = dataclasses.replace(
+    SETTINGS, batch_size=8, gradient_accumulation=2, max_seq_length=128,
+    lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
+)  # fmt: skip
+LARGEST = worst_update(100, 16)
+PLANNED = PlannedMemory(EIGHT, LARGEST, 3 * GIB)
+JOB = TrainJob(str(EMBEDDED), EIGHT, True, MemoryBudget(8 * GIB), PLANNED)
+UPDATE = PlannedUpdate("cpu", LARGEST)
+IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percent=54)
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = JOB, planned: PlannedUpdate = UPDATE
+) -> tuple[TrainJob, str]:
+    monkeypatch.setattr(ladder, "read_memory", lambda: Readings(16 * GIB, left))
+    said: list[str] = []
+    return fit_to_available_memory(job, planned, said.append), "".join(said)
+
+
+def test_with_room_nothing_changes_and_with_nothing_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, 4 * GIB) == (JOB, "")
+    assert start(monkeypatch, 1, planned=dataclasses.replace(UPDATE, backend="cuda")) == (JOB, ""), "a GPU has its own"
+    with pytest.raises(MachineError, match="Not enough free memory"):
+        start(monkeypatch, GIB // 8)
+
+
+def test_what_was_measured_is_believed_and_what_was_estimated_gets_a_margin() -> None:
+    model = read_model_files(EMBEDDED)
+    assert needed_bytes(model, EIGHT, JOB, UPDATE) == 3 * GIB + 200 * 2**20
+    estimated = dataclasses.replace(JOB, planned=None)
+    terms = memory_of_run(model, EIGHT, LARGEST, "cpu", JOB.memory_budget, None).terms
+    assert needed_bytes(model, EIGHT, estimated, UPDATE) == with_margin(terms) + 200 * 2**20
+
+
+def test_on_a_mac_free_memory_says_nothing_until_it_is_critically_short() -> None:
+    """8 GB M1 that trained a 7B: 2.05 GiB `available` (giampaolo/psutil #1503), 54 to 69 % free by memory_pressure."""
+    job = dataclasses.replace(JOB, memory_budget=MemoryBudget(int(4.8 * GIB)))
+    assert available_memory(job, "metal", IDLE)[0] == int(4.8 * GIB)
+    for reading in ({"pressure_level": 4}, {"free_percent": 7}):
+        left, words, _ = available_memory(job, "metal", dataclasses.replace(IDLE, **reading))
+        assert left == 0
+        assert "critical memory pressure" in words
+    assert available_memory(job, "metal", dataclasses.replace(IDLE, pressure_level=2))[0] > 0
+
+
+def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, said = start(monkeypatch, 5 * GIB // 2)
+    assert (job.settings.batch_size, job.settings.gradient_accumulation) == (4, 4)
+    assert job.rungs[0].failed.batch_size == 8
+    assert said.startswith("warning: only 2.50 GiB are free now and 3.20 GiB are needed, so training starts with 4 x 4")
+
+
+def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(limit: int, budget: int) -> TrainJob:
+        return dataclasses.replace(JOB, memory_limit_bytes=limit, memory_budget=MemoryBudget(budget))
+
+    job, said = start(monkeypatch, 20 * GIB, limited(5 * GIB // 2, 8 * GIB))
+    assert job.settings.batch_size == 4
+    assert said.startswith("warning: train.memory_limit_gb leaves only 2.40 GiB and 3.20 GiB are needed")
+    planned_so = limited(5 * GIB // 2, 5 * GIB // 2 - GIB // 10)
+    assert start(monkeypatch, 20 * GIB, planned_so) == (planned_so, "")
+    with pytest.raises(MachineError, match=r"raise train\.memory_limit_gb"):
+        start(monkeypatch, 20 * GIB, limited(GIB // 8, 8 * GIB))
