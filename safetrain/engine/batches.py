@@ -106,7 +106,7 @@ def update_at(
     """Build the update at ``cursor``. The layout does not change its rows.
 
     With several ranks it holds only one rank's micro-batches, perhaps none; label and token counts cover all ranks.
-    Rows are dealt out by length; which rank computes a row changes sums only by rounding.
+    Ranks take the rows in turn, the longest first; which rank computes a row changes sums only by rounding.
     """
     update = rows_at(data, cursor, seed, rows_per_update)
     rows, mine = update.rows, update.rows[rank::ranks]
