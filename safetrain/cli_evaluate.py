@@ -38,13 +38,11 @@ def evaluate(
         int | None, typer.Option(min=1, help="answer N questions; default: half a minute's worth")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer, in tokens")] = 48,
-    max_seq_length: Annotated[
-        int | None, typer.Option(min=8, help="truncate rows to N tokens; default: as in training, or 2048")
-    ] = None,
 ) -> None:
     """Measure any model, and compare it with its base.
 
-    Measures the loss on rows and on general text, and scores answers.
+    Measures the loss on rows and on general text, and scores answers. Rows are truncated as in training, or at 2,048
+    tokens.
 
     With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
     the project's test rows, their length and the data section of params.yaml; it writes no file.
@@ -59,7 +57,7 @@ def evaluate(
 
     subjects = _subjects(model, adapter, base)
     files = read_model_files(subjects[-1][1])
-    length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
+    length = min(_trained_length(), files.max_positions or USUAL_LENGTH)
     with still_working("reading rows"):
         rows = _rows(data, files.folder, max_examples, length)
     for remark in rows.remarks(length, max_new_tokens):
@@ -82,7 +80,10 @@ def evaluate(
         report["beside_base"], lines = dataclasses.asdict(evaluation), describe_evaluation(evaluation, MORE)
     else:
         report["alone"], lines = _alone(rows, general.rows, found[0], tokenizer.decode)
-    print_text("\n".join(lines)) if not as_json else print(json.dumps(report, indent=2, ensure_ascii=False))
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_text("\n".join(lines))
 
 
 def _alone(
