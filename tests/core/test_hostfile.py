@@ -32,7 +32,7 @@ def test_a_file_of_mlx_launch_is_read_as_it_does_and_without_one_all_ranks_are_h
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([HERE], "do not match"),
+        ([HERE], "one entry for each rank"),
         ([THERE, HERE], "Rank 0 must be on this machine"),
         ([HERE, {"ssh": "second-mac.local"}], "second-mac.local has no address"),
         ({"backend": "mpi", "hosts": [HERE, THERE]}, "its backend is mpi"),

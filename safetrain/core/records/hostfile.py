@@ -50,21 +50,11 @@ def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
         return Hosts((LOCAL[0],) * ranks)
     hosts = read_hostfile(Path(hostfile))
     if len(hosts.names) != ranks:
-        raise ConfigError(
-            "train.hostfile and train.ranks do not match.",
-            where=hostfile,
-            expected=f"{ranks} entries, one for each rank",
-            got=str(len(hosts.names)),
-            do=f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it",
-        )
+        do = f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it"
+        raise ConfigError("train.hostfile has not one entry for each rank.", where=hostfile, do=do)
     if not is_here(hosts.names[0]):
-        raise ConfigError(
-            "Rank 0 must be on this machine, which has the run's files.",
-            where=hostfile,
-            expected=f'"ssh": "{LOCAL[0]}" in the first entry',
-            got=hosts.names[0],
-            do="start the training on that machine, or put this one first",
-        )
+        what, do = "Rank 0 must be on this machine, which has the run's files.", "put this machine first, as 127.0.0.1"
+        raise ConfigError(what, where=hostfile, got=hosts.names[0], do=do)
     return hosts
 
 
