@@ -4,8 +4,12 @@ The tests of this file build on each other, in their order.
 """
 
 import csv
+import importlib
+import io
 import json
 import re
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -111,14 +115,20 @@ def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> Non
     question, answer = "Qual é a capital do Brasil?", "A capital do Brasil é Brasília."
     asked = workspace.cli("ask", question, "--base")
     assert (f"tuned: {answer}" in asked, "base:  " in asked) == (True, True)
-    adapters = ["--model", "models/encyclopedia-3m", "--adapter-path", "checkpoints_qlora/adapters"]
-    theirs = workspace.succeed("mlx_lm.generate", *adapters, "--prompt", question, "--temp", "0")
-    assert f"\n{answer}\n" in theirs
-    fused = str(workspace.folder.parent / "fused")
-    workspace.succeed("mlx_lm.fuse", *adapters, "--save-path", fused)
-    assert f"\n{answer}\n" in workspace.succeed(
-        "mlx_lm.generate", "--model", fused, "--prompt", question, "--temp", "0"
-    )
+    adapters = ("--model", MODEL, "--adapter-path", "checkpoints_qlora/adapters")
+    asking, fused = ("--prompt", question, "--temp", "0"), str(workspace.folder.parent / "fused")
+    assert f"\n{answer}\n" in mlx_lm(workspace, "generate", *adapters, *asking)
+    mlx_lm(workspace, "fuse", *adapters, "--save-path", fused)
+    assert f"\n{answer}\n" in mlx_lm(workspace, "generate", "--model", fused, *asking)
+
+
+def mlx_lm(workspace: Workspace, command: str, *words: str) -> str:
+    """What a command of mlx-lm prints, in this process."""
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
+        patched.chdir(workspace.folder)
+        patched.setattr(sys, "argv", [f"mlx_lm.{command}", *words])
+        importlib.import_module(f"mlx_lm.{command}").main()
+    return out.getvalue()
 
 
 def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:
@@ -156,7 +166,17 @@ def test_exp_run_plans_and_trains_with_the_values_that_it_records(workspace: Wor
 
 
 def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
-    few = ("--adapter", "checkpoints_qlora/adapters", "--max-examples", "10", "--max-questions", "2", "--json")
+    few = (
+        "--adapter",
+        "checkpoints_qlora/adapters",
+        "--max-examples",
+        "10",
+        "--max-questions",
+        "2",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    )
     found = json.loads(workspace.cli("evaluate", *few))["beside_base"]
     evaluation = workspace.json("evaluation.json")
     for name in ("tuned", "base"):
