@@ -166,18 +166,8 @@ def test_exp_run_plans_and_trains_with_the_values_that_it_records(workspace: Wor
 
 
 def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
-    few = (
-        "--adapter",
-        "checkpoints_qlora/adapters",
-        "--max-examples",
-        "10",
-        "--max-questions",
-        "2",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    )
-    found = json.loads(workspace.cli("evaluate", *few))["beside_base"]
+    few = "--adapter checkpoints_qlora/adapters --max-examples 10 --max-questions 2 --max-new-tokens 4 --json"
+    found = json.loads(workspace.cli("evaluate", *few.split()))["beside_base"]
     evaluation = workspace.json("evaluation.json")
     for name in ("tuned", "base"):
         assert found[name]["loss"] == pytest.approx(evaluation[name]["loss"], rel=1e-4)
