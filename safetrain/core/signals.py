@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -48,10 +47,6 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code
 
 
-def _call(handler: Callable[[int], None], number: int, _frame: FrameType | None) -> None:
-    handler(number)
-
-
 class StopRequest:
     """The signal that asks the program to stop; 0 for none."""
 
@@ -87,9 +82,12 @@ def ending_at_once() -> Iterator[None]:
 @contextmanager
 def handling(handlers: Mapping[int, Callable[[int], None] | None]) -> Iterator[None]:
     """Call these handlers with the signal's number inside the block; None: the system ends the process."""
-    before = {}
-    for number, handler in handlers.items():
-        before[number] = signal.signal(number, partial(_call, handler) if handler else signal.SIG_DFL)
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if handler := handlers[number]:
+            handler(number)
+
+    before = {number: signal.signal(number, handle if call else signal.SIG_DFL) for number, call in handlers.items()}
     try:
         yield
     finally:

@@ -211,12 +211,8 @@ class HeldOut:
 
     def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
         """Remarks about truncated rows and expected answers."""
-        texts = []
-        if self.rows.cut_rows:
-            texts.append(
-                f"{counted(self.rows.cut_rows, 'test row')} truncated to {max_seq_length} tokens as in training"
-            )
-        longest = max((len(question.answer) for question in self.questions), default=0)
+        cut, longest = self.rows.cut_rows, max((len(question.answer) for question in self.questions), default=0)
+        texts = [f"{counted(cut, 'test row')} truncated to {max_seq_length} tokens as in training"] if cut else []
         if longest > max_new_tokens:
             texts.append(f"warning: expected answers have up to {longest} tokens; evaluate.max_new_tokens cuts them")
         return texts
