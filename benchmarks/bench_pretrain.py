@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bench_create import code_text
@@ -36,21 +35,6 @@ HEADER = ["preset", "how", "closed form", "off", "dry run", "off", "said at the 
           "process", "s/update", "tokens/s"]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """One preset: predicted and measured bytes of mlx's allocator, and its speed."""
-
-    preset: str
-    how: str
-    closed_form: int
-    dry_run: int
-    expected: int
-    measured: int
-    process: int  # bytes at the most
-    update_seconds: float
-    tokens_per_second: float
-
-
 def main() -> None:
     """Make, plan and train; write the table when all presets ran as planned."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -58,7 +42,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the scratch projects go; default: a temporary folder")
     parser.add_argument("pins", nargs="*", help="more keys, as train.batch_size=4")
     asked = parser.parse_args()
-    found = list[Pretrained]()
+    found = list[list[object]]()
     for preset in asked.presets:
         with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
             found.append(pretrained(preset, Path(folder), (*PINS.get(preset, ()), *asked.pins)))
@@ -69,11 +53,11 @@ def main() -> None:
         "are the training's own; the machine is shared.",
     )
     write = write_result if whole else show_result
-    write("bench_pretrain", "Training from scratch: memory and time", HEADER, list(map(row_of, found)), notes)
+    write("bench_pretrain", "Training from scratch: memory and time", HEADER, found, notes)
 
 
-def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> Pretrained:
-    """Make, plan and train one preset."""
+def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> list[object]:
+    """Make, plan and train one preset; a line of the table, whose sizes are of mlx's allocator."""
     project = new_project(preset, folder)
     keys = ("train.method=pretrain", "train.optimizer=adamw", f"train.max_steps={UPDATES}", *pins)
     for name in ("validate_data", "preflight", "recommend_config", "train"):
@@ -82,11 +66,11 @@ def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> Pretrained:
     summary = project.json("training_summary.json")
     how = f"{plan.batch_size} x {plan.gradient_accumulation} windows of {plan.max_seq_length} tokens"
     how += ", recomputed" if plan.gradient_checkpointing else ", kept"
-    return Pretrained(
-        preset, how, plan.predicted_peak_bytes, plan.measured_peak_bytes or 0, summary["predicted_peak_bytes"],
-        summary["peak_memory_bytes"], summary["peak_footprint_bytes"], summary["elapsed_seconds"] / UPDATES,
-        summary["tokens_per_second"],
-    )  # fmt: skip
+    measured, sizes = summary["peak_memory_bytes"], list[object]()
+    for size in (plan.predicted_peak_bytes, plan.measured_peak_bytes or 0, summary["predicted_peak_bytes"]):
+        sizes += [f"{size / 2**20:,.0f} MiB", f"{100 * (size / measured - 1):+.1f} %"]
+    sizes += [f"{each / 2**20:,.0f} MiB" for each in (measured, summary["peak_footprint_bytes"])]
+    return [preset, how, *sizes, f"{summary['elapsed_seconds'] / UPDATES:.1f}", f"{summary['tokens_per_second']:,.0f}"]
 
 
 def new_project(preset: str, folder: Path) -> Project:
@@ -127,15 +111,6 @@ def articles(count: int) -> Iterator[str]:
         if text not in seen:
             seen.add(text)
             yield text
-
-
-def row_of(found: Pretrained) -> list[object]:
-    """A line of the table."""
-    sizes = list[object]()
-    for size in (found.closed_form, found.dry_run, found.expected):
-        sizes += [f"{size / 2**20:,.0f} MiB", f"{100 * (size / found.measured - 1):+.1f} %"]
-    sizes += [f"{found.measured / 2**20:,.0f} MiB", f"{found.process / 2**20:,.0f} MiB"]
-    return [found.preset, found.how, *sizes, f"{found.update_seconds:.1f}", f"{found.tokens_per_second:,.0f}"]
 
 
 if __name__ == "__main__":
