@@ -111,7 +111,7 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
         for number, block in enumerate(blocks[-lora.num_layers :], len(blocks) - lora.num_layers):
             _add_layers(model, block, names, method, lora)
             if model.blocks is not None:  # DoRA has read it
-                model.blocks.store.drop(number)
+                model.blocks.drop(number)
     if not tree_flatten(model.module.trainable_parameters()):
         raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
     mx.eval(model.module.trainable_parameters())

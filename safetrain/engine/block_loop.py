@@ -4,7 +4,7 @@ Each block is read once for all rows of an update, computed for them, and droppe
 first, it is read and computed again with its gradient. Between the passes only the blocks' inputs are kept. Rows whose
 inputs would take more than KEPT_BYTES are computed in several groups, and each group reads the blocks again.
 
-Loss and gradient are those of a base in memory, to the bit: the same operations, summed in the same order.
+Loss and gradient are those of a base in memory, to the bit on a CPU: the same operations, summed in the same order.
 """
 
 import functools
@@ -19,27 +19,14 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from safetrain.core.memory.streamed import KEPT_BYTES
 from safetrain.core.recorder import Phase
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.blocks import Blocks, Call
+from safetrain.engine.blocks import OUTSIDE, Blocks, Call
 from safetrain.engine.cpu.kernels import side_by_side
-from safetrain.engine.frozen_store import OUTSIDE
 from safetrain.engine.loss import ShardLoss, through
 from safetrain.engine.model import BaseModel
 from safetrain.engine.sliced_head import sliced_losses, takes_slices
 from safetrain.engine.upstream.adaptation import SplitModel
 
-Sums = dict[str, mx.array]  # gradients by the name of their parameter
-
-
-@dataclass(frozen=True)
-class Listener:
-    """Whom to tell: ``begin`` gets the number of a group's first micro-batch, ``pulse`` is called before each block.
-
-    ``done`` is called after each phase with its values and the following phase.
-    """
-
-    begin: Callable[[int], None]
-    pulse: Callable[[], None]
-    done: Callable[..., Any]
+Told = Callable[[int, Phase | None, Any], None]  # of a group's first micro-batch, a phase that is done, its values
 
 
 @dataclass
@@ -50,158 +37,165 @@ class Piece:
     key: mx.array | None  # of its random numbers
     state: mx.array  # the last block's output; on the way back its gradient
     calls: list[Call]
-    inputs: dict[int, mx.array] = field(default_factory=dict)  # of the blocks that are computed again
+    inputs: list[mx.array] = field(default_factory=list)  # of the blocks that are computed again
 
 
-def gradient_by_blocks(
-    model: BaseModel, loss: ShardLoss, update: Update, key_of: Callable[[Shard], mx.array], progress: Listener
-) -> tuple[mx.array, Any]:
-    """Summed loss of an update, and the gradient of its mean loss per label, as a tree of the trained parameters."""
-    blocks, number, total, sums = blocks_of(model), 0, list[mx.array](), Sums()
-    trained = model.module.trainable_parameters()
-    lowest = next(place for place, part in enumerate(blocks.parts) if tree_flatten(part.trainable_parameters()))
-    before, blocks.pulse = blocks.pulse, progress.pulse
-    try:
-        for group in grouped(model, update.micro_batches, len(blocks) - lowest):
-            progress.begin(number)
-            pieces = begun(model, group, key_of)
-            forward(model, pieces, lowest)
-            progress.done(Phase.FORWARD, pieces[-1][-1].state, Phase.LOSS)
-            total += losses(model, loss, pieces, update.per_label(1.0))
-            progress.done(Phase.LOSS, total[-1], Phase.BACKWARD)
-            backward(model, pieces, lowest, sums)
-            progress.done(Phase.BACKWARD, list(sums.values()))
-            number += len(group)
-    finally:
-        blocks.pulse = before
-    blocks.store.require_unchanged()
-    gradient = tree_map_with_path(lambda name, own: sums[name] if total else mx.zeros_like(own), trained)
-    return functools.reduce(mx.add, total or [mx.array(0.0)]) * update.trained_tokens, gradient
+class BlockLoop:
+    """Passes through a model's blocks. ``lowest``: the number of the first block that is trained."""
 
+    def __init__(self, model: BaseModel, blocks: Blocks) -> None:
+        self._model, self._blocks, self._split = model, blocks, model.split
+        self._call = model.module if model.split is None else model.split.trunk
+        trained = (bool(tree_flatten(part.trainable_parameters())) for part in blocks.parts)
+        self.lowest = next((number for number, is_trained in enumerate(trained) if is_trained), len(blocks.parts))
 
-def begun(
-    model: BaseModel, batches: Sequence[MicroBatch], key_of: Callable[[Shard], mx.array] | None = None
-) -> list[list[Piece]]:
-    """The pieces of micro-batches before the first block."""
-    blocks, found = blocks_of(model), list[list[Piece]]()
-    split = model.split
-    call = split.trunk if split is not None else model.module
-    for batch in batches:
-        found.append([])
-        for shard in batch.shards:
-            state, calls = blocks.noted(functools.partial(through, model, call, shard))
-            found[-1].append(Piece(shard, key_of(shard) if key_of is not None else None, state, calls))
-    with blocks.store.reading():
-        mx.eval([piece.state for pieces in found for piece in pieces])
-    blocks.store.drop(OUTSIDE)
-    return found
+    def gradient(
+        self, loss: ShardLoss, update: Update, key_of: Callable[[Shard], mx.array], tell: Told
+    ) -> tuple[mx.array, Any]:
+        """Summed loss of an update, and the gradient of its mean loss per label, as a tree of the trained parameters.
 
+        ``tell`` is called before each block, and after each phase.
+        """
+        number, total, sums, before = 0, list[mx.array](), dict[str, mx.array](), self._blocks.pulse
+        try:
+            for group in self.grouped(update.micro_batches, len(self._blocks.parts) - self.lowest):
+                self._blocks.pulse = functools.partial(tell, number, None, None)
+                batches = self.forward(group, key_of)
+                tell(number, Phase.FORWARD, batches[-1][-1].state)
+                total += self._losses(loss, batches, update.per_label(1.0))
+                tell(number, Phase.LOSS, total[-1])
+                self._backward(batches, sums)
+                tell(number, Phase.BACKWARD, list(sums.values()))
+                number += len(group)
+        finally:
+            self._blocks.pulse = before
+        self._blocks.require_unchanged()
+        trained = self._model.module.trainable_parameters()
+        gradient = tree_map_with_path(lambda name, own: sums[name] if total else mx.zeros_like(own), trained)
+        return functools.reduce(mx.add, total or [mx.array(0.0)]) * update.trained_tokens, gradient
 
-def forward(model: BaseModel, batches: list[list[Piece]], lowest: int | None = None) -> None:
-    """Compute all blocks for all pieces; keep the inputs of the blocks from ``lowest`` on."""
-    blocks = blocks_of(model)
+    def forward(
+        self, batches: Sequence[MicroBatch], key_of: Callable[[Shard], mx.array] | None = None
+    ) -> list[list[Piece]]:
+        """The pieces of micro-batches after the last block; with ``key_of`` they keep the inputs of trained blocks."""
+        blocks, begun = self._blocks, list[list[Piece]]()
+        for batch in batches:
+            begun.append([])
+            for shard in batch.shards:
+                state, calls = blocks.noted(functools.partial(through, self._model, self._call, shard))
+                begun[-1].append(Piece(shard, key_of(shard) if key_of is not None else None, state, calls))
+        with blocks.reading():
+            mx.eval([piece.state for pieces in begun for piece in pieces])
+        blocks.drop(OUTSIDE)
 
-    def through_block(number: int, piece: Piece) -> mx.array:
-        model.randomness.key = piece.key
-        return blocks.compute(number, piece.state, piece.calls[number])
+        def through_block(number: int, piece: Piece) -> mx.array:
+            self._model.randomness.key = piece.key
+            return blocks.compute(number, piece.state, piece.calls[number])
 
-    for number in range(len(blocks)):
-        with blocks.at_hand(number, number + 1):
+        for number in range(len(blocks.parts)):
+            with blocks.at_hand(number, number + 1):
+                for pieces in begun:
+                    states = _at_once(functools.partial(through_block, number), pieces)
+                    for piece, piece_state in zip(pieces, states, strict=True):
+                        if key_of is not None and number >= self.lowest:
+                            piece.inputs.append(piece.state)
+                        piece.state = piece_state
+        return begun
+
+    def grouped(self, batches: Iterable[MicroBatch], kept_blocks: int) -> Iterator[list[MicroBatch]]:
+        """Micro-batches for which the inputs of so many blocks take at most KEPT_BYTES, or one."""
+        group, kept = list[MicroBatch](), 0
+        for batch in batches:
+            size = sum(shard.inputs.size for shard in batch.shards) * kept_blocks * self._blocks.state_bytes
+            if group and kept + size > KEPT_BYTES:
+                yield group
+                group, kept = [], 0
+            group.append(batch)
+            kept += size
+        if group:
+            yield group
+
+    def _losses(self, loss: ShardLoss, batches: list[list[Piece]], share: float) -> list[mx.array]:
+        """The summed loss of each micro-batch; each piece's state becomes its gradient in the last block's output."""
+        split, found = self._split, list[mx.array]()
+        most = max(sum(piece.shard.targets.size for piece in pieces) for pieces in batches)
+        sliced = split if takes_slices(split, most, batches[0][0].state.shape[-1]) else None
+
+        def whole(piece: Piece) -> Any:
+            return mx.value_and_grad(self._tail(loss, piece, share))(piece.state)
+
+        with self._blocks.reading(), loss.one_head() if sliced is None else nullcontext():
             for pieces in batches:
-                states = at_once(functools.partial(through_block, number), pieces)
-                for piece, state in zip(pieces, states, strict=True):
-                    if lowest is not None and number >= lowest:
-                        piece.inputs[number] = piece.state
-                    piece.state = state
-                del states, state
+                pairs = _at_once(whole, pieces) if sliced is None else self._by_slices(sliced, pieces, share)
+                found.append(mx.stack([value for value, _ in pairs]).sum())
+                mx.eval(found[-1])
+                for piece, (_, gradient) in zip(pieces, pairs, strict=True):
+                    piece.state = gradient
+        self._blocks.given = {}
+        self._blocks.drop(OUTSIDE)
+        return found
 
+    def _by_slices(self, split: SplitModel, pieces: list[Piece], share: float) -> list[tuple[mx.array, mx.array]]:
+        """Losses of pieces and their gradients in the last block's output, with a head in slices."""
 
-def losses(model: BaseModel, loss: ShardLoss, batches: list[list[Piece]], share: float) -> list[mx.array]:
-    """The summed loss of each micro-batch; each piece's state becomes its gradient in the last block's output."""
-    blocks, split, found = blocks_of(model), model.split, list[mx.array]()
-    call = split.trunk if split is not None else model.module
+        def chosen(piece: Piece) -> Callable[[mx.array], mx.array]:
+            return self._tail(lambda shard: through(self._model, self._call, shard)[shard.positions], piece, share)
 
-    def weighted(piece: Piece) -> Shard:
+        def states(piece: Piece) -> Any:
+            return chosen(piece)(piece.state), piece.shard.targets, piece.shard.weights * share
+
+        pairs = dict(zip(map(id, pieces), sliced_losses(split, _at_once(states, pieces)), strict=True))
+        gradients = _at_once(lambda p: mx.vjp(chosen(p), [p.state], [pairs[id(p)][1]])[1][0], pieces)
+        return [(pairs[id(piece)][0], gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+
+    def _tail(self, run: Callable[[Shard], mx.array], piece: Piece, share: float) -> Callable[[mx.array], mx.array]:
+        """``run`` on a piece's shard, as a function of the last block's output."""
         own = piece.shard
-        return Shard(own.inputs, own.layout, own.positions, own.targets, own.weights * share, (), None)
-
-    def tail(piece: Piece, run: Callable[[Shard], mx.array]) -> Callable[[mx.array], mx.array]:
-        """``run`` on a shard as a function of the last block's output."""
-        shard = weighted(piece)
+        shard = Shard(own.inputs, own.layout, own.positions, own.targets, own.weights * share, (), None)
 
         def of_state(state: mx.array) -> mx.array:
-            blocks.given = {id(shard): state}
+            self._blocks.given = {id(shard): state}
             return run(shard)
 
         return of_state
 
-    def chosen(shard: Shard) -> mx.array:
-        return through(model, call, shard)[shard.positions]
-
-    def of_piece(piece: Piece) -> tuple[mx.array, mx.array]:
-        pair: tuple[mx.array, mx.array] = mx.value_and_grad(tail(piece, loss))(piece.state)
-        return pair
-
-    def by_slices(pieces: list[Piece]) -> list[tuple[mx.array, mx.array]]:
-        hidden = at_once(lambda piece: tail(piece, chosen)(piece.state), pieces)
-        shards = [(states, p.shard.targets, p.shard.weights * share) for states, p in zip(hidden, pieces, strict=True)]
-        pairs = dict(zip(map(id, pieces), sliced_losses(split_of(model), shards), strict=True))
-        back = at_once(lambda p: mx.vjp(tail(p, chosen), [p.state], [pairs[id(p)][1]])[1][0], pieces)
-        return [(pairs[id(piece)][0], gradient) for piece, gradient in zip(pieces, back, strict=True)]
-
-    most = max(sum(piece.shard.targets.size for piece in pieces) for pieces in batches)
-    sliced = takes_slices(split, most, batches[0][0].state.shape[-1])
-    with blocks.store.reading(), nullcontext() if sliced else loss.one_head():
-        for pieces in batches:
-            pairs = by_slices(pieces) if sliced else at_once(of_piece, pieces)
-            found.append(mx.stack([value for value, _ in pairs]).sum())
-            mx.eval(found[-1])
-            for piece, (_, gradient) in zip(pieces, pairs, strict=True):
-                piece.state = gradient
-    blocks.given = {}
-    blocks.store.drop(OUTSIDE)
-    return found
-
-
-def backward(model: BaseModel, batches: list[list[Piece]], lowest: int, sums: Sums) -> None:
-    """Add the gradients of all pieces to ``sums``, block by block from the last one down."""
-    blocks = blocks_of(model)
-    prefixes = {id(part): name for name, part in model.module.named_modules()}
-    for number in reversed(range(lowest, len(blocks))):
-        part = blocks.parts[number]
-        with blocks.at_hand(number, number - 1 if number > lowest else None):
+    def _backward(self, batches: list[list[Piece]], sums: dict[str, mx.array]) -> None:
+        """Add the gradients of all pieces to ``sums``, by name, block by block from the last one down."""
+        blocks, prefixes = self._blocks, {id(part): name for name, part in self._model.module.named_modules()}
+        for number in reversed(range(self.lowest, len(blocks.parts))):
+            part = blocks.parts[number]
             names = [name for name, _ in tree_flatten(part.trainable_parameters())]
-            for pieces in batches:
-                results = at_once(functools.partial(_gradients, model, number, names), pieces)
-                for piece, (state, _) in zip(pieces, results, strict=True):
-                    piece.state = state
-                    del piece.inputs[number]
-                for place, name in enumerate(names):
-                    own = functools.reduce(mx.add, [gradients[place] for _, gradients in results])
-                    full = f"{prefixes[id(part)]}.{name}"
-                    sums[full] = sums[full] + own if full in sums else own
-                mx.eval(sums)
-                del results, state, own
+            with blocks.at_hand(number, number - 1 if number > self.lowest else None):
+                for pieces in batches:
+                    results = _at_once(functools.partial(self._gradients, number, names), pieces)
+                    for piece, (state, *_) in zip(pieces, results, strict=True):
+                        piece.state = state
+                        piece.inputs.pop()
+                    for place, name in enumerate(names, 1):
+                        own = functools.reduce(mx.add, [result[place] for result in results])
+                        full = f"{prefixes[id(part)]}.{name}"
+                        sums[full] = sums[full] + own if full in sums else own
+                    mx.eval(sums)
+                    del results, own
+
+    def _gradients(self, number: int, names: list[str], piece: Piece) -> list[mx.array]:
+        """The gradients of a block's input and of its parameters ``names``, as lazy arrays."""
+        part = self._blocks.parts[number]
+        trained = part.trainable_parameters()
+        self._model.randomness.key = piece.key
+
+        def compute(state: mx.array, *arrays: mx.array) -> list[mx.array]:
+            part.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+            return [self._blocks.compute(number, state, piece.calls[number])]
+
+        try:
+            values = [piece.inputs[-1], *(value for _, value in tree_flatten(trained))]
+            return mx.vjp(compute, values, [piece.state])[1]
+        finally:
+            part.update(trained)  # tracing leaves placeholders behind
 
 
-def _gradients(model: BaseModel, number: int, names: list[str], piece: Piece) -> tuple[mx.array, list[mx.array]]:
-    """The gradients of a block's input and of its parameters ``names``, as lazy arrays."""
-    blocks, trained = blocks_of(model), blocks_of(model).parts[number].trainable_parameters()
-    part, values = blocks.parts[number], [value for _, value in tree_flatten(trained)]
-    model.randomness.key = piece.key
-
-    def compute(state: mx.array, *arrays: mx.array) -> list[mx.array]:
-        part.update(tree_unflatten(list(zip(names, arrays, strict=True))))
-        return [blocks.compute(number, state, piece.calls[number])]
-
-    try:
-        _, (state, *gradients) = mx.vjp(compute, [piece.inputs[number], *values], [piece.state])
-    finally:
-        part.update(trained)  # tracing leaves placeholders behind
-    return state, gradients
-
-
-def at_once(compute: Callable[[Piece], Any], pieces: Sequence[Piece]) -> list[Any]:
+def _at_once(compute: Callable[[Piece], Any], pieces: Sequence[Piece]) -> list[Any]:
     """Compute something for each piece, side by side on a CPU."""
     results = side_by_side(compute, pieces)
     mx.eval(results)
@@ -209,43 +203,13 @@ def at_once(compute: Callable[[Piece], Any], pieces: Sequence[Piece]) -> list[An
 
 
 def computed(model: BaseModel, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield each micro-batch; with the base on disk, when the outputs of its last block are there for ``through``."""
+    """Yield each micro-batch; with the base on disk, once the outputs of its last block are there for ``through``."""
     if model.blocks is None:
         yield from batches
         return
-    for group in grouped(model, batches, kept_blocks=1):
-        pieces = begun(model, group)
-        forward(model, pieces)
-        model.blocks.given = {id(piece.shard): piece.state for part in pieces for piece in part}
+    loop = BlockLoop(model, model.blocks)
+    for group in loop.grouped(batches, kept_blocks=1):
+        model.blocks.given = {id(piece.shard): piece.state for pieces in loop.forward(group) for piece in pieces}
         yield from group
         model.blocks.given = {}
-    model.blocks.store.drop(OUTSIDE)
-
-
-def grouped(model: BaseModel, batches: Iterable[MicroBatch], kept_blocks: int) -> Iterator[list[MicroBatch]]:
-    """Micro-batches that are computed together: inputs of so many blocks take at most KEPT_BYTES, or are of one."""
-    group, kept = list[MicroBatch](), 0
-    for batch in batches:
-        tokens = sum(shard.inputs.size for shard in batch.shards)
-        size = tokens * kept_blocks * blocks_of(model).state_bytes
-        if group and kept + size > KEPT_BYTES:
-            yield group
-            group, kept = [], 0
-        group.append(batch)
-        kept += size
-    if group:
-        yield group
-
-
-def split_of(model: BaseModel) -> SplitModel:
-    """The model as trunk and head."""
-    if model.split is None:
-        raise RuntimeError("the model has no separate head")
-    return model.split
-
-
-def blocks_of(model: BaseModel) -> Blocks:
-    """The blocks of a base that stays on disk."""
-    if model.blocks is None:
-        raise RuntimeError("the base is in memory")
-    return model.blocks
+    model.blocks.drop(OUTSIDE)

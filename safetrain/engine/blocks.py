@@ -1,96 +1,109 @@
-"""A model's blocks, called one at a time with their weights read from disk, whatever the model's own code does.
+"""The blocks of a base that stays on disk: called one at a time, read when they are called, dropped afterwards.
 
-The model's own loop runs with stubs in place of its blocks: first stubs that note their arguments, then, when the
-blocks have been computed one by one, stubs that return the last one's output. So no model's code is copied. Whether
-that gives the model's own numbers is found by comparing both on a few tokens.
+mlx reads a lazy array from its file when a computation needs it, and then keeps it for the module that holds it. So
+after each use the module gets lazy arrays again. They come from the model opened anew, which reads no weight, and are
+therefore exactly those of a base in memory: renamed, stacked and cast by the same code.
 
-Outside of that a block that is called reads its weights, computes, and drops them: answers and tests need no more.
+To call blocks one by one, the model's own loop runs with stubs in their place: first stubs that note their arguments,
+later stubs that return the last block's output. Whether that gives the model's own numbers is found by comparing both
+on a few tokens. Without such a pass, as for answers, a block that is called reads itself, computes and drops itself.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from safetrain.core.errors import ModelError
-from safetrain.engine.frozen_store import OUTSIDE, FrozenStore
-from safetrain.engine.layers import give
+from safetrain.engine.cpu.kernels import LinearDequantizedInTurn, LinearDequantizedPerUse
+from safetrain.engine.layers import change_classes, give
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.adaptation import Refusal, asked, call_packed, refusals, through_few_blocks
 
+OUTSIDE = -1  # the number of what is outside of blocks: embedding, head, norms
 PROBE_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Call:
-    """A block's arguments after the hidden states: mask, cache, positions."""
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
+CANNOT_READ = ("[read]", "[load", "Unable to read", "Failed to open")  # in mlx's messages
+AS_IT_WAS = "put the model back as it was, then run the same command: it continues from the last checkpoint"
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments after the hidden states: mask, cache, positions
 
 
 class Blocks:
-    """The blocks of a base that stays on disk."""
+    """The blocks of a model. ``pulse`` is called before each."""
 
     def __init__(self, folder: Path, open_lazily: Callable[[], Any]) -> None:
-        try:
-            self.store = FrozenStore(folder, open_lazily)
-        except Refusal as refusal:
-            raise not_streamed(str(refusal), str(folder)) from refusal
-        self._folder = folder
-        self.module = self.store.module
+        """``open_lazily`` returns a new module of the model in ``folder``, of which no weight has been read."""
+        self._folder, self._open, self._stamps = folder, open_lazily, _stamps(folder)
+        self._stream = mx.new_stream(mx.cpu)  # reads ahead while the device computes
+        self.module = self._opened()
+        self._owners = self._by_block(self.module)  # a layer keeps its object when an adapter wraps it
+        self._unread: dict[int, dict[str, dict[str, mx.array]]] = {}
         self.parts: list[Any] = list(self.module.layers)
-        self.pulse: Callable[[], None] = lambda: None  # called before each block
+        self.pulse: Callable[[], None] = lambda: None
         self.given: dict[int, mx.array] = {}  # outputs of the last block, by the id of their shard
         self.state_bytes = 0  # of a token's hidden state; known after ``require_chain``
         self._kinds = [type(part) for part in self.parts]
         self._noted: list[tuple[int, mx.array, Call]] | None = None
         self._output: mx.array | None = None
         for number, part in enumerate(self.parts):
+            change_classes(part, {LinearDequantizedPerUse: LinearDequantizedInTurn})  # memory for few matrices
             give(part, {"__call__": self._stub(number)})
 
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def _stub(self, number: int) -> Callable[..., Any]:
-        def call(_part: Any, state: mx.array, *arguments: Any, **keywords: Any) -> Any:
-            if self._output is not None:
-                return self._output
-            if self._noted is not None:
-                self._noted.append((number, state, Call(arguments, keywords)))
-                return state
-            with self.at_hand(number):
-                output = self.compute(number, state, Call(arguments, keywords))
-                mx.eval(output)
-            return output
-
-        return call
+    def compute(self, number: int, state: mx.array, call: Call) -> mx.array:
+        """The output of a block, as a lazy array."""
+        output: mx.array = self._kinds[number].__call__(self.parts[number], state, *call[0], **call[1])
+        return output
 
     @contextmanager
     def at_hand(self, number: int, following: int | None = None) -> Iterator[None]:
         """Have a block's weights in memory inside this context, and read those of the ``following`` one meanwhile."""
         self.pulse()
-        self.store.read(number)
-        if following is not None:
-            self.store.read_ahead(following)
+        with self.reading():
+            mx.eval(self._arrays(number))
+        if following in self._owners:
+            mx.async_eval(self._arrays(following))
         yield
-        self.store.drop(number)
+        self.drop(number)
 
-    def compute(self, number: int, state: mx.array, call: Call) -> mx.array:
-        """The output of a block, as a lazy array."""
-        output: mx.array = self._kinds[number].__call__(self.parts[number], state, *call.arguments, **call.keywords)
-        return output
+    def drop(self, number: int) -> None:
+        """Free a block's weights; the next use reads them again. Raises ModelError if the files have changed."""
+        if number not in self._unread:
+            self._unread = {
+                place: {name: _own_arrays(part) for name, part in parts}
+                for place, parts in self._by_block(self._opened()).items()
+            }
+        fresh = self._unread.pop(number)
+        for name, part in self._owners[number]:
+            for key, array in fresh[name].items():
+                part[key] = array
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn mlx's error for a file that cannot be read into ModelError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(words in str(error) for words in CANNOT_READ):
+                raise
+            self.require_unchanged()
+            what, do = f"The base model cannot be read from disk: {error}", f"check this disk; {AS_IT_WAS}"
+            raise ModelError(what, where=str(self._folder), do=do) from error
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError if a weight file is no longer the one that the run began with."""
+        now = _stamps(self._folder)
+        if changed := sorted({name for name, _ in self._stamps.items() ^ now.items()}):
+            what = f"The base model's files changed while it was in use: {', '.join(changed)}."
+            raise ModelError(what, where=str(self._folder), do=AS_IT_WAS)
 
     def noted(self, run: Callable[[], Any]) -> tuple[mx.array, list[Call]]:
         """What ``run``, a pass through the model, gives to its first block, and the other arguments of each block.
 
         Nothing is computed. Raises Refusal unless the blocks are called once each, in their order.
         """
-        found = list[tuple[int, mx.array, Call]]()
-        self._noted = found
+        self._noted = found = list[tuple[int, mx.array, Call]]()
         try:
             run()
         finally:
@@ -135,14 +148,60 @@ class Blocks:
         try:
             through_few_blocks(self.module, ask)
         except Refusal as refusal:
-            raise not_streamed(str(refusal), str(self._folder)) from refusal
-        self.store.drop(OUTSIDE)
+            raise self._refused(str(refusal)) from refusal
+        self.drop(OUTSIDE)
+
+    def _stub(self, number: int) -> Callable[..., Any]:
+        def call(_part: Any, state: mx.array, *arguments: Any, **keywords: Any) -> Any:
+            if self._output is not None:
+                return self._output
+            if self._noted is not None:
+                self._noted.append((number, state, (arguments, keywords)))
+                return state
+            with self.at_hand(number):
+                output = self.compute(number, state, (arguments, keywords))
+                mx.eval(output)
+            return output
+
+        return call
+
+    def _opened(self) -> Any:
+        """The model opened anew on the stream that reads; building it draws no random numbers of the run."""
+        self.require_unchanged()
+        state: Any = mx.random.state
+        high, low = np.array(state[0]).tolist()
+        with self.reading(), mx.stream(self._stream):
+            module = self._open()
+        mx.random.seed(high << 32 | low)
+        return module
+
+    def _arrays(self, number: int | None) -> list[mx.array]:
+        return [array for _, part in self._owners[number or 0] for array in _own_arrays(part).values()]
+
+    def _by_block(self, module: Any) -> dict[int, list[tuple[str, Any]]]:
+        """The parts of each block that have weights, with their names, and those outside of blocks."""
+        number_of: dict[int, int] = {}
+        for number, block in enumerate(module.layers):
+            for _, part in block.named_modules():
+                if number_of.setdefault(id(part), number) != number and _own_arrays(part):
+                    raise self._refused("its blocks share weights")
+        parts: dict[int, list[tuple[str, Any]]] = {number: [] for number in (OUTSIDE, *range(len(module.layers)))}
+        for name, part in module.named_modules():
+            if _own_arrays(part):
+                parts[number_of.get(id(part), OUTSIDE)].append((name, part))
+        return parts
+
+    def _refused(self, why: str) -> ModelError:
+        do = "set train.stream_base=false; if it does not fit then, take a smaller or more strongly quantized model"
+        return ModelError(f"This model cannot be trained with its base on disk: {why}.", where=str(self._folder), do=do)
 
 
-def not_streamed(why: str, where: str) -> ModelError:
-    """The error for a model whose base cannot stay on disk."""
-    return ModelError(
-        f"This model cannot be trained with its base on disk: {why}.",
-        where=where,
-        do="set train.stream_base=false; if it does not fit then, take a smaller or more strongly quantized model",
-    )
+def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and time of the last change of each weight file."""
+    facts = ((path.name, path.stat()) for path in folder.glob("*.safetensors"))
+    return {name: (fact.st_ino, fact.st_size, fact.st_mtime_ns) for name, fact in facts}
+
+
+def _own_arrays(part: Any) -> dict[str, mx.array]:
+    """A part's parameters, without those of the parts inside it."""
+    return {key: value for key, value in part.items() if isinstance(value, mx.array) and not key.startswith("_")}

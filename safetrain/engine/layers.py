@@ -52,13 +52,13 @@ class Dropout(nn.Module):
         return mx.where(mask, x * (1.0 / self._keep), 0.0)
 
 
-def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
-    """A layer's weight, or some rows of it, dequantized if it is quantized."""
+def dequantized(layer: Any, rows: slice = ALL, after: mx.array | None = None) -> mx.array:
+    """A layer's weight, or some rows of it, dequantized if it is quantized, but not before ``after`` is computed."""
     if "scales" not in layer:
         return layer.weight[rows]
-    biases = layer.get("biases")
+    biases, weight = layer.get("biases"), layer.weight[rows]
     return mx.dequantize(
-        layer.weight[rows],
+        weight if after is None else mx.depends([weight], [mx.stop_gradient(after)])[0],
         layer.scales[rows],
         None if biases is None else biases[rows],
         group_size=layer.group_size,

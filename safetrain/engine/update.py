@@ -18,7 +18,8 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.block_loop import Listener, gradient_by_blocks
+from safetrain.engine.block_loop import BlockLoop
+from safetrain.engine.blocks import Blocks
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
@@ -129,7 +130,7 @@ class Gradients:
         the next one's graph is built meanwhile.
         """
         if self._model.blocks is not None:
-            return self._by_blocks(update, step, check_stop)
+            return self._by_blocks(self._model.blocks, update, step, check_stop)
         total, summed, share = mx.array(0.0), None, update.per_label(1.0)
         for number, batch in enumerate(update.micro_batches):
             check_stop()
@@ -162,24 +163,23 @@ class Gradients:
         finally:
             module.update(parameters)  # tracing leaves placeholders behind
 
-    def _by_blocks(self, update: Update, step: int, check_stop: Callable[[], None]) -> tuple[mx.array, Gradient]:
+    def _by_blocks(
+        self, blocks: Blocks, update: Update, step: int, check_stop: Callable[[], None]
+    ) -> tuple[mx.array, Gradient]:
         """The same with the base on disk."""
-        tracer, work = self._tracer, Work(step + 1)
+        following = {Phase.FORWARD: Phase.LOSS, Phase.LOSS: Phase.BACKWARD}
 
-        def begin(number: int) -> None:
-            nonlocal work
-            work = work_of(update.micro_batches[number], step, number)
-            if tracer is not None:
-                tracer.begin(work)
-
-        def pulse() -> None:
+        def tell(number: int, phase: Phase | None, values: Any) -> None:
             check_stop()
+            work = work_of(update.micro_batches[number], step, number)
             self._note(Edge.BEFORE, work)
+            if self._tracer is not None and phase is not None:
+                if phase is Phase.FORWARD:
+                    self._tracer.begin(work)
+                self._tracer.done(phase, values, following.get(phase))
 
-        return gradient_by_blocks(
-            self._model, self._loss, update, lambda shard: key_of(self._seed, step, shard.rows[0]),
-            Listener(begin, pulse, tracer.done if tracer is not None else lambda *_: None),
-        )  # fmt: skip
+        loop = BlockLoop(self._model, blocks)
+        return loop.gradient(self._loss, update, lambda shard: key_of(self._seed, step, shard.rows[0]), tell)
 
     def _note(self, edge: Edge, work: Work) -> None:
         if self._recorder is not None:

@@ -68,12 +68,16 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     return _cross_entropy(logits, targets)[0]
 
 
-def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
-    """``plain``, with a backward pass that recomputes it, so that no dequantized weight outlives its product."""
+def dequantizing_twice(plain: Callable[[mx.array], mx.array], *, in_turn: bool = False) -> Any:
+    """``plain``, with a backward pass that recomputes it, so that no dequantized weight outlives its product.
+
+    ``in_turn``: not before its gradient is there.
+    """
 
     def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
         del output
-        return mx.vjp(plain, [primals], [cotangent])[1][0]
+        x = mx.depends([primals], [cotangent])[0] if in_turn else primals
+        return mx.vjp(plain, [x], [cotangent])[1][0]
 
     return with_gradient(plain, backward)
 
@@ -89,6 +93,14 @@ class LinearDequantizedPerUse(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         y = _product(x, self)
         return y + self["bias"] if "bias" in self else y
+
+
+class LinearDequantizedInTurn(LinearDequantizedPerUse):
+    """The same, one after the other: a weight is dequantized when its input, or its gradient, is there."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        product = dequantizing_twice(lambda x: x @ dequantized(self, after=x).astype(x.dtype).T, in_turn=True)
+        return product(x) + self["bias"] if "bias" in self else product(x)
 
 
 class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
