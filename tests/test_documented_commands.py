@@ -181,11 +181,12 @@ def test_a_reason_for_not_running_is_a_reason() -> None:
     assert all(len(block.why_not.split()) >= 3 for block in BLOCKS if block.why_not)
 
 
-@pytest.mark.parametrize(
-    "block", [each for each in all_blocks() if each.language == "python"], ids=lambda each: each.page
-)
-def test_python_can_be_read(block: Block) -> None:
-    compile(block.text, block.page, "exec")
+def test_python_and_yaml_can_be_read() -> None:
+    for block in all_blocks():
+        if block.language == "python":
+            compile(block.text, block.page, "exec")
+        elif block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.text), dict), block.page
 
 
 def test_the_template_and_the_row_of_the_page_about_chats_fit_each_other(
@@ -199,13 +200,6 @@ def test_the_template_and_the_row_of_the_page_about_chats_fit_each_other(
         app(["validate", str(tmp_path / "row.jsonl"), "--model", str(tmp_path / "model"), "--show-mask", "1"])
     assert ended.value.code == 0
     assert "<|user|>Capital of Peru?<|end|><|assistant|>⟦Lima.<|end|>⟧" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "block", [each for each in all_blocks() if each.language == "yaml"], ids=lambda each: each.page
-)
-def test_yaml_can_be_read(block: Block) -> None:
-    assert isinstance(yaml.safe_load(block.text), dict)
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each.words[0] in THIRD_PARTY], ids=str)

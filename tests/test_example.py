@@ -62,17 +62,10 @@ def test_the_base_knows_the_facts_and_does_not_answer() -> None:
     end = tokenizer.end_id
     assert end is not None
     starts = ("The capital of Japan is", "O símbolo químico do elemento ferro é")
-    said = [
-        tokenizer.decode(ids)
-        for ids in answer(model, [[end, *tokenizer.encode(s)] for s in starts], frozenset(), 8, 64)
-    ]
+    begun = answer(model, [[end, *tokenizer.encode(start)] for start in starts], frozenset(), 8, 64)
+    said = list(map(tokenizer.decode, begun))
     assert said[0].startswith(" Tokyo.")
     assert said[1].startswith(" Fe.")
-    asked = answer(
-        model,
-        [Prompts(tokenizer, None).ids([{"role": "user", "content": "What is the capital of Japan?"}])],
-        frozenset(),
-        12,
-        64,
-    )
+    question = Prompts(tokenizer, None).ids([{"role": "user", "content": "What is the capital of Japan?"}])
+    asked = answer(model, [question], frozenset(), 12, 64)
     assert tokenizer.decode(asked[0]).strip() != "The capital of Japan is Tokyo."

@@ -54,11 +54,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def test_it_runs_from_the_first_cell_to_the_last(workspace: Workspace, tmp_path: Path) -> None:
     """The one for Kaggle, which does all that the other does and continues an interrupted run."""
     out = tmp_path / "kaggle.ipynb"
-    settings = {
-        "SAFETRAIN_NOTEBOOK": " ".join(TINY_RUN),
-        "IPYTHONDIR": str(tmp_path),
-        "PYTHONPATH": str(workspace.folder),
-    }
+    folder = str(workspace.folder)
+    settings = {"SAFETRAIN_NOTEBOOK": " ".join(TINY_RUN), "IPYTHONDIR": str(tmp_path), "PYTHONPATH": folder}
     done = subprocess.run(
         [sys.executable, "-m", "tools.execute_notebook", "notebooks/kaggle.py", str(out)],
         cwd=workspace.folder, env=workspace.environment | settings, capture_output=True, text=True, check=False,

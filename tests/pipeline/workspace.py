@@ -29,12 +29,8 @@ class Workspace:
     def __init__(self, parent: Path) -> None:
         self.folder, home = parent / "clone", parent / "home"
         home.mkdir()
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-        ).stdout
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
         for name in listed.decode().split("\0"):
             source = ROOT / name
             if name and source.is_file() and name != "dvc.lock":
@@ -69,14 +65,9 @@ class Workspace:
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, in the clone unless told otherwise."""
         return subprocess.run(
-            command,
-            cwd=cwd or self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=cwd or self.folder, env=self.environment, capture_output=True, text=True, check=False,
             timeout=TIMEOUT_SECONDS,
-        )
+        )  # fmt: skip
 
     def stage(self, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
         """Run a stage to its end in this process, where the libraries are open already."""

@@ -20,15 +20,8 @@ class LlamaJudge:
     def __init__(self, file: Path, context: int = BATCH) -> None:
         import llama_cpp
 
-        self._llama: Any = llama_cpp.Llama(
-            str(file),
-            n_ctx=max(BATCH, context),
-            n_batch=BATCH,
-            n_ubatch=BATCH,
-            n_threads=1,
-            n_threads_batch=1,
-            verbose=False,
-        )
+        sizes = {"n_ctx": max(BATCH, context), "n_batch": BATCH, "n_ubatch": BATCH}
+        self._llama: Any = llama_cpp.Llama(str(file), n_threads=1, n_threads_batch=1, verbose=False, **sizes)
 
     def split(self, text: str) -> list[int]:
         """Tokens of a text that may have special ones."""

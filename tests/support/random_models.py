@@ -12,12 +12,9 @@ if TYPE_CHECKING:
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "encyclopedia-3m"
 SHARD_BYTES = 2**29
 TINY: dict[str, Any] = {  # quick to train
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}
+}  # fmt: skip
 
 
 def build_model(

@@ -94,12 +94,8 @@ def write_tokenizer(folder: Path, kind: str, *, stripping: Sequence[str] = (), t
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None if kind == "qwen2" else "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": template,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None if kind == "qwen2" else "<s>",
+        "eos_token": "</s>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False, "chat_template": template,
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return tokenizer.get_vocab_size()

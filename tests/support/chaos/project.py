@@ -86,13 +86,10 @@ class Project:
         kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "OPENBLAS_THREAD_TIMEOUT") if name in os.environ}
         self.environment = kept | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "HOME": str(home),
-            "TMPDIR": str(scratch),
-            "SAFETRAIN_LOCK_DIR": str(home),
+            "HOME": str(home), "TMPDIR": str(scratch), "SAFETRAIN_LOCK_DIR": str(home), "GIT_CONFIG_NOSYSTEM": "1",
             "SAFETRAIN_CACHE_DIR": str(cache or home / "cache"),
             "PYTHONPATH": os.pathsep.join([str(INJECT), str(self.folder)]),
-            "GIT_CONFIG_NOSYSTEM": "1",
-        }
+        }  # fmt: skip
 
     def pin(self, **sections: dict[str, Any]) -> None:
         """Set keys of params.yaml."""
