@@ -57,10 +57,20 @@ os.chdir(PROJECT)
 #
 # One forward and backward pass of a model, on the backend that was found, against mlx-lm's own layers.
 
-# %%
-from safetrain.notebook import call, follow, printed_lines, start, stop
 
-call("selftest")
+# %%
+def safetrain(*words, until=None):
+    """Run a command and show what it prints; ask it to save and to end when ``until()`` is true."""
+    command = [sys.executable, "-m", "safetrain.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="")
+            if until is not None and until():
+                process.terminate()
+                until = None
+
+
+safetrain("selftest")
 
 # %% [markdown]
 # ## Data and model
@@ -71,7 +81,7 @@ call("selftest")
 # %%
 ROWS, MODEL = INPUT / "my-rows" / "train.jsonl", "mlx-community/Qwen2.5-0.5B-Instruct-4bit"
 if ON_KAGGLE:
-    call("fetch", MODEL)
+    safetrain("fetch", MODEL)
     OVERRIDES = [f"model.path=models/{MODEL.partition('/')[2]}"] + ([f"data.path={ROWS}"] if ROWS.exists() else [])
 else:
     usual = "train.max_steps=150 train.save_steps=10 train.log_steps=5 evaluate.max_examples=8"
@@ -95,10 +105,8 @@ def time_is_up() -> bool:
 
 
 if not ON_KAGGLE:
-    call("discard")
-pipeline = start(*OVERRIDES)
-follow(pipeline, 2 if ON_KAGGLE else 0.2, until=time_is_up)
-stop(pipeline)
+    safetrain("discard")
+safetrain("run", *OVERRIDES, until=time_is_up)
 
 # %% [markdown]
 # What was chosen for this machine. A T4 only emulates bfloat16, and says that it has it: the type is decided by what
@@ -130,7 +138,7 @@ for name in ("compute_dtype", "batch_size"):
 saved = WORKING / "last_version"
 if not ON_KAGGLE:
     shutil.copytree("checkpoints_qlora", saved)
-    call("discard")
+    safetrain("discard")
 kept = sorted(Path(saved if saved.is_dir() else "checkpoints_qlora").glob("checkpoint_*"))
 print(f"{len(kept)} checkpoints are kept: {', '.join(folder.name for folder in kept)}")
 
@@ -144,14 +152,9 @@ print(f"{len(kept)} checkpoints are kept: {', '.join(folder.name for folder in k
 before = INPUT / "my-notebook" / "safetrain" / "checkpoints_qlora" if ON_KAGGLE else saved
 if before.is_dir():
     shutil.copytree(before, "checkpoints_qlora", dirs_exist_ok=True)
-pipeline = start(*OVERRIDES)
-follow(pipeline, 2 if ON_KAGGLE else 0.2)
-print("\n".join(printed_lines("continuing from step")))
+safetrain("run", *OVERRIDES)
 
 # %% [markdown]
 # ## The result
 #
 # The adapter is in `checkpoints_qlora/adapters`; `safetrain fuse` makes one model of it and its base.
-
-# %%
-call("result")

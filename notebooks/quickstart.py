@@ -11,43 +11,38 @@
 # ---
 
 # %% [markdown]
-# # Fine-tune a model, and see what it learnt
+# # Fine-tune a model, and see what it learned
 #
 # This notebook runs the pipeline on the example that ships with safetrain: a small model that has read an encyclopedia
-# learns to answer questions. The training runs in a process of its own. Interrupt a cell, close the browser or restart
-# the kernel: it goes on, and the cells only read what it records.
+# learns to answer questions. Interrupt the cell that trains, and the training saves its state and stops; run the cell
+# again, and it continues.
 #
 # `experiment=minimal` is a first look: 100 examples, 3 epochs, about a minute. Leave it out for the whole example.
 
 # %%
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 here = Path.cwd()
 os.chdir(next(folder for folder in (here, *here.parents) if (folder / "params.yaml").is_file()))
 OVERRIDES = os.environ.get("SAFETRAIN_NOTEBOOK", "experiment=minimal").split()
 
+
+def safetrain(*words: str) -> None:
+    """Run a command and show what it prints."""
+    command = [sys.executable, "-m", "safetrain.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="")
+
+
 # %% [markdown]
 # ## Run it
 
 # %%
-from safetrain.notebook import call, follow, start
-
-pipeline = start(*OVERRIDES)
-
-# %% [markdown]
-# This cell shows where it is until it has ended. Interrupt it whenever you like, and run it again to look.
-
-# %%
-follow(pipeline)
-
-# %% [markdown]
-# ## What was learnt
-#
-# On questions that the training has not seen.
-
-# %%
-call("result")
+safetrain("run", *OVERRIDES)
 
 # %% [markdown]
 # Base and tuned side by side:
@@ -80,10 +75,10 @@ display(IFrame(f"../{report}", "100%", 600)) if report.is_file() else print("the
 # Your own data: put a file into `data/`, its path into `params.yaml`, and run the cells again.
 
 # %%
-call("ask", "What is the atomic number of neon?", "--base")
+safetrain("ask", "What is the atomic number of neon?", "--base")
 
 # %% [markdown]
 # If a training ends badly, this says why, and what to do:
 
 # %%
-call("diagnose")
+safetrain("diagnose")
