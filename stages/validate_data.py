@@ -45,26 +45,14 @@ def main(config: Pipeline) -> None:
 
 
 def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
-    """Create the model; if the folder exists, use it unchanged, whatever its size and tokenizer, and say so."""
-    if not folder.exists():
-        _create(config, folder, preset)
-        return
-    files = read_model_files(folder)
-    print_text(
-        f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer with {files.vocab_size:,} "
-        f"tokens; to create one from this text (model.create={preset}), remove that folder"
-    )
-
-
-def _create(config: Pipeline, folder: Path, preset: str) -> None:
-    """Create a model, with a tokenizer trained on the training rows."""
-    if corpus_of(Path(config.data.path)):
-        raise ConfigError(
-            "The model does not exist, and a tokenized corpus has no text to train a tokenizer on.",
-            where=str(folder),
-            expected="a model with the corpus's tokenizer",
-            do=f"safetrain create {preset} {folder} --tokenizer MODEL (one with that tokenizer), then run this again",
+    """Create the model, with a tokenizer trained on the training rows; if the folder exists, use it, and say so."""
+    if folder.exists():
+        files = read_model_files(folder)
+        print_text(
+            f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer with "
+            f"{files.vocab_size:,} tokens; to create one from this text (model.create={preset}), remove that folder"
         )
+        return
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
     request, where = model_shape.preset(preset), config.data.path
     shape = create_model(folder, request, config.train.seed, texts=texts, where=where, say=say_on_terminal).shape

@@ -42,7 +42,7 @@ def test_a_corpus_is_validated_for_a_training_from_scratch_alone(
     assert rows.train.of_update([0]).data[0].ids.tolist() in [document[:17] for document in documents]
     new = ("model.path=models/none", "data.path=data/corpus", "model.create=85m", "train.method=pretrain")
     said = workspace.stage("validate_data", *new).stderr
-    assert "safetrain create 85m models/none --tokenizer MODEL" in said
+    assert "safetrain create PRESET DIR --tokenizer MODEL" in said
 
 
 def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace) -> None:
