@@ -34,6 +34,7 @@ MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT
 def ground(shared_cache: Path) -> Iterator[Ground]:
     with scratch_folder() as folder:
         project = Project(folder / "main", cache=shared_cache)
+        project.pin(preflight={"level": "quick"})
         project.plan()
         yield Ground(project, undisturbed(project), folder, random.Random(1))
 

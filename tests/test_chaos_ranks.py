@@ -18,6 +18,7 @@ from tests.support.chaos.ranks import through_mlx_launch
 def ground(shared_cache: Path) -> Iterator[Ground]:
     with scratch_folder() as folder:
         project = Project(folder / "main", train={"ranks": RANKS, "max_steps": 12}, cache=shared_cache)
+        project.pin(preflight={"level": "quick"})
         project.plan()
         yield Ground(project, undisturbed(project), folder, random.Random(1))
 

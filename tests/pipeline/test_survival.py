@@ -34,6 +34,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         text = text.replace(f"\n{section}:\n  path: ", f"\n{section}:\n  path: {path} # ", 1)
     for key, value in SHORT.items():
         text = text.replace(f"  {key}: null", f"  {key}: {value}", 1)
+    text = text.replace("  level: probe", "  level: quick")
     params.write_text(text.replace("  max_examples: null", "  max_examples: 2"))  # evaluate's
     made.commit("a short training")
     return made
