@@ -26,7 +26,7 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.sliced_head import sliced_losses, takes_slices
 from safetrain.engine.upstream.adaptation import SplitModel
 
-Told = Callable[[int, Phase | None, Any], None]  # of a group's first micro-batch, a phase that is done, its values
+Told = Callable[[int, Phase | None, Any], None]  # a group's first micro-batch, the next phase, the last one's values
 
 
 @dataclass
@@ -54,18 +54,19 @@ class BlockLoop:
     ) -> tuple[mx.array, Any]:
         """Summed loss of an update, and the gradient of its mean loss per label, as a tree of the trained parameters.
 
-        ``tell`` is called before each block, and after each phase.
+        ``tell`` is called before each phase, and without one before each block.
         """
         number, total, sums, before = 0, list[mx.array](), dict[str, mx.array](), self._blocks.pulse
         try:
             for group in self.grouped(update.micro_batches, len(self._blocks.parts) - self.lowest):
                 self._blocks.pulse = functools.partial(tell, number, None, None)
+                tell(number, Phase.FORWARD, None)
                 batches = self.forward(group, key_of)
-                tell(number, Phase.FORWARD, batches[-1][-1].state)
+                tell(number, Phase.LOSS, batches[-1][-1].state)
                 total += self._losses(loss, batches, update.per_label(1.0))
-                tell(number, Phase.LOSS, total[-1])
+                tell(number, Phase.BACKWARD, total[-1])
                 self._backward(batches, sums)
-                tell(number, Phase.BACKWARD, list(sums.values()))
+                tell(number, Phase.OPTIMIZER, list(sums.values()))
                 number += len(group)
         finally:
             self._blocks.pulse = before

@@ -62,9 +62,9 @@ class Blocks:
         self.pulse()
         with self.reading():
             mx.eval(self._arrays(number))
-        if following in self._owners:
-            mx.async_eval(self._arrays(following))
-        yield
+            if following in self._owners:
+                mx.async_eval(self._arrays(following))
+            yield
         self.drop(number)
 
     def drop(self, number: int) -> None:

@@ -121,6 +121,7 @@ def describe(job: Job, predicted_bytes: int) -> str:
     trained = {PRETRAIN: "all weights", "full": f"all weights of {layers}"}.get(settings.method, adapter)
     cut, lost = counted(rows.cut_rows, "row"), counted(rows.lost_labels, "label")
     truncated = f"{cut} cut to {settings.max_seq_length} tokens, {lost} lost\n" if rows.cut_rows else ""
+    trained += ", the base read from disk block by block" if settings.stream_base else ""
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return (
         f"{truncated}training on {counted(len(rows), 'window' if settings.method == PRETRAIN else 'row')}: "

@@ -167,16 +167,16 @@ class Gradients:
         self, blocks: Blocks, update: Update, step: int, check_stop: Callable[[], None]
     ) -> tuple[mx.array, Gradient]:
         """The same with the base on disk."""
-        following = {Phase.FORWARD: Phase.LOSS, Phase.LOSS: Phase.BACKWARD}
+        before, tracer = {Phase.LOSS: Phase.FORWARD, Phase.BACKWARD: Phase.LOSS}, self._tracer
 
         def tell(number: int, phase: Phase | None, values: Any) -> None:
             check_stop()
             work = work_of(update.micro_batches[number], step, number)
             self._note(Edge.BEFORE, work)
-            if self._tracer is not None and phase is not None:
-                if phase is Phase.FORWARD:
-                    self._tracer.begin(work)
-                self._tracer.done(phase, values, following.get(phase))
+            if tracer is not None and phase is Phase.FORWARD:
+                tracer.begin(work)
+            elif tracer is not None and phase is not None:
+                tracer.done(before.get(phase, Phase.BACKWARD), values, phase if phase in before else None)
 
         loop = BlockLoop(self._model, blocks)
         return loop.gradient(self._loss, update, lambda shard: key_of(self._seed, step, shard.rows[0]), tell)

@@ -188,3 +188,13 @@ def test_a_model_that_changes_while_it_trains_ends_the_run_and_loses_nothing(
     file.write_bytes(kept)
     assert run(job).state.resumed_from_step == 5
     assert same(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
+
+
+def test_a_disk_that_fails_ends_the_run_with_what_to_do(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it fails while the next block is read ahead: mlx says so in whatever it computes next."""
+    base = tiny_model(bits=4)
+    model = open_base(base, dequantize=False, stream=True)
+    os.truncate(base / "model.safetensors", 4096)  # its lazy arrays are open
+    monkeypatch.setattr(type(model.blocks), "require_unchanged", lambda _: None)
+    with pytest.raises(ModelError, match=r"cannot be read from disk: .*Unable to read(.*\n)*.*check this disk"):
+        row_losses(model, UNEQUAL, 100)
