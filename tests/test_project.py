@@ -94,7 +94,7 @@ def test_a_value_is_written_and_comments_stay() -> None:
     for section, own in values.items():
         for name in own:
             key = f"{section}.{name}"
-            for value in ("data/Zeilen 1.csv", 0.5, ["a", "b"], {"prompt": "Frage"}):
+            for value in ("data/Zeilen 1.csv", ["a", 0.5], {"prompt": "Frage"}):
                 changed = with_value(text, key, value)
                 assert yaml.safe_load(changed)[section][name] == value, key
                 assert changed.count("#") >= text.count("#")
