@@ -38,7 +38,7 @@ from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.paths import FLIGHT, RECOMMENDED_CONFIG
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.guard.ladder import PlannedUpdate
+from safetrain.guard.keep_going import PlannedUpdate
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project
 from tests.support.jobs import job_of

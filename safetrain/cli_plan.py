@@ -31,7 +31,7 @@ def validate(
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fix: Annotated[Path | None, typer.Option(help="write a repaired copy: .jsonl, .json, .csv, .tsv, .parquet")] = None,
+    fix: Annotated[Path | None, typer.Option(help="write a repaired copy, a .jsonl file")] = None,
     drop: Annotated[
         list[str] | None, typer.Option(help="--fix leaves out rows with these findings, e.g. REFUSALS,PLACEHOLDERS")
     ] = None,

@@ -116,7 +116,7 @@ def report(
     The page is one file that loads nothing. --compare writes checkpoints_qlora/compare.html instead.
     """
     from safetrain.core.run_folder import read_run
-    from safetrain.watch.compare import compare as write_comparison
+    from safetrain.watch.report import compare as write_comparison
     from safetrain.watch.report import write_report
 
     require_project()

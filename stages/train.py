@@ -16,8 +16,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import job_of, read_recommendation, require_plan_for, shared_by
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT
-from safetrain.guard.keep_going import keep_going
-from safetrain.guard.ladder import PlannedUpdate
+from safetrain.guard.keep_going import PlannedUpdate, keep_going
 from safetrain.guard.process import WatchSettings
 from safetrain.stage import stage
 from safetrain.watch.progress import TrainProgress, show_end

@@ -9,7 +9,7 @@ from benchmarks.templates.families import Model
 from benchmarks.templates.spans import Expected, expected_turns
 from benchmarks.templates.writing import Template, Written, forms
 
-ERRORS = {"ANSWER-LOST", "NO-LABELS", "TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}
+ERRORS = {"ANSWER-LOST", "NO-LABELS", "TEMPLATE-REFUSES"}
 ENCODED_TWICE = re.compile(r'\\"(?:ort|nacht)\b|\{\'(?:ort|nacht)\'|\{\{"|None')
 PYTHON = "{'type': 'text'"  # a list of parts, printed as Python writes it
 NOT_MEANT = (  # an error inside a template, and what has to be named instead
@@ -112,14 +112,14 @@ def _described(text: str) -> bool:
 def _refusal(conversation: Conversation, written: Written) -> Finding:
     """A refusal has to say whose fault it is."""
     if written.sandbox:
-        return Finding(frozenset({"TEMPLATE-SANDBOX"}))
+        return Finding(frozenset({"TEMPLATE-REFUSES"}), "not at fault")
     unknown = re.search(r"'(\w+)' is undefined", written.complaint)
     if unknown:
-        return Finding(frozenset({"TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}), unknown[1])
+        return Finding(frozenset({"TEMPLATE-REFUSES"}), unknown[1])
     if written.complaint.startswith("TemplateError"):
         return Finding(frozenset({"TEMPLATE-REFUSES"}), _cause(conversation))
     named = next((words for complaint, words in NOT_MEANT if complaint in written.complaint), _cause(conversation))
-    return Finding(frozenset({"TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}), named)
+    return Finding(frozenset({"TEMPLATE-REFUSES"}), named)
 
 
 def _cause(conversation: Conversation) -> str:
@@ -136,7 +136,7 @@ def _cause(conversation: Conversation) -> str:
 def _answer(conversation: Conversation, written: Written, template: Template, model: Model) -> Answer:
     lost = losses(conversation, written)
     if written.refused or any(finding.ids <= ERRORS for finding in lost):
-        told = frozenset({"ENDS-WITH-USER"}).union(*(_beside(finding) for finding in lost))
+        told = frozenset[str]().union(*(_beside(finding) for finding in lost))
         return Answer(written, (), tuple(finding for finding in lost if finding.ids <= ERRORS), told)
     turns = tuple(expected_turns(conversation, written, template, model))
     required = [*lost]
@@ -145,8 +145,6 @@ def _answer(conversation: Conversation, written: Written, template: Template, mo
     if any(turn.opening_differs for turn in turns):
         required.append(Finding(frozenset({"OPENING-DIFFERS"})))
     permitted = {"THINKING-EMPTY"} if any(turn.may_think_empty for turn in turns) else set()
-    permitted |= {"ENDS-WITH-USER"} if conversation.messages[-1]["role"] != "assistant" else set()
-    permitted |= {"EMPTY-MESSAGE"} if any(message["content"] == "" for message in conversation.messages[:1]) else set()
     permitted |= {"OPENING-DIFFERS"} if any(turn.opening_may_differ for turn in turns) else set()
     return Answer(written, turns, tuple(required), frozenset(permitted))
 
@@ -154,4 +152,4 @@ def _answer(conversation: Conversation, written: Written, template: Template, mo
 def _beside(finding: Finding) -> frozenset[str]:
     """What may be told of a row that cannot be trained, beside the reason."""
     spans = {"STOP-MISSING", "OPENING-DIFFERS", "THINKING-EMPTY", "NO-LABELS"}
-    return frozenset(spans | (finding.ids - {"TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}))
+    return frozenset(spans | (finding.ids - {"TEMPLATE-REFUSES"}))

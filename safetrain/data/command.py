@@ -1,22 +1,38 @@
-"""The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy."""
+"""The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy and a log of changes."""
 
+import collections
 import dataclasses
+import hashlib
+import io
 import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
-from safetrain.core.errors import ConfigError
+from ftfy import fix_encoding
+
+from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, print_text, printable
-from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, require_kinds, summary
-from safetrain.data.json_rows import Place
-from safetrain.data.repair import repair
+from safetrain.core.storage.files import write_atomic
+from safetrain.data.files import rows_of
+from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, Findings, Spot, require_kinds, summary, without_invisible
+from safetrain.data.forms import Columns, parse_row
+from safetrain.data.json_rows import Place, RowError
 from safetrain.data.tokenize import DataSettings, ReadRow
 from safetrain.data.validate import Validation, validate
 
 OPEN, CLOSE = "⟦", "⟧"  # around labels
 EVERY_PLACE = 2**62
+CHANGES = {  # in the log, in the order of the summary
+    "form": "rows converted to the usual form, without unused keys",
+    "mojibake": "wrongly decoded texts repaired",
+    "invisible": "texts without invisible and control characters, and terminal escapes",
+    "duplicate": "exact repeats of an earlier row left out",
+    "finding": "rows with the findings in --drop left out",
+    "dropped": "DROPPED: rows that cannot be read, or have nothing to train on",
+}
 
 
 def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
@@ -51,8 +67,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         got = ", ".join(map(str, paths))
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
     dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
-    copy = repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad)
-    print_text(copy.summary())
+    print_text(Repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad).summary())
     return 0
 
 
@@ -84,10 +99,17 @@ def _as_json(validation: Validation) -> str:
         for row in validation.rows
     ]
     findings = [
-        {**dataclasses.asdict(finding), "places": [spot.as_json() for spot in spots]}
+        {**dataclasses.asdict(finding), "places": [_place_as_json(spot) for spot in spots]}
         for finding, spots in validation.found
     ]
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
+
+
+def _place_as_json(spot: Spot) -> dict[str, Any]:
+    value: dict[str, Any] = {"file": spot.file}
+    if any(spot.place):
+        value |= {"line": spot.place.line, **({"row": spot.place.row} if spot.place.row else {})}
+    return value if spot.beside is None else {**value, "beside": _place_as_json(spot.beside)}
 
 
 def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:
@@ -112,3 +134,111 @@ def _masked(row: ReadRow) -> str:
         return printable(f"{row.spot.text()}  cannot be trained on: {', '.join(row.findings)}\n")
     pieces = [piece if stop is None else f"{OPEN}{piece}{CLOSE}" for piece, stop in pieces_of(row)]
     return printable(f"{row.spot.text()}\n{''.join(pieces)}\n")
+
+
+class Repair:
+    """A repaired copy of a file as JSONL, and its log; made when it is constructed."""
+
+    def __init__(
+        self,
+        source: Path,
+        into: Path,
+        columns: Columns | None = None,
+        dropped: Mapping[Place, str] | None = None,
+        *,
+        drop_bad: bool = False,
+    ) -> None:
+        """Write the log of ``into`` and then ``into``, without the ``dropped`` rows, each dropped for a finding.
+
+        Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError if ``into`` or its log already
+        exists or is no .jsonl file; DataError.
+        """
+        if into.suffix != ".jsonl":
+            raise ConfigError("A repaired copy is JSON lines.", got=str(into), expected="a name that ends in .jsonl")
+        self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
+        self.read, self.written = 0, 0  # rows
+        self.changes = collections.Counter[str]()
+        self._columns, self._dropped = columns, dropped or {}
+        self._findings = Findings()
+        self._rows: TextIO = io.StringIO()
+        self._log_file: TextIO = io.StringIO()
+        self._first_places: dict[bytes, str] = {}  # of the first row with each digest
+        do = f"choose another name; a log without {into.name} was left by an interrupted repair: remove it"
+        for path in (into, self.log):
+            if path.exists() or path.is_symlink():
+                raise ConfigError("The output file already exists.", where=str(path), do=do)
+        try:
+            write_atomic(
+                into, lambda rows: write_atomic(self.log, lambda log: self._write(rows, log, drop_bad), over=False),
+                over=False,
+            )  # fmt: skip
+        except OSError as error:
+            what = f"The repaired copy cannot be written: {error.strerror}."
+            raise DataError(what, where=str(into), do=do) from None
+
+    def summary(self) -> str:
+        """A summary of the changes for a terminal."""
+        lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
+        lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in CHANGES.items() if self.changes[kind]]
+        if self._columns is not None:
+            lines.append("  the copy has the usual keys: set data.columns=null for it")
+        return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
+
+    def _write(self, rows: Path, log: Path, drop_bad: bool) -> None:
+        with (
+            rows.open("w", encoding="utf-8", newline="\n") as self._rows,
+            log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._log_file,
+        ):
+            for place, value in rows_of(self.source):
+                self._add(place, value)
+        if not drop_bad:
+            self._findings.refuse_errors()
+        if not self.written:
+            raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
+
+    def _add(self, place: Place, before: object) -> None:
+        """Write a row, unless it is to be dropped, cannot be read, or repeats an earlier one."""
+        spot, self.read = Spot(str(self.source), place), self.read + 1
+        where = spot.text()
+        finding = self._dropped.get(place)
+        if finding is not None:
+            self._log(where, "finding", before, None, reason=finding)
+            return
+        try:
+            row = parse_row(before, self._columns)
+            value = row.as_json()
+            mended = self._mended(value, where)
+            row = row if mended == value else parse_row(mended)
+        except RowError as error:
+            self._findings.add_unreadable(spot, error)
+            self._log(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
+            return
+        if value != before:
+            self._log(where, "form", before, value)
+        digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
+        first = self._first_places.setdefault(digest, where)
+        if first != where:
+            self._log(where, "duplicate", mended, None, reason=f"repeats {first}")
+            return
+        self._rows.write(json.dumps(row.as_json(), ensure_ascii=False) + "\n")
+        self.written += 1
+
+    def _log(self, where: str, what: str, before: object, after: object, **more: str) -> None:
+        """Write a line of the log."""
+        record = {"where": where, "what": what, "before": before, "after": after, **more}
+        self._log_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.changes[what] += 1
+
+    def _mended(self, value: object, where: str, key: str = "") -> object:
+        """Repair every text in a value."""
+        if isinstance(value, str):
+            for what, mend in (("mojibake", fix_encoding), ("invisible", without_invisible)):
+                before, value = value, mend(value)
+                if value != before:
+                    self._log(where, what, before, value, key=key)
+            return value
+        if isinstance(value, dict):
+            return {name: self._mended(item, where, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
+        return value

@@ -10,7 +10,6 @@ already: so the clusters are exact.
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,24 +46,18 @@ HALF = np.uint64(32)
 LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
 
 
-@dataclass(frozen=True)
-class DuplicateGroups:
-    """For each row, the first with the same question (``groups``) and with nearly the same one (``clusters``); (rows,).
+class RowFacts:
+    """Collects the digests and the place of each row that can be trained on, and finds duplicate questions.
 
+    ``groups`` and ``clusters``, (rows,): for each row, the first with the same question, and with nearly the same one.
     ``left_out`` says why some pairs were not compared; empty if all were.
     """
-
-    groups: np.ndarray
-    clusters: np.ndarray
-    left_out: str
-
-
-class RowFacts:
-    """Collects the digests and the place of each row that can be trained on."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """``names``: the names of the files."""
         self._names, self._numbers, self._shingles = names, bytearray(), Shingles()
+        self.groups = self.clusters = np.zeros(0, dtype=np.int64)
+        self.left_out = ""
 
     def __len__(self) -> int:
         return len(self._numbers) // NUMBERS.itemsize
@@ -104,31 +97,30 @@ class RowFacts:
         """Hash each row's question together with its context; (rows,)."""
         return mixed(self.column("asked") + mixed(self.column("contexts")))
 
-    def likeness(self, similarity: float) -> DuplicateGroups:
+    def find_duplicates(self, similarity: float) -> None:
         """Find duplicate questions; a ``similarity`` of 1 finds only those with the same words in the same order."""
-        groups = first_alike(self.column("questions"))
-        if similarity == 1:
-            return DuplicateGroups(groups, groups, "")
-        clusters, left_out = self._shingles.clusters(similarity)
-        return DuplicateGroups(groups, clusters[groups], left_out)
+        self.groups = self.clusters = first_alike(self.column("questions"))
+        if similarity < 1:
+            clusters, self.left_out = self._shingles.clusters(similarity)
+            self.clusters = clusters[self.groups]
 
 
-def compare(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
+def compare(findings: Findings, facts: RowFacts, parts: np.ndarray) -> None:
     """Run every check that needs all rows; ``parts``: the index into SPLITS of each row, (rows,)."""
     train = np.flatnonzero(parts == TRAIN)
     firsts = train[first_alike(facts.column("identities")[train])]
     facts.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
-    _overlaps(findings, facts, likeness, parts)
-    groups, clusters = likeness.groups[train], likeness.clusters[train]
+    _overlaps(findings, facts, parts)
+    groups, clusters = facts.groups[train], facts.clusters[train]
     firsts = first_alike(clusters)  # the first row of a cluster is not a copy
     near = groups != groups[firsts]
-    if likeness.left_out:
-        findings.add("NEAR-COPIES", f"; {likeness.left_out}", 0)
+    if facts.left_out:
+        findings.add("NEAR-COPIES", f"; {facts.left_out}", 0)
     facts.tell(findings, "NEAR-COPIES", train[near], train[firsts[near]])
     _answers(findings, facts)
 
 
-def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, parts: np.ndarray) -> None:
+def _overlaps(findings: Findings, facts: RowFacts, parts: np.ndarray) -> None:
     """Find rows whose question, or nearly the same one, also occurs in an earlier split."""
     in_context, questions = facts.asked_in_context(), facts.column("asked")
     for later, earlier in LATER_SPLITS:
@@ -136,7 +128,7 @@ def _overlaps(findings: Findings, facts: RowFacts, likeness: DuplicateGroups, pa
         detail = f"question as a row in {SPLITS[earlier]}"
         checks = [
             ("SPLITS-OVERLAP", f"{SPLITS[later]} with the same {detail}", questions),
-            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly the same {detail}", likeness.clusters),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly the same {detail}", facts.clusters),
         ]
         if (later, earlier) == (TEST, TRAIN):
             checks.insert(0, ("QUESTION-IN-TEST", "", in_context))

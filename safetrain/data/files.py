@@ -1,6 +1,6 @@
 """Reads the rows of a data file: JSONL, JSON, CSV, TSV, Parquet, Arrow and plain text, compressed or not.
 
-The format is detected from the content, not the name. Memory does not grow with the file.
+The format is detected from the content, not the name. Memory does not grow with the file, except for a JSON array.
 """
 
 import codecs

@@ -1,13 +1,15 @@
-"""The kinds of findings in data, each with id, severity, message and remedy; and a counter of findings by place."""
+"""The kinds of findings in data, each with id, severity, message and remedy; a counter of findings; checks of texts."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from safetrain.core.data.template import Controls
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Finding
 from safetrain.data.json_rows import Place, RowError
+from safetrain.data.rows import Row
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
@@ -44,15 +46,10 @@ KINDS = {
         fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
-    "EMPTY-MESSAGE": Kind(WARNING, "a message is empty in {rows}", DROP),
-    "ENDS-WITH-USER": Kind(WARNING, "the user's last message in {rows} has no answer", "end these rows with an answer"),
     # limits of the model and its template
     "TEMPLATE-REFUSES": Kind(
         ERROR, "the model's chat template refuses {rows}: {detail}",
         "change these rows to what the template accepts, or use another model", fixed=True, by_detail=True),
-    "TEMPLATE-SANDBOX": Kind(
-        ERROR, "the model's chat template cannot run in transformers' sandbox; the data is not at fault: {detail}",
-        "use another copy of the model, or a corrected chat_template.jinja", fixed=True, by_detail=True),
     "NO-LABELS": Kind(ERROR, "no token to train on in {rows}: {detail}", DROP, fixed=True, by_detail=True),
     "TOKEN-BEYOND-EMBEDDING": Kind(
         ERROR, "the model has no embedding for the token {detail} in {rows}: only its tokenizer was enlarged",
@@ -105,8 +102,6 @@ KINDS = {
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
         f"{FIX} writes a copy without them"),
-    "SECRETS": Kind(
-        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",
@@ -131,31 +126,18 @@ class Spot:
         own = self.place.of(self.file, self.column)
         return own if self.beside is None else f"{own} matches {self.beside.text()}"
 
-    def as_json(self) -> dict[str, Any]:
-        """The place as JSON."""
-        value: dict[str, Any] = {"file": self.file}
-        if any(self.place):
-            value |= {"line": self.place.line, **({"row": self.place.row} if self.place.row else {})}
-        return value if self.beside is None else {**value, "beside": self.beside.as_json()}
 
+def checked_downgrade(names: Iterable[str]) -> tuple[str, ...]:
+    """data.downgrade, which makes an error a warning and a warning a note.
 
-@dataclass(frozen=True)
-class Severities:
-    """The user's choices: data.downgrade makes an error a warning and a warning a note."""
-
-    downgrade: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown name, and for an error that cannot be downgraded."""
-        require_kinds("data.downgrade", self.downgrade)
-        fixed = [name for name in self.downgrade if KINDS[name].fixed]
-        if fixed:
-            raise ConfigError(f"data.downgrade: training is impossible with {', '.join(fixed)}.", do="correct the data")
-
-    def of(self, identifier: str) -> str:
-        """The severity of a finding after the user's choices."""
-        moved = identifier in self.downgrade
-        return ORDER[min(ORDER.index(KINDS[identifier].severity) + moved, 2)]
+    Raises ConfigError for an unknown name, and for an error that cannot be downgraded.
+    """
+    names = tuple(names)
+    require_kinds("data.downgrade", names)
+    fixed = [name for name in names if KINDS[name].fixed]
+    if fixed:
+        raise ConfigError(f"data.downgrade: training is impossible with {', '.join(fixed)}.", do="correct the data")
+    return names
 
 
 def require_kinds(where: str, names: Iterable[str]) -> None:
@@ -179,9 +161,10 @@ class _Tally:
 class Findings:
     """Collects findings row by row, with the first ``most_places`` of each."""
 
-    def __init__(self, severities: Severities, most_places: int = SHOWN_PLACES) -> None:
+    def __init__(self, downgrade: Sequence[str] = (), most_places: int = SHOWN_PLACES) -> None:
+        """``downgrade``: the kinds that are one severity lower."""
         self.most_places = most_places
-        self._severities = severities
+        self._downgrade = downgrade
         self._tallies: dict[tuple[str, str], _Tally] = {}
 
     def add(
@@ -207,9 +190,10 @@ class Findings:
 
     def with_places(self) -> list[tuple[Finding, list[Spot]]]:
         """All findings in the same order, each with its places."""
-        tallies = [(self._severities.of(key[0]), key, tally) for key, tally in self._tallies.items()]
-        tallies.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
-        return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in tallies]
+        grades = {name: ORDER.index(kind.severity) + (name in self._downgrade) for name, kind in KINDS.items()}
+        tallies = sorted((min(grades[key[0]], 2), key) for key in self._tallies)
+        found = [(ORDER[grade], key, self._tallies[key]) for grade, key in tallies]
+        return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in found]
 
     def add_unreadable(self, spot: Spot, error: RowError) -> None:
         """Count a row that cannot be read."""
@@ -268,3 +252,149 @@ def _places(finding: Finding) -> str:
     """The first three places of a finding; empty if none is known."""
     places = finding.where[:3]
     return "; ".join(places) + ("; …" if 0 < len(places) < finding.count else "")
+
+
+# Checks of a row's text: each first looks for a character or two that its pattern needs, which is much faster.
+
+MARKER = re.compile(  # not in quotation marks
+    r"""(?:(["'`*])|(?<!["'`*]))(<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>"""
+    r"|[be]os>)|\[/?INST\])(?(1)(?!\1))"
+)
+FENCE = re.compile(r"^[ \t]*```.*?^[ \t]*```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^### ?(?:Instruction|Response|Human|Assistant):", re.MULTILINE)
+ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
+
+BRACES = re.compile(r"(?<!\w)\{\{ ?[A-Za-z_][\w-]{0,30} ?\}\}")
+CODE = ("`", "{%", "</", "\\", "=", "{{#", "${", '"{{', "'{{")  # with one of these in the text, double braces are code
+TEMPLATING = re.compile(r"jinja|mustache|handlebars|ansible|angular|django|liquid|twig|vue|helm", re.IGNORECASE)
+BRACKETS = re.compile(
+    r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|seu nome|[Nn]ome d[ao] \w{2,20}"
+    r"|(?:Company|Recipient|Client|Customer|First|Last|Full) (?:Name|Address|Email|Phone)|Name|Nome)\](?![(\[])"
+    r"|<no ?(?:in|out)put>"
+)
+
+BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # occurs in all wrongly decoded text
+INVISIBLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\u180e\u00ad\ufff9-\ufffb]"
+    "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
+    "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
+)
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # complete terminal escape sequences
+LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # word breaks and writing direction
+LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
+
+REFUSAL = re.compile(  # at the beginning of a sentence or clause
+    r"(?:^[\s\"“*(]*|[.!?,]\s)(?:unfortunately |but |and )?(?:"
+    r"(?:as|i am|i'm) (?:just |only )?an? (?:(?:large |ai )?language model\b|(?:ai|artificial intelligence)"
+    r"(?:[,.!]|$| (?:and|but|(?:language )?model|assistant|chatbot)\b))"
+    r"|(?:como|(?:eu )?sou) (?:apenas )?uma? (?:modelo de linguagem\b|(?:ia|inteligência artificial)[,.!])"
+    r"|(?:i'm|i am|we're) (?:very |really |so )?sorry,? (?:but )?(?:i|we) (?:can't|cannot|am (?:not |un)able|won't)\b"
+    r"|i (?:can't|cannot|am unable to|am not able to) (?:assist|comply|fulfill?|answer that|do that"
+    r"|help (?:you|with)\b|provide (?:you|that|this|instructions|information|advice|assistance)\b)"
+    r"|(?:sinto muito|desculpe|lamento),? (?:mas )?(?:eu )?não posso\b"
+    r"|(?:eu )?não posso (?:ajudar|fornecer|responder|atender)\b)"
+)
+HEAD = 160  # characters of an answer that are searched for a refusal
+
+CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
+
+
+def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
+    """Run all checks on a row; returns the findings' ids and details.
+
+    FOREIGN-MARKERS leaves out stop tokens, which are STOP-IN-TEXT, and the tokenizer's own tokens in bare text.
+    """
+    words = row.text or "\n\n".join([message.content for message in row.messages])
+    own_markers = controls.tokens if row.format == "text" else None
+    findings = [
+        ("FOREIGN-MARKERS", marker)
+        for marker in dict.fromkeys(foreign_markers(words))
+        if marker not in controls.stops and (own_markers is None or not own_markers.fullmatch(marker))
+    ]
+    findings += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
+    if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
+        findings.append(("REFUSALS", ""))
+    return findings
+
+
+def foreign_markers(text: str) -> list[str]:
+    """Find literal markers of other chat formats, except in quotation marks or code."""
+    markers = list[str]()
+    if "<" in text or "INST]" in text:
+        markers += [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
+        if "<s>" in text and "[INST]" not in markers:
+            markers = [marker for marker in markers if marker != "</s>"]  # strikethrough in HTML
+    if "###" in text:
+        markers += HEADING.findall(text)
+    asking = ASKING.search(text) if not markers and ("Human: " in text or "User: " in text) else None
+    if asking is not None and ANSWERING.search(text, asking.end()) is not None:
+        markers.append("Human: … Assistant:")
+    return markers
+
+
+def placeholder(text: str) -> str:
+    """Find the first unfilled placeholder."""
+    gap = None
+    if "{{" in text and not any(part in text for part in CODE) and not TEMPLATING.search(text):
+        gap = BRACES.search(text)
+    if gap is None and ("[" in text or "<no" in text):
+        gap = BRACKETS.search(text)
+    return gap[0] if gap is not None else ""
+
+
+def calculator_mark(text: str) -> str:
+    """Find the first calculator mark, such as those in GSM8K's answers."""
+    mark = CALCULATOR.search(text) if "<<" in text else None
+    return mark[0] if mark is not None else ""
+
+
+def mojibake(text: str) -> str:
+    """Find the first wrongly decoded word and its correction, or the text around a lost character."""
+    if "\ufffd" in text:
+        place = text.index("\ufffd")
+        return "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
+    if text.isascii() or not BROKEN.search(text):
+        return ""
+    import ftfy  # imported only for data that may be broken
+    import ftfy.badness
+
+    for word in re.split("[ \n\t]+", text):
+        if ftfy.badness.is_bad(word) and (repaired := ftfy.fix_encoding(word)) != word:
+            return f"'{word}' for '{repaired}'"
+    return ""
+
+
+def invisible_character(text: str) -> str:
+    """Find the first invisible character that the text's script does not need."""
+    if text.replace("\n", "").isprintable():
+        return ""
+    is_laid_out = LAID_OUT.search(text) is not None
+    letters = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
+    return next((f"U+{ord(letter):04X}" for letter in letters), "")
+
+
+def without_invisible(text: str) -> str:
+    """Remove what ``invisible_character`` finds; vertical tabs and form feeds become line ends."""
+    is_laid_out = LAID_OUT.search(text) is not None
+
+    def instead(match: re.Match[str]) -> str:
+        is_needed = is_laid_out and LAYING_OUT.fullmatch(match[0])
+        return match[0] if is_needed else "\n" if match[0] in "\v\f" else ""
+
+    while invisible_character(text):  # a removal may create another match
+        text = INVISIBLE.sub(instead, ESCAPES.sub("", text))
+    return text
+
+
+def is_refusal(answer: str) -> bool:
+    """Whether an answer begins with a refusal, or with "as an AI model"."""
+    head = answer[:HEAD].lower().replace("’", "'")
+    return REFUSAL.search(head) is not None
+
+
+CHECKS = {
+    "PLACEHOLDERS": placeholder,
+    "CALCULATOR-MARKS": calculator_mark,
+    "MOJIBAKE": mojibake,
+    "INVISIBLE-CHARACTERS": invisible_character,
+}

@@ -4,7 +4,6 @@ For a row with an error, the reader yields a RowError instead.
 """
 
 import collections
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from typing import NamedTuple
 from safetrain.core.errors import DataError
 
 MOST_ROW_BYTES = 16 * 2**20  # about four million tokens, more than any model's context
+MOST_ARRAY = 2**30  # characters
 TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
 BEFORE = re.compile(r"\s*\[\s*(?P<end>\])?")  # an array's first value
 AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]))")  # every value
@@ -163,46 +163,34 @@ def line_rows(lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
             yield Place(number), load(line.lstrip("\ufeff").rstrip("\r\n"))
 
 
-def array_rows(chunks: Iterator[str], path: Path) -> Iterator[Placed]:
-    """Yield the values of one JSON array, holding one value and one chunk in memory; raises DataError."""
-    decoder, text, line, row = StrictDecoder(), "", 1, 0
-    for chunk in itertools.chain(chunks, [None]):
-        text, at = text + (chunk or ""), 0
-        while True:
-            mark = (AFTER if row else BEFORE).match(text, at)
-            if mark is None:
-                if chunk is None or text[at:].strip():
-                    raise _array_fault(path, Place(line, row), "expected a comma or the end of the array", text[at:])
-                break
-            start, first = mark.end(), line + text.count("\n", at, mark.end())
-            if mark["end"]:
-                if text[start:].strip() or any(map(str.strip, chunks)):
-                    raise _array_fault(path, Place(first), "there is text after the array", text[start:])
-                return
-            try:
-                value, end = decoder.value_at(text, start)
-            except (ValueError, RecursionError) as error:
-                fault_text = _fatal(error, text, start, is_last=chunk is None)
-                if fault_text:
-                    fault = getattr(error, "pos", start)
-                    place = Place(first + text.count("\n", start, fault), row + 1)
-                    raise _array_fault(path, place, fault_text, text[fault:]) from None
-                break
-            if end == len(text) and chunk is not None:  # a number may continue
-                break
-            row += 1
-            yield Place(first, row), value
-            line, at = first + text.count("\n", start, end), end
-        text = text[at:]
-
-
-def _fatal(error: ValueError | RecursionError, text: str, start: int, *, is_last: bool) -> str:
-    """The message for an error in the value at ``start``; empty if more text may complete it."""
-    if is_last or not isinstance(error, json.JSONDecodeError):
-        return said_of(error)
-    if error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - len("-Infinity"):
-        return TOO_LONG if len(text) - start > MOST_ROW_BYTES else ""
-    return said_of(error)
+def array_rows(chunks: Iterable[str], path: Path) -> Iterator[Placed]:
+    """Yield the values of one JSON array, whose text is held in memory; raises DataError."""
+    pieces, size = list[str](), 0
+    for chunk in chunks:
+        pieces.append(chunk)
+        size += len(chunk)
+        if size > MOST_ARRAY:
+            do = "write JSON lines (one object per line), which may be of any length"
+            raise DataError("The JSON array is longer than 1 GiB.", where=str(path), do=do)
+    text, decoder, line, row, at = "".join(pieces), StrictDecoder(), 1, 0, 0
+    while True:
+        mark = (AFTER if row else BEFORE).match(text, at)
+        if mark is None:
+            raise _array_fault(path, Place(line, row), "expected a comma or the end of the array", text[at:])
+        start, first = mark.end(), line + text.count("\n", at, mark.end())
+        if mark["end"]:
+            if text[start:].strip():
+                raise _array_fault(path, Place(first), "there is text after the array", text[start:])
+            return
+        try:
+            value, end = decoder.value_at(text, start)
+        except (ValueError, RecursionError) as error:
+            fault = getattr(error, "pos", start)
+            place = Place(first + text.count("\n", start, fault), row + 1)
+            raise _array_fault(path, place, said_of(error), text[fault:]) from None
+        row += 1
+        yield Place(first, row), RowError(TOO_LONG) if end - start > MOST_ROW_BYTES else value
+        line, at = first + text.count("\n", start, end), end
 
 
 def _array_fault(path: Path, place: Place, message: str, rest: str) -> DataError:

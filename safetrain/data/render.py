@@ -109,9 +109,8 @@ class Layouts:
         try:
             return self._place(row, tools)
         except TemplateError as error:
-            if error.is_broken:
-                raise RenderError("TEMPLATE-SANDBOX", str(error)) from error
-            raise RenderError("TEMPLATE-REFUSES", str(error) + _hint(row, str(error))) from error
+            hint = " (the data is not at fault)" if error.is_broken else _hint(row, str(error))
+            raise RenderError("TEMPLATE-REFUSES", f"{error}{hint}") from error
 
     def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""

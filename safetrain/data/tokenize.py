@@ -15,9 +15,8 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, NoRowsError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
-from safetrain.data.checks import text_findings
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Findings, Severities, Spot
+from safetrain.data.findings import Findings, Spot, checked_downgrade, text_findings
 from safetrain.data.folders import DataFiles, suffix_of
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
 from safetrain.data.json_rows import RowError
@@ -34,7 +33,7 @@ Tokenized = list[tuple[TokenRow, Runs]]
 class DataSettings:
     """The settings under data in params.yaml that determine how rows are read, labelled and split."""
 
-    severities: Severities = Severities()  # noqa: RUF009 frozen
+    downgrade: tuple[str, ...] = ()  # kinds of findings that are one severity lower
     columns: Columns | None = None
     similarity: float = 0.8  # from this value on, two questions are near-duplicates; 1: never
     shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # split off train
@@ -47,7 +46,7 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
     if data is None:
         return DataSettings(columns=columns)
     return DataSettings(
-        severities=Severities(tuple(data.downgrade or ())),
+        downgrade=checked_downgrade(data.downgrade or ()),
         columns=columns or checked_columns(data.columns),
         similarity=data.near_duplicate_similarity,
         shares={"valid": data.valid_fraction, "test": data.test_fraction},

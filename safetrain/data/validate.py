@@ -30,7 +30,7 @@ from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities, Spot
+from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
 from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.json_rows import RowError
@@ -89,7 +89,7 @@ def validate(
     nothing, and errors in the data raise DataError. Without it, errors are findings, the files are compared as the
     splits they are, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
     """
-    gate = _Gate(model, settings, Findings(settings.severities, most_places), into)
+    gate = _Gate(model, settings, Findings(settings.downgrade, most_places), into)
     corpora = [path for path in paths if path.exists() and corpus_of(path)]
     if not corpora:
         return gate.rows(paths, shown_rows)
@@ -107,7 +107,7 @@ def read_held_out(
     Raises DataError for a file that is missing, has no rows, or has rows that cannot be used; ModelError.
     """
     tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
-    findings = Findings(settings.severities)
+    findings = Findings(settings.downgrade)
     reader = RowReader(files, tokenizer, settings, findings)
     with written(None) as folder, SplitWriter(folder, "test", tokenizer) as writer:
         for _, block in reader.blocks():
@@ -186,15 +186,16 @@ class _Gate:
         parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
         if not len(facts):
             return parts, ""
-        likeness, note, how = facts.likeness(self.settings.similarity), "", ""
+        facts.find_duplicates(self.settings.similarity)
+        note, how = "", ""
         if self.into is not None:
-            clusters = likeness.clusters
+            clusters = facts.clusters
             if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # identical questions still stay together
                 note = "; all rows are near-duplicates of each other, so they end up in several splits"
-                clusters = likeness.groups
+                clusters = facts.groups
             numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(self.settings.shares)
             parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
-        compare(self.findings, facts, likeness, parts)
+        compare(self.findings, facts, parts)
         return parts, how if set(files.names) == set(SPLITS) else how + note
 
     def _refuse_errors(self) -> None:
@@ -284,7 +285,7 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
 
 
 def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
-    is_plain, findings = suffix_of(path) in PLAIN, Findings(Severities())
+    is_plain, findings = suffix_of(path) in PLAIN, Findings()
     for place, value in texts_of(path) if is_plain else rows_of(path):
         try:
             row = parse_row(value, None if is_plain else columns)

@@ -21,7 +21,7 @@ from safetrain.core.records.run_state import PostMortem
 from safetrain.core.records.settings import TrainJob, memory_shape
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.charts import points_of
-from safetrain.watch.progress import TimeLeft, time_left
+from safetrain.watch.progress import time_left
 from safetrain.watch.result import MEASURE
 
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
@@ -91,7 +91,7 @@ class MonitorView:
     state: State
     stage: str  # stage of the pipeline that runs instead
     phase: PhaseAge | None
-    left: TimeLeft | None
+    left_seconds: float | None
     available_bytes: int  # on the machine
 
     @property
@@ -233,7 +233,8 @@ def json_line(view: MonitorView) -> str:
     """One object; null for what is unknown."""
     run, job, header, checkpoint = view.run, view.run.job, view.run.header, view.run.checkpoint
     limit, total = run.marker or run.postmortem, run.begun.total_steps if run.begun else None
-    position = {"step": view.step, "total_steps": total, "left": view.left}
+    left = {"seconds": view.left_seconds} if view.left_seconds is not None else None
+    position = {"step": view.step, "total_steps": total, "left": left}
     values = {
         "wall_seconds": run.read_at_seconds,
         "state": view.state.value,

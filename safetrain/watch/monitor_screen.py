@@ -138,8 +138,8 @@ def position_text(view: MonitorView) -> str:
 
 
 def end_text(view: MonitorView) -> str:
-    """``about 3 min left (2 min to 4 min), until 14:32``; empty while unknown."""
-    return time_left_text(view.left, view.run.read_at_seconds) if view.left is not None else ""
+    """``about 3 min left, until 14:32``; empty while unknown."""
+    return time_left_text(view.left_seconds, view.run.read_at_seconds) if view.left_seconds is not None else ""
 
 
 def plain_line(view: MonitorView) -> str:

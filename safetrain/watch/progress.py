@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -20,21 +19,14 @@ from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
 MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
-STRETCHES = 8  # of the recent half of the updates, whose paces are compared
-LEAST_STRETCHES = 4  # from which the fastest and the slowest count as exceptions
+STRETCHES = 8  # of the recent half of the updates; the median pace counts
 
 
-@dataclass(frozen=True)
-class TimeLeft:
-    """Seconds until updates, validations and the adapter check are over; 0: they take longer than estimated."""
+def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> float | None:
+    """Seconds until updates, validations and the adapter check are over, at ``now_seconds`` of the monotonic clock.
 
-    seconds: float
-    least: float | None  # as if the rest went like the fastest recent stretch; None: too early to tell
-    most: float | None
-
-
-def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft | None:
-    """Time left at ``now_seconds`` of the monotonic clock; None before the time of an update is known."""
+    0: they take longer than estimated; None: the time of an update is not known yet.
+    """
     begun, marks = None, list[tuple[float, Progress]]()  # of the newest process
     for entry in journal:
         if isinstance(entry.event, Begun):  # a continued run's updates have no time before its first progress
@@ -45,29 +37,17 @@ def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft |
     if begun is None or len(marks) < 2 or marks[-1][1].step <= marks[0][1].step:
         return None
     last_seconds, last = marks[-1]
-    paces = _paces([progress for _, progress in marks])
-    is_sure = len(paces) >= LEAST_STRETCHES
-    paces = paces[1:-1] if is_sure else paces  # a process that was stopped for a while shows as one slow stretch
-    updates, pace = max(0, begun.total_steps - last.step), float(np.mean(paces))
-    validation = _validation_seconds(marks)
+    updates = max(0, begun.total_steps - last.step)
     validations = _validations_left(last.step, begun) + begun.check_validations
-    rest, *ends = (
-        max(0.0, updates * each + validations * validation - max(0.0, now_seconds - last_seconds))
-        for each in (pace, paces[0], paces[-1])
-    )
-    least, most = ends if is_sure else (None, None)
-    return TimeLeft(rest, least, most)
+    seconds = updates * _pace([progress for _, progress in marks]) + validations * _validation_seconds(marks)
+    return max(0.0, seconds - max(0.0, now_seconds - last_seconds))
 
 
-def time_left_text(left: TimeLeft, now_wall_seconds: float) -> str:
-    """``about 3 min left (2 min to 4 min), until 14:32``."""
-    if not left.seconds:
+def time_left_text(seconds: float, now_wall_seconds: float) -> str:
+    """``about 3 min left, until 14:32``."""
+    if not seconds:
         return "takes longer than estimated"
-    text = f"about {duration_text(left.seconds)} left"
-    if left.least is not None and left.most is not None:
-        least, most = duration_text(left.least), duration_text(left.most)
-        text += f" ({least} to {most})" if least != most else ""
-    return f"{text}, until {clock_text(now_wall_seconds + left.seconds, now_wall_seconds)}"
+    return f"about {duration_text(seconds)} left, until {clock_text(now_wall_seconds + seconds, now_wall_seconds)}"
 
 
 def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
@@ -76,13 +56,13 @@ def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
     return time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
 
 
-def _paces(marks: Sequence[Progress]) -> list[float]:
-    """Seconds of an update in stretches of the recent half of the updates, ascending."""
+def _pace(marks: Sequence[Progress]) -> float:
+    """Seconds of an update: the median of stretches of the recent half, so that a pause of the process is left out."""
     steps = np.array([mark.step for mark in marks])
     elapsed = np.array([mark.elapsed_seconds for mark in marks])
     ends = np.linspace(steps[-1] - (steps[-1] - steps[0] + 1) // 2, steps[-1], STRETCHES + 1)
     places = np.unique(np.searchsorted(steps, ends, side="right") - 1)
-    return sorted((np.diff(elapsed[places]) / np.diff(steps[places])).tolist())
+    return float(np.median(np.diff(elapsed[places]) / np.diff(steps[places])))
 
 
 def _validation_seconds(marks: Sequence[tuple[float, Progress]]) -> float:
@@ -130,8 +110,7 @@ class TrainProgress:
         self._journal.append(JournalEntry(time.time(), self._clock(), progress))
         if len(self._journal) > MOST_ENTRIES:
             self._journal = self._journal[::2]
-        left = time_left(self._journal, self._clock())
-        say(line_of(record, self._begun, left.seconds if left is not None else 0.0))
+        say(line_of(record, self._begun, time_left(self._journal, self._clock()) or 0.0))
 
 
 def say(text: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport, Finding
 from safetrain.data.files import rows_of
-from safetrain.data.findings import Severities
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.json_rows import RowError
 from safetrain.data.rows import Row
@@ -67,11 +66,11 @@ def gate(
     shares: tuple[float, float] = (0.1, 0.1),
     model: Path = EMBEDDED,
     context: int | None = None,
-    severities: Severities = Severities(),  # noqa: B008 frozen
+    downgrade: tuple[str, ...] = (),
     **more: Any,
 ) -> DataReport:
     """What the stage writes into ``into/validated``, and its report; ``context``: other than the model's own."""
-    settings = DataSettings(severities=severities, shares={"valid": shares[0], "test": shares[1]}, **more)
+    settings = DataSettings(downgrade=downgrade, shares={"valid": shares[0], "test": shares[1]}, **more)
     model = model if context is None else with_context(into / "model", context)
     return validate([source], model, settings, into / "validated").report
 

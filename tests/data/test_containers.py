@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import DataError, SafetrainError
 from safetrain.core.formatting import printable
+from safetrain.data.command import Repair
 from safetrain.data.files import rows_of
 from safetrain.data.forms import parse_row
 from safetrain.data.json_rows import RowError
-from safetrain.data.repair import repair
 from tests.conftest import EMBEDDED, chat
 from tests.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, lines, parquet, table
 from tests.data.reading import gate, read_rows, refusal_of, values
@@ -176,15 +176,15 @@ def test_cells_that_excel_leaves_empty_are_passed_over(tmp_path: Path, separator
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """14 MB of each container in less than 10 MB."""
+    """14 MB of lines in less than 10 MB; only a JSON array is held whole."""
     row = json.dumps({"prompt": "q" * 5000, "completion": "a" * 5000})
     many = 1_400
-    files = {"a.jsonl": f"{row}\n" * many, "a.json": f"[{','.join([row] * many)}]",
+    files = {"a.jsonl": f"{row}\n" * many,
              "b.csv": "prompt,completion\n" + f"{'q' * 5000},{'a' * 5000}\n" * many}  # fmt: skip
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     files.clear()
-    for name in ("a.jsonl", "a.json", "b.csv"):
+    for name in ("a.jsonl", "b.csv"):
         tracemalloc.start()
         assert sum(1 for _ in rows_of(tmp_path / name)) == many
         peak = tracemalloc.get_traced_memory()[1]
@@ -421,11 +421,11 @@ def test_a_repair_is_whole_and_needs_no_other_or_is_refused(content: bytes) -> N
         folder = Path(name)
         (folder / "a").write_bytes(content)
         try:
-            done = repair(folder / "a", folder / "b.jsonl", drop_bad=True)
+            done = Repair(folder / "a", folder / "b.jsonl", drop_bad=True)
         except SafetrainError:
             assert sorted(path.name for path in folder.iterdir()) == ["a"]
             return
         assert (folder / "a").read_bytes() == content
-        again = repair(folder / "b.jsonl", folder / "c.jsonl")
+        again = Repair(folder / "b.jsonl", folder / "c.jsonl")
         assert (again.read, again.written, again.changes) == (done.written, done.written, {})
         assert (folder / "b.jsonl").read_bytes() == (folder / "c.jsonl").read_bytes()

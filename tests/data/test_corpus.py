@@ -11,7 +11,6 @@ from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
-from safetrain.data.findings import Severities
 from safetrain.data.folders import corpus_of, data_files_of
 from safetrain.data.json_rows import MOST_ROW_BYTES
 from safetrain.data.tokenize import DataSettings
@@ -25,7 +24,7 @@ DOCUMENTS = tokenized()
 
 
 def validate(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> DataReport:
-    return validate_data([source], EMBEDDED, DataSettings(severities=Severities(downgrade)), into).report
+    return validate_data([source], EMBEDDED, DataSettings(downgrade=downgrade), into).report
 
 
 def rows_of(into: Path, split: str) -> list[list[int]]:

@@ -10,8 +10,7 @@ from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data import compare
-from safetrain.data.checks import is_refusal, text_findings
-from safetrain.data.findings import Findings, Severities, Spot, summary
+from safetrain.data.findings import Findings, Spot, is_refusal, summary, text_findings
 from safetrain.data.forms import parse_row
 from safetrain.data.json_rows import Place
 from safetrain.data.validate import validate
@@ -23,14 +22,12 @@ Write = Callable[..., Path]
 CLEAN_ROWS = 60
 CONTEXT = {"BEYOND-CONTEXT"}  # of the small model that the tests have
 LONG = "The river follows the old road to the harbour, and from there it is not far to the northern station of the town"
-TOKEN = "ghp_" + "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9a"
 PLANTED = [
     (chat("How many?", "She sold 48/2 = <<48/2=24>>24."), "CALCULATOR-MARKS", "<<48/2=24>>"),
     (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
     (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
     (chat("Who acts in it?", "FranÃ§oise Yip."), "MOJIBAKE", "'Françoise"),
     (chat("Which\u200b metal?", "Iron."), "INVISIBLE-CHARACTERS", "U+200B"),
-    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a key (ghp_a…, 40 characters)"),
     (chat("Is it good?", "As an AI language model, I have no opinion."), "REFUSALS", "refusal"),
 ]
 
@@ -39,8 +36,8 @@ def found_in(*paths: Path) -> dict[str, Finding]:
     return {finding.id: finding for finding in validate(paths, EMBEDDED).findings}
 
 
-def gated(source: Path, into: Path, severities: Severities = Severities()) -> dict[str, Finding]:  # noqa: B008 frozen
-    return by_id(gate(source, into, context=100_000, severities=severities).findings)
+def gated(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> dict[str, Finding]:
+    return by_id(gate(source, into, context=100_000, downgrade=downgrade).findings)
 
 
 def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write) -> None:
@@ -125,7 +122,7 @@ def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Wri
     write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin."), chat(f"{LONG} or not?", "No.")])
     with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row in test .*\[QUESTION-IN"):
         gated(path.parent, tmp_path)
-    report = gate(path.parent, tmp_path, severities=Severities(downgrade=("QUESTION-IN-TEST",)))
+    report = gate(path.parent, tmp_path, downgrade=("QUESTION-IN-TEST",))
     assert by_id(report.findings)["QUESTION-IN-TEST"].severity == "warning"
     overlaps = {each.message: each for each in report.findings if each.id == "SPLITS-OVERLAP"}
     assert overlaps.pop("12 rows in valid with the same question as a row in train").count == len(valid) == 12
@@ -144,7 +141,7 @@ def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_
 
 
 def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
-    findings, spot = Findings(Severities()), Spot("a.jsonl", Place(9))
+    findings, spot = Findings(), Spot("a.jsonl", Place(9))
     for number in range(60):
         findings.add("COLUMNS-TAKEN", f"key{number}", where=[spot])
     findings.add("NEAR-COPIES")
@@ -161,14 +158,6 @@ def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
     assert (text.count("\n") < 31, "more findings (all.json)" in text) == (True, True)
 
 
-LETTERS = "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9aQz7RtB4nXc1V"
-KEYS = [  # in two parts, so that no scanner takes this file for a leak
-    "AKIA" + "Q3EGRZZ5TPLW7YHN",
-    "ghp_" + LETTERS[:36],
-    "sk-" + "ant-api03-" + LETTERS[:40],
-    "-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7",
-    "hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU",
-]
 FAULTY = [
     ("She sold 48/2 = <<48/2=24>>24 clips.", "CALCULATOR-MARKS", "<<48/2=24>>"),
     ("<|im_start|>user\nHi<|im_end|>", "FOREIGN-MARKERS", "<|im_start|>"),
@@ -194,9 +183,6 @@ FAULTY = [
 ]
 CLEAN = [
     "cout << 48/2 << endl; a >> 2; cat <<EOF >>x=1",
-    "AKIA" + "IOSFODNN7EXAMPLE",
-    "sk-" + "your-api-key-goes-here-0000",
-    "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
     "### Notes: see [the guide](https://a.b/c) and [1], arr[0], [x for x in y]",
     "```jinja\nHello {{ name }}\n```",
     "{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -220,18 +206,6 @@ def faults(text: str, marker: str = "") -> list[tuple[str, str]]:
     """What is found in a question, for a tokenizer whose stop token is ``marker``."""
     row = parse_row({"prompt": text, "completion": "Yes."})
     return text_findings(row, Controls(None, frozenset([marker] if marker else [])))
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_is_found_wherever_it_is_and_not_shown(key: str) -> None:
-    ((identifier, detail),) = faults(f"Not {'AKIA' + 'IOSFODNN7EXAMPLE'}, use {key} for it")
-    assert identifier == "SECRETS"
-    assert detail.startswith(f"a key ({key[:5]}…, ")
-    assert key[12:30] not in detail
-    call = {"type": "function", "function": {"name": "look", "arguments": {"key": [f"a\n{key}"]}}}
-    for answer in ({"reasoning_content": f"With {key}.", "content": "a"}, {"content": "", "tool_calls": [call]}):
-        row = parse_row({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **answer}]})
-        assert [name for name, _ in text_findings(row, Controls(None, frozenset()))] == ["SECRETS"]
 
 
 @pytest.mark.parametrize(("text", "identifier", "detail"), FAULTY)

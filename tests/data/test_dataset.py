@@ -12,7 +12,7 @@ from safetrain.core.data.store import open_store, read_made, store_path
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import validate as validate_module
 from safetrain.data.files import CHUNK_BYTES
-from safetrain.data.findings import Severities
+from safetrain.data.findings import checked_downgrade
 from tests.conftest import chat
 from tests.data.models import model_with
 from tests.data.reading import gate
@@ -150,15 +150,12 @@ def test_rows_beyond_the_context_and_tokens_without_an_embedding_are_named(write
 
 
 def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) -> None:
-    rows = [{"messages": [*chat(f"q{n}", "a")["messages"], {"role": "user", "content": "thanks"}]} for n in range(5)]  # type: ignore[misc]
-    path = write_jsonl("a.jsonl", rows)
-    assert [finding.id for finding in gate(path, tmp_path).findings if finding.severity == "warning"] == [
-        "ENDS-WITH-USER"
-    ]
-    down = gate(path, tmp_path, severities=Severities(downgrade=("ENDS-WITH-USER",)))
-    assert {finding.id: finding.severity for finding in down.findings}["ENDS-WITH-USER"] == "note"
+    path = write_jsonl("a.jsonl", [chat(f"q{n}", "As an AI language model, I cannot.") for n in range(5)])
+    assert [finding.id for finding in gate(path, tmp_path).findings if finding.severity == "warning"] == ["REFUSALS"]
+    down = gate(path, tmp_path, downgrade=("REFUSALS",))
+    assert {finding.id: finding.severity for finding in down.findings}["REFUSALS"] == "note"
     assert not down.warnings
     with pytest.raises(ConfigError, match=r"data\.downgrade: unknown finding NO-SUCH"):
-        Severities(downgrade=("NO-SUCH",))
+        checked_downgrade(["NO-SUCH"])
     with pytest.raises(ConfigError, match="training is impossible"):
-        Severities(downgrade=("TEMPLATE-REFUSES",))
+        checked_downgrade(["TEMPLATE-REFUSES"])

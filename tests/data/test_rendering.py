@@ -211,8 +211,8 @@ def test_an_assistant_may_speak_first_a_turn_of_weight_0_is_only_read_and_a_deve
 
 def test_what_the_sandbox_forbids_is_not_the_data_s_fault(model: Build) -> None:
     folder = model(loop(TURN, before="{% set seen = [] %}{% set _ = seen.append(1) %}"))
-    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
-    assert remarks(model("{% for m in messages %}"), turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
+    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+    assert remarks(model("{% for m in messages %}"), turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
     assert remarks(model_with(folder.parent / "bare", None), turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
     needs = model(loop(TURN, before="{% for t in tools %}{{ t.function.name }}{% endfor %}"))  # W11
     assert remarks(needs, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}

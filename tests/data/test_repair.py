@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.data.checks import invisible_character
-from safetrain.data.command import refuse_idle
-from safetrain.data.repair import repair
+from safetrain.data.command import Repair, refuse_idle
+from safetrain.data.findings import invisible_character
 from tests.conftest import chat
 
 Row = dict[str, Any]
-
-
-TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def lines(path: Path) -> list[Row]:
@@ -34,9 +30,9 @@ def test_everything_at_once(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"a\.csv, row 3 \(line 4\): 1 row cannot be read(.|\n)*--drop-bad(.|\n)*nothing was written"
     ):
-        repair(source, into)
+        Repair(source, into)
     assert not into.parent.exists() or not list(into.parent.iterdir())
-    done = repair(source, into, drop_bad=True)
+    done = Repair(source, into, drop_bad=True)
     assert source.read_bytes() == text.encode("utf-16")
     assert [(row["prompt"], row["completion"]) for row in lines(into)] == [
         ("Who wrote it?", "Françoise Yip"),
@@ -69,7 +65,7 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
         {"prompt": "p", "completion": "c"},
     ]
     source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    done = repair(source, tmp_path / "b.jsonl")
+    done = Repair(source, tmp_path / "b.jsonl")
     assert done.changes == {}
     assert (tmp_path / "b.jsonl").read_bytes() == source.read_bytes()
     assert done.log.read_bytes() == b""
@@ -83,7 +79,7 @@ def test_what_validation_finds_of_characters_is_gone_from_the_copy(tmp_path: Pat
         "page one\fpage\vtwo\x00 FranÃ§oise": "page one\npage\ntwo Françoise",
     }  # fmt: skip
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in pairs))
-    repair(source, tmp_path / "b.jsonl")
+    Repair(source, tmp_path / "b.jsonl")
     found = [row["text"] for row in lines(tmp_path / "b.jsonl")]
     assert found == list(pairs.values())
     assert not any(map(invisible_character, found))
@@ -96,29 +92,19 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").symlink_to(tmp_path / "nowhere")
     for into in (source, tmp_path / "c.jsonl", tmp_path / "d.jsonl"):
         with pytest.raises(ConfigError, match="already exists"):
-            repair(source, into)
+            Repair(source, into)
     assert (source.read_text(), (tmp_path / "c.jsonl.log.jsonl").read_text()) == ('{"text": "a"}\n', "mine")
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv", ".parquet"])
-def test_the_copy_has_the_format_of_its_name_and_reads_as_the_same_rows(tmp_path: Path, suffix: str) -> None:
-    source, into = tmp_path / "a.jsonl", tmp_path / f"b{suffix}"
-    rows = [chat("One,\ttwo", 'A "quoted"\u2028line\nand another'), {"messages": [*TURNS, *TURNS]}]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert repair(source, into).written == 2
-    assert repair(into, tmp_path / "c.jsonl").written == 2
-    assert lines(tmp_path / "c.jsonl") == rows
-
-
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     for name in (Path(), tmp_path / "b.xlsx"):
-        with pytest.raises(ConfigError, match=r"cannot be written in the format(.|\n)*\.tsv or \.parquet"):
-            repair(tmp_path / "a.jsonl", name)
+        with pytest.raises(ConfigError, match=r"JSON lines(.|\n)*ends in \.jsonl"):
+            Repair(tmp_path / "a.jsonl", name)
     for content, says in (("{}\n", "No row is left"), ("%PDF-1", "a PDF")):
         (tmp_path / "a.jsonl").write_text(content)
         with pytest.raises(DataError, match=says):
-            repair(tmp_path / "a.jsonl", tmp_path / "b.jsonl", drop_bad=True)
+            Repair(tmp_path / "a.jsonl", tmp_path / "b.jsonl", drop_bad=True)
     with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
         refuse_idle({"--drop": "REFUSALS", "--drop-bad": True}, "Without")
     refuse_idle({"--drop": "", "--drop-bad": False}, "Without")

@@ -17,7 +17,6 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data import compare
 from safetrain.data.compare import Shingles, digests, first_alike, shingles
-from safetrain.data.findings import Severities
 from safetrain.data.folders import DataFiles, data_files_of
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
 from tests.data.reading import by_id, gate
@@ -255,8 +254,8 @@ def table(path: Path, questions: Sequence[str]) -> Path:
     return path
 
 
-def gated(source: Path, into: Path, severities: Severities = Severities()) -> DataReport:  # noqa: B008 frozen
-    return gate(source, into, (0.2, 0.2), severities=severities)
+def gated(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> DataReport:
+    return gate(source, into, (0.2, 0.2), downgrade=downgrade)
 
 
 def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
@@ -280,7 +279,7 @@ def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> Non
     place = f"{asked}, row 1 (line 2) matches {data}/train/00001.csv, row 3 (line 4)"
     with pytest.raises(DataError, match=rf"{re.escape(place)}: 1 row in test with .*\[QUESTION-IN-TEST\]"):
         gated(data, tmp_path)
-    report = gated(data, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
+    report = gated(data, tmp_path, ("QUESTION-IN-TEST",))
     assert report.split == "using the given train, valid and test files"
     assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
     assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)

@@ -17,7 +17,7 @@ from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER
 from safetrain.guard.keep_going import keep_going
-from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment
+from safetrain.guard.keep_going import GPU_RUNGS, PlannedUpdate, gpu_environment
 from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
 from tests.guard.programs import IMPORTS

@@ -21,8 +21,8 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import LADDER
-from safetrain.guard import ladder
-from safetrain.guard.ladder import (
+from safetrain.guard import keep_going as ladder
+from safetrain.guard.keep_going import (
     MOST_RUNGS,
     Ladder,
     PlannedUpdate,

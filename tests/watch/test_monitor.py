@@ -187,11 +187,11 @@ def test_time_left_includes_the_adapter_check(running: Path) -> None:
             JournalEntry(0.0, now, Progress(30, 36.0, 4))]  # fmt: skip
     run = dataclasses.replace(run, journal=tuple(past), data=data_report())
     view = view_of(run)
-    assert view.left is not None
-    assert view.left.seconds == pytest.approx(10 * 1.2 + 8.0 + 3 * 8.0)
+    assert view.left_seconds is not None
+    assert view.left_seconds == pytest.approx(10 * 1.2 + 8.0 + 3 * 8.0)
     assert "left, until" in drawn(view)
     assert json.loads(json_line(view))["progress"]["left"]["seconds"] == pytest.approx(44.0)
-    assert view_of(later(run, 700.0)).left is None  # it hangs
+    assert view_of(later(run, 700.0)).left_seconds is None  # it hangs
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

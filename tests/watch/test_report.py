@@ -19,8 +19,7 @@ from safetrain.core.run_folder import Run, RunMarker, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.watch.charts import NAMES, pictures, write_pictures
-from safetrain.watch.compare import write_comparison
-from safetrain.watch.report import write_report
+from safetrain.watch.report import write_comparison, write_report
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import DEATH, change, data_report, evaluation, journal, make_dead, make_run, sample
 
