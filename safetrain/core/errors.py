@@ -41,14 +41,6 @@ class DataError(SafetrainError):
     exit_code = 3
 
 
-class NoRowsError(DataError):
-    """A data file has no rows, which only matters if no other file of its split has any."""
-
-    def __init__(self, path: object) -> None:
-        do = "write rows into it: JSON objects, one on each line, or a table below its header"
-        super().__init__("The data file has no rows.", where=str(path), do=do)
-
-
 class ModelError(SafetrainError):
     """The base model or an adapter is missing, incomplete or damaged."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
@@ -100,7 +100,7 @@ def texts_of(path: Path) -> Iterator[Placed]:
 
 
 def recognised(path: Path) -> FileForm:
-    """Detect the form of a file; raises DataError if it is missing or has no rows, NoRowsError if it is empty."""
+    """Detect the form of a file; raises DataError if it is missing or has no rows."""
     head, packing = _start(path)
     kind = next((name for magic, name in COLUMNAR.items() if head.startswith(magic)), "")
     if kind:
@@ -108,8 +108,14 @@ def recognised(path: Path) -> FileForm:
     encoding = "utf-16" if head.startswith(WIDE) else "utf-8-sig"
     text = head.decode(encoding, errors="replace").lstrip()
     if not text and len(head) < HEAD_BYTES:
-        raise NoRowsError(path)
+        raise no_rows(path)
     return FileForm(*_container(text, path), packing, encoding)
+
+
+def no_rows(path: Path) -> DataError:
+    """The error for a file without rows."""
+    do = "write rows into it: JSON objects, one on each line, or a table below its header; or remove the file"
+    return DataError("The data file has no rows.", where=str(path), do=do)
 
 
 def _start(path: Path) -> tuple[bytes, str]:

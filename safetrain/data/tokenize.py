@@ -12,10 +12,10 @@ import numpy as np
 from safetrain.core.data.store import Provenance
 from safetrain.core.data.token_rows import TokenRow, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
-from safetrain.data.files import PLAIN, rows_of, texts_of
+from safetrain.data.files import PLAIN, no_rows, rows_of, texts_of
 from safetrain.data.findings import Findings, Spot, checked_downgrade, text_findings
 from safetrain.data.folders import DataFiles, suffix_of
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
@@ -83,7 +83,7 @@ class RowReader:
         self.rows = 0  # including those that cannot be trained on
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained on
         self.formats: set[str] = set()
-        self._files, self._empty = files, list[Path]()  # files without rows
+        self._files = files
         self._openings = collections.Counter[tuple[str, str]]()  # in the prompt, and in training
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
@@ -106,20 +106,8 @@ class RowReader:
                         yield self._finished(*waiting.popleft())
             while waiting:
                 yield self._finished(*waiting.popleft())
-        self._tell_of_files()
-
-    def _tell_of_files(self) -> None:
-        """Report ignored files, and files without rows: an error if their split has no other rows."""
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
-        files = list(zip(self._files.names, self._files.paths, strict=True))
-        having = {split for split, path in files if path not in self._empty}
-        for split, path in files:
-            if path in self._empty and split in having:
-                remedy = "fetch it again, or remove it"
-                self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
-            elif path in self._empty:
-                self._findings.add_unreadable_file(NoRowsError(path))
 
     def provenance(self, provenance: Provenance) -> Provenance:
         """Add stop tokens, opening and the common system prompt, once all rows are read.
@@ -135,22 +123,20 @@ class RowReader:
 
     def _rendered_blocks(self, path: Path) -> Iterator[list[ReadRow]]:
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
-        block, room, is_empty = list[ReadRow](), BLOCK_CHARACTERS, True
+        block, room, place = list[ReadRow](), BLOCK_CHARACTERS, None
         try:
             for place, value in texts_of(path) if is_plain else rows_of(path):
-                is_empty, row = False, self._rendered(Spot(str(path), place), value)
+                row = self._rendered(Spot(str(path), place), value)
                 block.append(row)
                 room -= len(row.rendered.text) if row.rendered is not None else 0
                 if len(block) == BLOCK_ROWS or room <= 0:
                     yield block
                     block, room = [], BLOCK_CHARACTERS
-        except NoRowsError:
-            pass
-        except DataError as error:  # damaged from the start, or from some row on
+            if place is None:
+                raise no_rows(path)
+        except DataError as error:  # without rows, or damaged from some row on
             self._findings.add_unreadable_file(error)
-            is_empty = False
         yield block
-        self._empty += [path] if is_empty else []
 
     def _rendered(self, spot: Spot, value: object) -> ReadRow:
         row: Row | None = None

@@ -264,7 +264,7 @@ def written(into: Path | None) -> Iterator[Path]:
 
 
 def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable[[str], None]) -> Iterator[str]:
-    """Yield every training text of some files and folders; raises DataError, NoRowsError.
+    """Yield every training text of some files and folders; raises DataError.
 
     ``say`` gets a message about files in the folders that look like data and have no split.
     """
