@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -89,14 +88,14 @@ def validate(
     nothing, and errors in the data raise DataError. Without it, errors are findings, the files are compared as the
     splits they are, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
     """
-    gate = _Gate(model, settings, Findings(settings.downgrade, most_places), into)
+    findings = Findings(settings.downgrade, most_places)
     corpora = [path for path in paths if path.exists() and corpus_of(path)]
     if not corpora:
-        return gate.rows(paths, shown_rows)
+        return _validate_rows(paths, model, settings, into, findings, shown_rows)
     if len(paths) > 1:
         do = "name only its folder"
         raise DataError("A tokenized corpus must be validated alone.", where=str(corpora[0]), do=do)
-    return gate.tokens(paths[0])
+    return _validate_tokens(paths[0], model, settings, into, findings)
 
 
 def read_held_out(
@@ -124,105 +123,103 @@ def today() -> date:
     return date.today()
 
 
-@dataclass(frozen=True)
-class _Gate:
-    """Validates rows and tokenized corpora; the splits are written if ``into`` is given."""
+def _validate_rows(
+    paths: Sequence[Path], model: Path, settings: DataSettings, into: Path | None, findings: Findings, shown_rows: int
+) -> Validation:
+    """Read, compare and split rows of data or documents."""
+    if into is not None:
+        files = data_files_of(paths[0], documents=settings.documents)
+    else:
+        files = named_files(paths, documents=settings.documents)
+        is_plain = any(suffix_of(path) in PLAIN for path in files.paths)
+        settings = dataclasses.replace(settings, documents=settings.documents or is_plain)
+    provenance = _provenance(model, into, _digest(files.paths) if into is not None else "")
+    tokenizer = ChatTokenizer(model, date.fromisoformat(provenance.made_on))
+    reader, sample, report = RowReader(files, tokenizer, settings, findings), list[ReadRow](), None
+    facts = RowFacts(list(map(str, files.paths)))
+    with written(into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
+        for number, block in reader.blocks():
+            facts.add(block, number)
+            sample += block[: len(block) if shown_rows < 0 else shown_rows - len(sample)]
+            if into is not None:
+                add_rows(spool, stored_rows(block, number))
+        if into is not None:
+            findings.refuse_errors()
+        parts, how = _compared(files, facts, settings, findings, is_split=into is not None)
+        if into is not None:
+            findings.refuse_errors()
+        if into is not None:
+            made = reader.provenance(provenance)
+            splits = write_splits(spool, folder, parts, files.paths, made, tokenizer)
+            form = "+".join(sorted(reader.formats))
+            report = _report(findings, paths[0], splits, made, tokenizer, (form, how, _opening(made)))
+    counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
+    return Validation(findings.with_places(), *counts, report, sample, reader.context, settings.documents)
 
-    model: Path
-    settings: DataSettings
-    findings: Findings
-    into: Path | None
 
-    def rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
-        """Read, compare and split rows of data or documents."""
-        settings = self.settings
-        if self.into is not None:
-            files = data_files_of(paths[0], documents=settings.documents)
-        else:
-            files = named_files(paths, documents=settings.documents)
-            is_plain = any(suffix_of(path) in PLAIN for path in files.paths)
-            settings = dataclasses.replace(settings, documents=settings.documents or is_plain)
-        provenance = self._provenance(_digest(files.paths) if self.into is not None else "")
-        tokenizer = ChatTokenizer(self.model, date.fromisoformat(provenance.made_on))
-        reader, sample = RowReader(files, tokenizer, settings, self.findings), list[ReadRow]()
-        facts = RowFacts(list(map(str, files.paths)))
-        with written(self.into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
-            for number, block in reader.blocks():
-                facts.add(block, number)
-                sample += block[: len(block) if shown_rows < 0 else shown_rows - len(sample)]
-                if self.into is not None:
-                    add_rows(spool, stored_rows(block, number))
-            self._refuse_errors()
-            parts, how = self._compared(files, facts)
-            self._refuse_errors()
-            provenance, report = reader.provenance(provenance), None
-            if self.into is not None:
-                splits = write_splits(spool, folder, parts, files.paths, provenance, tokenizer)
-                origin = "+".join(sorted(reader.formats)), how, _opening(provenance)
-                report = self._report(paths[0], splits, provenance, tokenizer, origin)
-        more = {"rows": sample, "context": reader.context, "documents": settings.documents}
-        return self._validation(reader, report, **more)
+def _validate_tokens(
+    source: Path, model: Path, settings: DataSettings, into: Path | None, findings: Findings
+) -> Validation:
+    """Check and split a corpus of token files."""
+    tokenizer = ChatTokenizer(model)
+    corpus = CorpusReader(source, tokenizer)
+    corpus.compare_tokenizers(findings)
+    if into is not None:
+        findings.refuse_errors()
+    provenance = _provenance(model, into, corpus.digest())
+    provenance = dataclasses.replace(provenance, stop_ids=tuple(sorted(tokenizer.stop_ids)))
+    with written(into) as folder:
+        splits, how = corpus.write_splits(folder, settings.shares, provenance, findings)
+        if into is not None:
+            findings.refuse_errors()
+    report = _report(findings, source, splits, provenance, tokenizer, (FORMAT, how, "as a text that continues"))
+    counts = (corpus.rows, corpus.tokens, corpus.labels, corpus.label_bytes)
+    return Validation(findings.with_places(), *counts, report, documents=True)
 
-    def tokens(self, source: Path) -> Validation:
-        """Check and split a corpus of token files."""
-        tokenizer = ChatTokenizer(self.model)
-        corpus = CorpusReader(source, tokenizer)
-        corpus.compare_tokenizers(self.findings)
-        self._refuse_errors()
-        provenance = self._provenance(corpus.digest())
-        provenance = dataclasses.replace(provenance, stop_ids=tuple(sorted(tokenizer.stop_ids)))
-        with written(self.into) as folder:
-            splits, how = corpus.write_splits(folder, self.settings.shares, provenance, self.findings)
-            self._refuse_errors()
-        origin = FORMAT, how, "as a text that continues"
-        return self._validation(corpus, self._report(source, splits, provenance, tokenizer, origin), documents=True)
 
-    def _validation(self, reader: RowReader | CorpusReader, report: DataReport | None, **more: Any) -> Validation:
-        counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
-        return Validation(self.findings.with_places(), *counts, report, **more)
+def _compared(
+    files: DataFiles, facts: RowFacts, settings: DataSettings, findings: Findings, *, is_split: bool
+) -> tuple[np.ndarray, str]:
+    """Compare all rows, if there are any; returns the split of each, (rows,), and how it was chosen."""
+    parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
+    if not len(facts):
+        return parts, ""
+    facts.find_duplicates(settings.similarity)
+    note, how = "", ""
+    if is_split:
+        clusters = facts.clusters
+        if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # identical questions still stay together
+            note = "; all rows are near-duplicates of each other, so they end up in several splits"
+            clusters = facts.groups
+        numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(settings.shares)
+        parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
+    compare(findings, facts, parts)
+    return parts, how if set(files.names) == set(SPLITS) else how + note
 
-    def _compared(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
-        """Compare all rows, if there are any; returns the split of each, (rows,), and how it was chosen."""
-        parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
-        if not len(facts):
-            return parts, ""
-        facts.find_duplicates(self.settings.similarity)
-        note, how = "", ""
-        if self.into is not None:
-            clusters = facts.clusters
-            if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # identical questions still stay together
-                note = "; all rows are near-duplicates of each other, so they end up in several splits"
-                clusters = facts.groups
-            numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(self.settings.shares)
-            parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
-        compare(self.findings, facts, parts)
-        return parts, how if set(files.names) == set(SPLITS) else how + note
 
-    def _refuse_errors(self) -> None:
-        if self.into is not None:
-            self.findings.refuse_errors()
+def _provenance(model: Path, into: Path | None, source: str) -> Provenance:
+    """Provenance of the stores, before the data is read; ``source`` is a hash of the data.
 
-    def _provenance(self, source: str) -> Provenance:
-        """Provenance of the stores, before the data is read; ``source`` is a hash of the data.
+    If nothing else has changed since the previous validation, its date is kept.
+    """
+    provenance = Provenance(tokenizer_hash(model), source, today().isoformat(), (), "")
+    before = read_made(store_path(into, "train")) if into is not None else None
+    if before and (before.tokenizer, before.source) == (provenance.tokenizer, source):
+        return dataclasses.replace(provenance, made_on=before.made_on)
+    return provenance
 
-        If nothing else has changed since the previous validation, its date is kept.
-        """
-        provenance = Provenance(tokenizer_hash(self.model), source, today().isoformat(), (), "")
-        before = read_made(store_path(self.into, "train")) if self.into is not None else None
-        if before and (before.tokenizer, before.source) == (provenance.tokenizer, source):
-            return dataclasses.replace(provenance, made_on=before.made_on)
-        return provenance
 
-    def _report(
-        self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, data: Origin
-    ) -> DataReport:
-        findings, (form, how, opening) = self.findings.listed(), data
-        warnings = tuple(finding.message for finding in findings if finding.severity == WARNING)
-        stops = tuple(map(tokenizer.token_of, made.stop_ids))
-        return DataReport(
-            source=str(source), format=form, split=how, warnings=warnings, findings=findings,
-            template_date=made.made_on, stop_tokens=stops, opening=opening, **splits,
-        )  # fmt: skip
+def _report(
+    findings: Findings, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer,
+    origin: Origin,
+) -> DataReport:  # fmt: skip
+    listed, (form, how, opening) = findings.listed(), origin
+    warnings = tuple(finding.message for finding in listed if finding.severity == WARNING)
+    stops = tuple(map(tokenizer.token_of, made.stop_ids))
+    return DataReport(
+        source=str(source), format=form, split=how, warnings=warnings, findings=listed,
+        template_date=made.made_on, stop_tokens=stops, opening=opening, **splits,
+    )  # fmt: skip
 
 
 def _opening(provenance: Provenance) -> str:
