@@ -53,15 +53,6 @@ class Placeholder:
     text: str
 
 
-@dataclass(frozen=True)
-class MarkedChat:
-    """A chat with placeholders. Chats that differ only in their words have the same ``shape``."""
-
-    messages: Chat
-    placeholders: tuple[Placeholder, ...]
-    shape: str
-
-
 def chat_of(messages: Sequence[Message]) -> Chat:
     """The messages in the form that most templates read, with reasoning under both of its usual keys."""
     chat = [message.for_template() for message in messages]
@@ -72,11 +63,14 @@ def chat_of(messages: Sequence[Message]) -> Chat:
     return chat
 
 
-def mark(chat: Chat, source: str) -> MarkedChat:
-    """Replace the words of a chat by placeholders, for the template ``source``."""
+def mark(chat: Chat, source: str) -> tuple[Chat, tuple[Placeholder, ...]]:
+    """Replace the words of a chat by placeholders, for the template ``source``.
+
+    Chats that differ only in their words become the same messages.
+    """
     marker = _Marker(_control_strings(source))
     messages = [marker.message(index, message) for index, message in enumerate(chat)]
-    return MarkedChat(messages, tuple(marker.placeholders), json.dumps(messages, ensure_ascii=False))
+    return messages, tuple(marker.placeholders)
 
 
 class _Marker:

@@ -21,7 +21,7 @@ from safetrain.core.data.template import (
     plain_answers,
     skeleton_of,
 )
-from safetrain.data.masks import Chat, MarkedChat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
+from safetrain.data.masks import Chat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
 from safetrain.data.rows import Message, Row
 
 KEPT = 4096  # layouts in the cache
@@ -121,27 +121,29 @@ class Layouts:
 
     def _place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
         source, chat = self._template.source(tools), chat_of(row.messages)
-        marked = mark(chat, source)
-        shape = marked.shape + row.tools
+        marked, placeholders = mark(chat, source)
+        shape = json.dumps(marked, ensure_ascii=False) + row.tools
         layout = self._known.get(shape)
         if layout is not None:
             text = self._template.write(layout.form.of(chat), tools)
-            places = align(layout.skeleton, marked.placeholders, text)
+            places = align(layout.skeleton, placeholders, text)
             if places is not None:
-                return PlacedChat(layout, marked.placeholders, text, tuple(places))
+                return PlacedChat(layout, placeholders, text, tuple(places))
         if len(self._known) >= KEPT:
             self._known.clear()
-        placed = self._search(chat, marked, tools)
+        placed = self._search(chat, marked, placeholders, tools)
         self._known[shape] = placed.layout
         return placed
 
-    def _search(self, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None) -> PlacedChat:
+    def _search(
+        self, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...], tools: Sequence[Any] | None
+    ) -> PlacedChat:
         """Render the chat in the form that loses least; raises the template's first refusal if it accepts none."""
         refusal: TemplateError | None = None
         places: list[PlacedChat] = []
         for form in _forms(chat):
             try:
-                placed = self._lay_out(form, chat, marked, tools)
+                placed = self._lay_out(form, chat, marked, placeholders, tools)
             except TemplateError as error:
                 refusal = refusal or error
                 continue
@@ -153,22 +155,23 @@ class Layouts:
         raise refusal or RenderError("TEMPLATE-REFUSES", "it changes messages' words, so answers cannot be located")
 
     def _lay_out(
-        self, form: ChatForm, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None
-    ) -> PlacedChat | None:
+        self, form: ChatForm, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...],
+        tools: Sequence[Any] | None,
+    ) -> PlacedChat | None:  # fmt: skip
         """Make a layout for the chat; None if its text and the text with placeholders do not align."""
-        text, messages = self._template.write(form.of(chat), tools), form.of(marked.messages)
+        text, messages = self._template.write(form.of(chat), tools), form.of(marked)
         text_with_placeholders = written_by(self._template, messages, tools)
         if text_with_placeholders is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
             return None
         skeleton = skeleton_of(text_with_placeholders)
-        places = align(skeleton, marked.placeholders, text)
+        places = align(skeleton, placeholders, text)
         if places is None:
             return None
-        turns = TurnFinder(self._template, self.plain(tools), messages, tools, marked.placeholders, skeleton).turns()
-        unwritten = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
+        turns = TurnFinder(self._template, self.plain(tools), messages, tools, placeholders, skeleton).turns()
+        unwritten = frozenset(range(len(placeholders))) - set(skeleton.places)
         tools_lost = bool(tools) and written_by(self._template, form.of(chat), None) == text
         return PlacedChat(
-            TemplateLayout(form, skeleton, turns, unwritten, tools_lost), marked.placeholders, text, tuple(places)
+            TemplateLayout(form, skeleton, turns, unwritten, tools_lost), placeholders, text, tuple(places)
         )
 
 
