@@ -16,8 +16,7 @@ from safetrain.core.records.run_state import read_postmortem
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.core.storage.files import read_record
 from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER
-from safetrain.guard.keep_going import keep_going
-from safetrain.guard.keep_going import GPU_RUNGS, PlannedUpdate, gpu_environment
+from safetrain.guard.keep_going import GPU_RUNGS, PlannedUpdate, gpu_environment, keep_going
 from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
 from tests.guard.programs import IMPORTS
