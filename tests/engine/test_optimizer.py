@@ -43,34 +43,29 @@ def gradient_at(module: nn.Module, step: int) -> Any:
     return tree_map(lambda w: w + mx.random.normal(w.shape), module.trainable_parameters())
 
 
-def trained(optimizer: BlockOptimizer) -> nn.Module:
-    module = Trunk(40)
-    optimizer.init(module.trainable_parameters())
-    for step in range(6):
-        apply_gradient(BaseModel(module, frozenset(), *AS_IS), optimizer, gradient_at(module, step), 9.0, 1e-2, 5.0)
-    return module
-
-
-def trained_by_mlx(name: str) -> tuple[nn.Module, Any]:
-    """All parameters at once, the gradient scaled to the same length."""
-    module, optimizer, decay = Trunk(40), of_mlx(name, DECAYS[name]), 5.0 / (9.0 + 1e-6)
-    optimizer.init(module.trainable_parameters())
-    for step in range(6):
-        optimizer.learning_rate = 1e-2
-        optimizer.update(module, tree_map(lambda part: part * decay, gradient_at(module, step)))
-    return module, optimizer.state
-
-
 @pytest.mark.parametrize("name", DECAYS)
 def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
-    mine = BlockOptimizer(of_mlx(name, DECAYS[name]))
-    module = trained(mine)
-    expected, state = trained_by_mlx(name)
-    assert (flat(module.trainable_parameters()) == flat(expected.trainable_parameters())).all()
-    assert (flat(mine.state) == flat(state)).all()
-    if name == "adamw":  # compiled, as on a GPU, multiply and add may become one operation
-        found = flat(trained(BlockOptimizer(of_mlx(name, 0.1), compiled=True)).trainable_parameters())
-        np.testing.assert_allclose(found, flat(expected.trainable_parameters()), rtol=1e-5, atol=1e-6)
+    """Compiled, as on a GPU, multiply and add may become one operation."""
+
+    def trained(optimizer: BlockOptimizer) -> np.ndarray:
+        module = Trunk(40)
+        optimizer.init(module.trainable_parameters())
+        for step in range(6):
+            model = BaseModel(module, frozenset(), *AS_IS)
+            apply_gradient(model, optimizer, gradient_at(module, step), 9.0, 1e-2, 5.0)
+        return flat(module.trainable_parameters())
+
+    mine, theirs, expected = BlockOptimizer(of_mlx(name, DECAYS[name])), of_mlx(name, DECAYS[name]), Trunk(40)
+    theirs.init(expected.trainable_parameters())
+    for step in range(6):
+        theirs.learning_rate = 1e-2
+        scaled = tree_map(lambda part: part * (5.0 / (9.0 + 1e-6)), gradient_at(expected, step))
+        theirs.update(expected, scaled)
+    assert (trained(mine) == flat(expected.trainable_parameters())).all()
+    assert (flat(mine.state) == flat(theirs.state)).all()
+    if name == "adamw":
+        compiled = trained(BlockOptimizer(of_mlx(name, 0.1), compiled=True))
+        np.testing.assert_allclose(compiled, flat(expected.trainable_parameters()), rtol=1e-5, atol=1e-6)
 
 
 def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
