@@ -74,7 +74,7 @@ def answer(
     """
     model.module.eval()
     ends, answers = stop_ids | model.eos_ids, [list[int]() for _ in prompts]
-    longest = max(map(len, prompts)) + max_new_tokens
+    longest = max(map(len, prompts), default=0) + max_new_tokens
     rows = min(len(prompts), MOST_ROWS, max_tokens // (-(-longest // CACHE_STEP) * CACHE_STEP))
     if rows > 1 and model.continues_padded:
         tokens = together(model.module, prompts, ends, max_new_tokens, rows)
