@@ -1,6 +1,7 @@
 """The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy and a log of changes."""
 
 import collections
+import csv
 import dataclasses
 import hashlib
 import io
@@ -25,6 +26,7 @@ from safetrain.data.validate import Validation, validate
 
 OPEN, CLOSE = "⟦", "⟧"  # around labels
 EVERY_PLACE = 2**62
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # of a repaired copy
 CHANGES = {  # in the log, in the order of the summary
     "form": "rows converted to the usual form, without unused keys",
     "mojibake": "wrongly decoded texts repaired",
@@ -137,7 +139,7 @@ def _masked(row: ReadRow) -> str:
 
 
 class Repair:
-    """A repaired copy of a file as JSONL, and its log; made when it is constructed."""
+    """A repaired copy of a file, in the format of its name, and its log; made when it is constructed."""
 
     def __init__(
         self,
@@ -151,10 +153,11 @@ class Repair:
         """Write the log of ``into`` and then ``into``, without the ``dropped`` rows, each dropped for a finding.
 
         Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError if ``into`` or its log already
-        exists or is no .jsonl file; DataError.
+        exists or its suffix is unknown; DataError.
         """
-        if into.suffix != ".jsonl":
-            raise ConfigError("A repaired copy is JSON lines.", got=str(into), expected="a name that ends in .jsonl")
+        if into.suffix not in FORMATS:
+            expected = f"a name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+            raise ConfigError("A copy cannot be written in the format of this name.", got=str(into), expected=expected)
         self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
         self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
@@ -195,6 +198,10 @@ class Repair:
             self._findings.refuse_errors()
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
+        if self.into.suffix != FORMATS[0]:
+            with rows.open(encoding="utf-8", newline="\n") as written:
+                values = [json.loads(line) for line in written]
+            _write_rows(values, rows, self.into.suffix)
 
     def _add(self, place: Place, before: object) -> None:
         """Write a row, unless it is to be dropped, cannot be read, or repeats an earlier one."""
@@ -202,7 +209,7 @@ class Repair:
         where = spot.text()
         finding = self._dropped.get(place)
         if finding is not None:
-            self._log(where, "finding", before, None, reason=finding)
+            self._log(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
             return
         try:
             row = parse_row(before, self._columns)
@@ -242,3 +249,24 @@ class Repair:
         if isinstance(value, list):
             return [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
         return value
+
+
+def _write_rows(rows: list[dict[str, Any]], target: Path, suffix: str) -> None:
+    """Write all rows in the format of ``suffix``. In a CSV or TSV cell, lists and objects become JSON."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    if suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([{key: row.get(key) for key in columns} for row in rows]), target)
+        return
+    with target.open("w", encoding="utf-8", newline="") as file:
+        if suffix in (".csv", ".tsv"):
+            table = csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",", lineterminator="\n")
+            table.writerows([columns, *([_cell(row.get(key)) for key in columns] for row in rows)])
+        else:
+            file.write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value

@@ -46,6 +46,8 @@ KINDS = {
         fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
+    "EMPTY-MESSAGE": Kind(WARNING, "a message is empty in {rows}", DROP),
+    "ENDS-WITH-USER": Kind(WARNING, "the user's last message in {rows} has no answer", "end these rows with an answer"),
     # limits of the model and its template
     "TEMPLATE-REFUSES": Kind(
         ERROR, "the model's chat template refuses {rows}: {detail}",
@@ -102,6 +104,8 @@ KINDS = {
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
         f"{FIX} writes a copy without them"),
+    "SECRETS": Kind(
+        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",
@@ -298,6 +302,16 @@ HEAD = 160  # characters of an answer that are searched for a refusal
 
 CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
 
+KEY_PARTS = ("AKIA", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "sk-", "hf_", "xox", "AIza", "_live_", "npm_",
+             "SG.", "PRIVATE KEY-----")  # fmt: skip
+KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
+    r"\bAKIA[0-9A-Z]{16}\b|\bgh[ops]_[A-Za-z0-9]{36}\b|\bgithub_pat_[A-Za-z0-9_]{50,}|\bglpat-[A-Za-z0-9_-]{20}\b"
+    r"|\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z]{34}\b|\bxox[abeoprs]-[A-Za-z0-9-]{10,}"
+    r"|\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])|\b[sr]k_live_[A-Za-z0-9]{20,}|\bnpm_[A-Za-z0-9]{36}\b"
+    r"|\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}|-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\\nr]*[A-Za-z0-9+/]{20,64}"
+)
+EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys from documentation
+
 
 def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
     """Run all checks on a row; returns the findings' ids and details.
@@ -312,6 +326,13 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
         if marker not in controls.stops and (own_markers is None or not own_markers.fullmatch(marker))
     ]
     findings += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
+    others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
+    texts = "\n\n".join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
+    findings += [("SECRETS", detail) for detail in secrets(texts)]
+    if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
+        findings.append(("EMPTY-MESSAGE", ""))
+    if row.messages and row.messages[-1].role == "user":
+        findings.append(("ENDS-WITH-USER", ""))
     if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
         findings.append(("REFUSALS", ""))
     return findings
@@ -386,10 +407,24 @@ def without_invisible(text: str) -> str:
     return text
 
 
+def secrets(text: str) -> list[str]:
+    """Find API keys, except those from documentation; returns the first characters and the length of each."""
+    if not any(part in text for part in KEY_PARTS):
+        return []
+    return [f"a key ({key[:5]}…, {len(key)} characters)" for key in KEY.findall(text) if _is_random(key)]
+
+
 def is_refusal(answer: str) -> bool:
     """Whether an answer begins with a refusal, or with "as an AI model"."""
     head = answer[:HEAD].lower().replace("’", "'")
     return REFUSAL.search(head) is not None
+
+
+def _is_random(key: str) -> bool:
+    """Whether ``key`` looks real, not like an example or a name with dashes."""
+    key = key.rpartition("-----")[2]
+    is_varied = len(set(key)) >= 10 and (key.startswith("hf_") or any(map(str.isdigit, key[4:])))
+    return is_varied and not any(word in key.lower() for word in EXAMPLES)
 
 
 CHECKS = {

@@ -23,7 +23,6 @@ KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "
                         "conversations", "conversation"))  # fmt: skip
 FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
-NAME_THEM = f"name your keys: --columns prompt=KEY --columns completion=KEY, or data.columns; or {AS_OBJECTS}"
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 MOST_NAMES = 12  # keys in an error
 CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
@@ -190,13 +189,13 @@ def _preference(value: dict[str, Any]) -> RowError:
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
-    """The error for a row of unknown form."""
+    """The error for a row of unknown form, with a data.columns setting that may fit."""
     for key, item in value.items():
         first = item[0] if isinstance(item, list) and item else None
         if key not in KNOWN_KEYS and isinstance(first, dict) and first.keys() & KNOWN_KEYS:
             message = f"the file is one object, with its rows under the key '{shown(key)}'"
             return RowError(message, do="write only that list, or JSON lines with one row on each line")
-    questions, answers = ([key for key in names if key in value] for names in (ASKING, ANSWERS))
+    questions, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
     for key in (questions[0], answers[0]) if questions and answers else ("text",):
         if not isinstance(value.get(key, ""), str):
             return RowError(f"{key} must be a string, not {kind(value[key])}")
@@ -204,4 +203,9 @@ def _unknown(value: dict[str, Any]) -> RowError:
         return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
     if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, "category", "task", "id", "system", "tools"}:
         return RowError(f"{questions[0]} has no answer next to it: expected {', '.join(ANSWERS[:4])}")
-    return RowError(f"unknown keys ({key_names(value)}); expected one of: {FORMATS}", do=NAME_THEM)
+    texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
+    best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
+    parts = ("text",) if len(best) == 1 else ("prompt", "completion")
+    guess = dict(zip(parts, sorted(best, key=texts.index), strict=False))
+    message = f"unknown keys ({key_names(value)}); expected one of: {FORMATS}"
+    return RowError(message, do=_look_at(guess) if guess else AS_OBJECTS)

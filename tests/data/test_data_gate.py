@@ -22,7 +22,16 @@ Write = Callable[..., Path]
 CLEAN_ROWS = 60
 CONTEXT = {"BEYOND-CONTEXT"}  # of the small model that the tests have
 LONG = "The river follows the old road to the harbour, and from there it is not far to the northern station of the town"
+LETTERS = "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9aQz7RtB4nXc1V"
+KEYS = [  # in two parts, so that no scanner takes this file for a leak
+    "AKIA" + "Q3EGRZZ5TPLW7YHN",
+    "ghp_" + LETTERS[:36],
+    "sk-" + "ant-api03-" + LETTERS[:40],
+    "-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7",
+    "hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU",
+]
 PLANTED = [
+    (chat("Which key?", f"It is {KEYS[1]}."), "SECRETS", "a key (ghp_a…, 40 characters)"),
     (chat("How many?", "She sold 48/2 = <<48/2=24>>24."), "CALCULATOR-MARKS", "<<48/2=24>>"),
     (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
     (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
@@ -183,6 +192,9 @@ FAULTY = [
 ]
 CLEAN = [
     "cout << 48/2 << endl; a >> 2; cat <<EOF >>x=1",
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    "sk-" + "your-api-key-goes-here-0000",
+    "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
     "### Notes: see [the guide](https://a.b/c) and [1], arr[0], [x for x in y]",
     "```jinja\nHello {{ name }}\n```",
     "{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -237,3 +249,15 @@ ANSWERS = (
 def test_refusals_are_told_from_answers() -> None:
     assert [text for text in REFUSALS if not is_refusal(text)] == []
     assert [text for text in ANSWERS if is_refusal(text)] == []
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_found_wherever_it_is_and_not_shown(key: str) -> None:
+    ((identifier, detail),) = faults(f"Not {'AKIA' + 'IOSFODNN7EXAMPLE'}, use {key} for it")
+    assert identifier == "SECRETS"
+    assert detail.startswith(f"a key ({key[:5]}…, ")
+    assert key[12:30] not in detail
+    call = {"type": "function", "function": {"name": "look", "arguments": {"key": [f"a\n{key}"]}}}
+    for answer in ({"reasoning_content": f"With {key}.", "content": "a"}, {"content": "", "tool_calls": [call]}):
+        row = parse_row({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **answer}]})
+        assert [name for name, _ in text_findings(row, Controls(None, frozenset()))] == ["SECRETS"]

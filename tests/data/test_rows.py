@@ -276,6 +276,20 @@ def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignore
     assert parse_row(value).ignored_keys == ignored
 
 
+@pytest.mark.parametrize(
+    ("value", "setting"),
+    [
+        ({"id": "7", "frage": "Wer war es?", "antwort": "Niemand."}, "{prompt: frage, completion: antwort}"),
+        ({"question": "q", "response_a": "a", "response_b": "bb"}, "{prompt: question, completion: response_b}"),
+        ({"body": "t", "n": None}, "{text: body}"),
+    ],
+)
+def test_unknown_keys_come_with_a_setting_to_look_at(value: object, setting: str) -> None:
+    with pytest.raises(RowError, match=r"unknown keys \(") as caught:
+        parse_row(value)
+    assert settings_in(caught.value) == [setting]
+
+
 def test_a_table_without_a_header_is_told() -> None:
     with pytest.raises(RowError, match="unknown keys") as caught:
         parse_row({"Who was it?": "Where is it?", "It was Ann.": "Here."})  # a table without a header
@@ -389,7 +403,8 @@ REFUSED = {
     ),
     "Salesforce/xlam-function-calling-60k": (
         {"id": 0, "query": "q", "answers": f"[{CALL_TEXT}]", "tools": json.dumps([FLAT_TOOL])},
-        "unknown keys (id, query, answers, tools)", [],
+        "unknown keys (id, query, answers, tools)",
+        ["prompt: query, completion: answers"],
     ),
     "OpenAssistant/oasst1": (
         {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes and KTO marks", [],

@@ -124,11 +124,11 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     path.write_text("frage,antwort,id\n" + "".join(f"Wer war {n}?,Niemand war es.,{n}\n" for n in range(3)))
     refused = run(path)
     assert refused.exit_code == 1
-    assert "name your keys: --columns prompt=KEY" in refused.stdout
+    assert "data.columns={prompt: frage, completion: antwort}\n" in refused.stdout
     options = "--columns prompt=frage --columns completion=antwort"
     assert run(path, *options.split()).exit_code == 0
     without = run(path, "--fix", str(into))
-    assert (without.exit_code, "--columns prompt=KEY" in without.stderr) == (1, True)
+    assert (without.exit_code, "data.columns={prompt: frage" in without.stderr) == (1, True)
     assert run(path, *options.split(), "--fix", str(into)).exit_code == 0
     assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
     assert "messages (and system, tools); or prompt" in run(path, "--columns", "frage=prompt").stderr
