@@ -26,7 +26,7 @@ from safetrain.engine.batches import training_layout, update_at
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.update import equip, prepare
 from safetrain.engine.upstream.adaptation import Refusal, are_close, asked, few_blocks, numbers, refusals, tolerance_of
-from safetrain.engine.upstream.loading import NO_MEMORY, add_lora, plain_model
+from safetrain.engine.upstream.loading import NO_MEMORY, add_lora, plain_model, training_refusal
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
@@ -42,6 +42,9 @@ def load(folder: Path) -> dict[str, object]:
 
     If possible it runs only some blocks, at least one of each kind, because a large model takes long.
     """
+    if refusal := training_refusal(folder):  # before opening it, which is slow
+        fault = {"load_error": refusal, "train_error": refusal}
+        return {"loads": False, "load_seconds": 0.0, "trains": False, **fault}
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
+from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.core.records.schema import PRETRAIN
@@ -26,6 +27,7 @@ from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.row_attention import Block, PackedRows
+from safetrain.engine.upstream.loading import training_refusal
 
 Gradient = Any  # a tree of arrays, shaped like the trainable parameters
 
@@ -74,7 +76,12 @@ class Tracer:
 def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, "Gradients"]:
-    """Open the base model with the given settings, make part of it trainable, and build its Gradients."""
+    """Open the base model with the given settings, make part of it trainable, and build its Gradients.
+
+    Raises ModelError for a model family that cannot be trained.
+    """
+    if refusal := training_refusal(base, recomputes=settings.gradient_checkpointing):
+        raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
     model = open_base(
         base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype, stream=settings.stream_base
     )

@@ -14,12 +14,15 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.gated_delta import gated_delta_update
 
+from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapters import adapted_names, make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.selftest import examine, gradient_fault, training_fault
+from safetrain.engine.selftest import load as try_to_load
+from safetrain.engine.update import prepare
 from safetrain.engine.upstream.adaptation import delta_rule_in_stretches
 from safetrain.engine.upstream.loading import without_adapter
 from safetrain.engine.weight_files import apply_adapter
@@ -91,6 +94,16 @@ def test_a_family_that_needs_more_than_the_usual_passes_it(family: str, tmp_path
     few = {"num_hidden_layers": 2} if family in ("qwen3_next", "rwkv7") else {}  # to be quick
     found = judge(examine(build_family(tmp_path / "model", family, **few), 2, 12))
     assert all(passed for _, _, passed in found), found
+
+
+def test_a_family_that_cannot_be_trained_right_or_in_reasonable_time_is_refused_by_name(tmp_path: Path) -> None:
+    base = build_family(tmp_path / "jamba", "jamba")
+    assert str(try_to_load(base)["train_error"]).startswith("jamba is not trained: in mlx-lm the time and memory")
+    with pytest.raises(ModelError, match="jamba is not trained"):
+        prepare(base, SETTINGS)
+    recomputed = dataclasses.replace(SETTINGS, gradient_checkpointing=True)
+    with pytest.raises(ModelError, match="afm7 is not trained with gradient checkpointing"):
+        prepare(build_family(tmp_path / "afm7", "afm7"), recomputed)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan"])

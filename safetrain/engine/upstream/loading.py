@@ -41,6 +41,10 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 # Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
 READ_DIRECTLY = frozenset({"prediction_coefs", "correction_coefs", "self_attention_res_proj", "mlp_res_proj"})
 CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
+NOT_TRAINED = {  # families, by the name in config.json
+    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens"
+}
+NOT_RECOMPUTED = {"afm7": "its blocks hand keys on through a cache, which recomputed blocks get no gradient of"}
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 # Files that a new model writes itself, and one that it may add stop tokens to.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
@@ -56,6 +60,16 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory, so it cannot {doing}: {error}", where=where) from error
         raise ModelError(f"mlx-lm cannot {doing}: {error}", where=where) from error
+
+
+def training_refusal(folder: Path, *, recomputes: bool = False) -> str:
+    """Why this model family cannot be trained, read from its config.json; empty if it can."""
+    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    if family in NOT_TRAINED:
+        return f"{family} is not trained: {NOT_TRAINED[family]}"
+    if recomputes and family in NOT_RECOMPUTED:
+        return f"{family} is not trained with gradient checkpointing: {NOT_RECOMPUTED[family]}"
+    return ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
