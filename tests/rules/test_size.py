@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 29_430,
-    "program tokens": 220_530,
-    "program files": 151,
-    "files under 60 lines": 6,
-    "dataclasses": 203,
-    "helper modules with one importer": 17,
-    "keys of params.yaml": 55,
-    "test lines": 23_040,
-    "benchmark, tool and recipe lines": 7_330,
-    "docs words": 21_890,
+    "program lines": 26_300,
+    "program tokens": 198_400,
+    "program files": 131,
+    "files under 60 lines": 5,
+    "dataclasses": 147,
+    "helper modules with one importer": 16,
+    "keys of params.yaml": 56,
+    "test lines": 18_700,
+    "benchmark, tool and recipe lines": 6_620,
+    "docs words": 21_950,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
