@@ -26,9 +26,9 @@ SLICES, SLICES_ALIVE = 32, 3  # of the head (engine/upstream/adaptation.py): in 
 COEFFICIENTS = {
     "inputs of blocks": 1.15,
     "two blocks of the base": 1.0,
-    "block in its backward pass": 2.0,
+    "block in its backward pass": 1.2,  # without a limit, on a GPU, its gradients too
     "attention scores": 1.3,
-    "matrices, dequantized": 3.0,
+    "matrices, dequantized": 2.0,
     "gradient": 1.0,
     "head of the base": 1.0,
     "head, dequantized": 1.0,
@@ -59,7 +59,7 @@ def streamed_phases(
     logits, head = logit_bytes(model, shape, backend), head_bytes(model, backend)
     labels = shape.total if shape.labels is None else shape.labels
     if head and slices_head(labels, model.hidden_size):
-        logits, head = 2 * FLOAT32 * labels * model.vocab_size // shards, head // SLICES * SLICES_ALIVE
+        logits, head = FLOAT32 * labels * model.vocab_size // shards, head // SLICES * SLICES_ALIVE
     matrix = max((tensor.weights for _, _, tensor in in_blocks(model) if tensor.bits), default=0)
     loss = {
         "inputs of blocks": kept,
@@ -71,7 +71,7 @@ def streamed_phases(
     backward = {
         "inputs of blocks": kept,
         "two blocks of the base": 2 * max(blocks.values(), default=0),
-        "block in its backward pass": activations,
+        "block in its backward pass": activations if backend.computes_in_float32 else 2 * activations,
         "attention scores": kept_score_bytes(model, shape) + tiles_bytes(model, shape, backend),
         "matrices, dequantized": shards * FLOAT32 * matrix if dequantizes_per_use(model, backend) else 0,
         "gradient": gradient + shards * gradient // lora.num_layers,
