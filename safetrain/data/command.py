@@ -17,8 +17,9 @@ from ftfy import fix_encoding
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, print_text, printable
 from safetrain.core.storage.files import write_atomic
+from safetrain.data.checks import without_invisible
 from safetrain.data.files import rows_of
-from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, Findings, Spot, require_kinds, summary, without_invisible
+from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, Findings, Spot, require_kinds, summary
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.json_rows import Place, RowError
 from safetrain.data.tokenize import DataSettings, ReadRow

@@ -15,8 +15,9 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
+from safetrain.data.checks import text_findings
 from safetrain.data.files import PLAIN, no_rows, rows_of, texts_of
-from safetrain.data.findings import Findings, Spot, checked_downgrade, text_findings
+from safetrain.data.findings import Findings, Spot, checked_downgrade
 from safetrain.data.folders import DataFiles, suffix_of
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
 from safetrain.data.json_rows import RowError

@@ -10,7 +10,8 @@ from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data import compare
-from safetrain.data.findings import Findings, Spot, is_refusal, summary, text_findings
+from safetrain.data.checks import is_refusal, text_findings
+from safetrain.data.findings import Findings, Spot, summary
 from safetrain.data.forms import parse_row
 from safetrain.data.json_rows import Place
 from safetrain.data.validate import validate

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.data.checks import invisible_character
 from safetrain.data.command import Repair, refuse_idle
-from safetrain.data.findings import invisible_character
 from tests.conftest import chat
 
 Row = dict[str, Any]

@@ -117,17 +117,17 @@ def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> Non
     assert (f"tuned: {answer}" in asked, "base:  " in asked) == (True, True)
     adapters = ("--model", MODEL, "--adapter-path", "checkpoints_qlora/adapters")
     asking, fused = ("--prompt", question, "--temp", "0"), str(workspace.folder.parent / "fused")
-    assert f"\n{answer}\n" in mlx_lm(workspace, "generate", *adapters, *asking)
-    mlx_lm(workspace, "fuse", *adapters, "--save-path", fused)
-    assert f"\n{answer}\n" in mlx_lm(workspace, "generate", "--model", fused, *asking)
+    assert f"\n{answer}\n" in mlx_lm(workspace, "mlx_lm.generate", *adapters, *asking)
+    mlx_lm(workspace, "mlx_lm.fuse", *adapters, "--save-path", fused)
+    assert f"\n{answer}\n" in mlx_lm(workspace, "mlx_lm.generate", "--model", fused, *asking)
 
 
 def mlx_lm(workspace: Workspace, command: str, *words: str) -> str:
     """What a command of mlx-lm prints, in this process."""
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
         patched.chdir(workspace.folder)
-        patched.setattr(sys, "argv", [f"mlx_lm.{command}", *words])
-        importlib.import_module(f"mlx_lm.{command}").main()
+        patched.setattr(sys, "argv", [command, *words])
+        importlib.import_module(command).main()
     return out.getvalue()
 
 

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 CEILINGS = {
     "program lines": 26_300,
     "program tokens": 198_400,
-    "program files": 131,
+    "program files": 132,
     "files under 60 lines": 5,
     "dataclasses": 147,
     "helper modules with one importer": 16,

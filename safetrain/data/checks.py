@@ -1,0 +1,180 @@
+"""Checks of a row's text. Each first looks for a character or two that its pattern needs, which is much faster."""
+
+import re
+
+from safetrain.core.data.template import Controls
+from safetrain.data.rows import Row
+
+MARKER = re.compile(  # not in quotation marks
+    r"""(?:(["'`*])|(?<!["'`*]))(<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>"""
+    r"|[be]os>)|\[/?INST\])(?(1)(?!\1))"
+)
+FENCE = re.compile(r"^[ \t]*```.*?^[ \t]*```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^### ?(?:Instruction|Response|Human|Assistant):", re.MULTILINE)
+ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
+
+BRACES = re.compile(r"(?<!\w)\{\{ ?[A-Za-z_][\w-]{0,30} ?\}\}")
+CODE = ("`", "{%", "</", "\\", "=", "{{#", "${", '"{{', "'{{")  # with one of these in the text, double braces are code
+TEMPLATING = re.compile(r"jinja|mustache|handlebars|ansible|angular|django|liquid|twig|vue|helm", re.IGNORECASE)
+BRACKETS = re.compile(
+    r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|seu nome|[Nn]ome d[ao] \w{2,20}"
+    r"|(?:Company|Recipient|Client|Customer|First|Last|Full) (?:Name|Address|Email|Phone)|Name|Nome)\](?![(\[])"
+    r"|<no ?(?:in|out)put>"
+)
+
+BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # occurs in all wrongly decoded text
+INVISIBLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\u180e\u00ad\ufff9-\ufffb]"
+    "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
+    "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
+)
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # complete terminal escape sequences
+LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # word breaks and writing direction
+LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
+
+REFUSAL = re.compile(  # at the beginning of a sentence or clause
+    r"(?:^[\s\"“*(]*|[.!?,]\s)(?:unfortunately |but |and )?(?:"
+    r"(?:as|i am|i'm) (?:just |only )?an? (?:(?:large |ai )?language model\b|(?:ai|artificial intelligence)"
+    r"(?:[,.!]|$| (?:and|but|(?:language )?model|assistant|chatbot)\b))"
+    r"|(?:como|(?:eu )?sou) (?:apenas )?uma? (?:modelo de linguagem\b|(?:ia|inteligência artificial)[,.!])"
+    r"|(?:i'm|i am|we're) (?:very |really |so )?sorry,? (?:but )?(?:i|we) (?:can't|cannot|am (?:not |un)able|won't)\b"
+    r"|i (?:can't|cannot|am unable to|am not able to) (?:assist|comply|fulfill?|answer that|do that"
+    r"|help (?:you|with)\b|provide (?:you|that|this|instructions|information|advice|assistance)\b)"
+    r"|(?:sinto muito|desculpe|lamento),? (?:mas )?(?:eu )?não posso\b"
+    r"|(?:eu )?não posso (?:ajudar|fornecer|responder|atender)\b)"
+)
+HEAD = 160  # characters of an answer that are searched for a refusal
+
+CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
+
+KEY_PARTS = ("AKIA", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "sk-", "hf_", "xox", "AIza", "_live_", "npm_",
+             "SG.", "PRIVATE KEY-----")  # fmt: skip
+KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
+    r"\bAKIA[0-9A-Z]{16}\b|\bgh[ops]_[A-Za-z0-9]{36}\b|\bgithub_pat_[A-Za-z0-9_]{50,}|\bglpat-[A-Za-z0-9_-]{20}\b"
+    r"|\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z]{34}\b|\bxox[abeoprs]-[A-Za-z0-9-]{10,}"
+    r"|\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])|\b[sr]k_live_[A-Za-z0-9]{20,}|\bnpm_[A-Za-z0-9]{36}\b"
+    r"|\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}|-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\\nr]*[A-Za-z0-9+/]{20,64}"
+)
+EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys from documentation
+
+
+def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
+    """Run all checks on a row; returns the findings' ids and details.
+
+    FOREIGN-MARKERS leaves out stop tokens, which are STOP-IN-TEXT, and the tokenizer's own tokens in bare text.
+    """
+    words = row.text or "\n\n".join([message.content for message in row.messages])
+    own_markers = controls.tokens if row.format == "text" else None
+    findings = [
+        ("FOREIGN-MARKERS", marker)
+        for marker in dict.fromkeys(foreign_markers(words))
+        if marker not in controls.stops and (own_markers is None or not own_markers.fullmatch(marker))
+    ]
+    findings += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
+    others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
+    texts = "\n\n".join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
+    findings += [("SECRETS", detail) for detail in secrets(texts)]
+    if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
+        findings.append(("EMPTY-MESSAGE", ""))
+    if row.messages and row.messages[-1].role == "user":
+        findings.append(("ENDS-WITH-USER", ""))
+    if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
+        findings.append(("REFUSALS", ""))
+    return findings
+
+
+def foreign_markers(text: str) -> list[str]:
+    """Find literal markers of other chat formats, except in quotation marks or code."""
+    markers = list[str]()
+    if "<" in text or "INST]" in text:
+        markers += [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
+        if "<s>" in text and "[INST]" not in markers:
+            markers = [marker for marker in markers if marker != "</s>"]  # strikethrough in HTML
+    if "###" in text:
+        markers += HEADING.findall(text)
+    asking = ASKING.search(text) if not markers and ("Human: " in text or "User: " in text) else None
+    if asking is not None and ANSWERING.search(text, asking.end()) is not None:
+        markers.append("Human: … Assistant:")
+    return markers
+
+
+def placeholder(text: str) -> str:
+    """Find the first unfilled placeholder."""
+    gap = None
+    if "{{" in text and not any(part in text for part in CODE) and not TEMPLATING.search(text):
+        gap = BRACES.search(text)
+    if gap is None and ("[" in text or "<no" in text):
+        gap = BRACKETS.search(text)
+    return gap[0] if gap is not None else ""
+
+
+def calculator_mark(text: str) -> str:
+    """Find the first calculator mark, such as those in GSM8K's answers."""
+    mark = CALCULATOR.search(text) if "<<" in text else None
+    return mark[0] if mark is not None else ""
+
+
+def mojibake(text: str) -> str:
+    """Find the first wrongly decoded word and its correction, or the text around a lost character."""
+    if "\ufffd" in text:
+        place = text.index("\ufffd")
+        return "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
+    if text.isascii() or not BROKEN.search(text):
+        return ""
+    import ftfy  # imported only for data that may be broken
+    import ftfy.badness
+
+    for word in re.split("[ \n\t]+", text):
+        if ftfy.badness.is_bad(word) and (repaired := ftfy.fix_encoding(word)) != word:
+            return f"'{word}' for '{repaired}'"
+    return ""
+
+
+def invisible_character(text: str) -> str:
+    """Find the first invisible character that the text's script does not need."""
+    if text.replace("\n", "").isprintable():
+        return ""
+    is_laid_out = LAID_OUT.search(text) is not None
+    letters = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
+    return next((f"U+{ord(letter):04X}" for letter in letters), "")
+
+
+def without_invisible(text: str) -> str:
+    """Remove what ``invisible_character`` finds; vertical tabs and form feeds become line ends."""
+    is_laid_out = LAID_OUT.search(text) is not None
+
+    def instead(match: re.Match[str]) -> str:
+        is_needed = is_laid_out and LAYING_OUT.fullmatch(match[0])
+        return match[0] if is_needed else "\n" if match[0] in "\v\f" else ""
+
+    while invisible_character(text):  # a removal may create another match
+        text = INVISIBLE.sub(instead, ESCAPES.sub("", text))
+    return text
+
+
+def secrets(text: str) -> list[str]:
+    """Find API keys, except those from documentation; returns the first characters and the length of each."""
+    if not any(part in text for part in KEY_PARTS):
+        return []
+    return [f"a key ({key[:5]}…, {len(key)} characters)" for key in KEY.findall(text) if _is_random(key)]
+
+
+def is_refusal(answer: str) -> bool:
+    """Whether an answer begins with a refusal, or with "as an AI model"."""
+    head = answer[:HEAD].lower().replace("’", "'")
+    return REFUSAL.search(head) is not None
+
+
+def _is_random(key: str) -> bool:
+    """Whether ``key`` looks real, not like an example or a name with dashes."""
+    key = key.rpartition("-----")[2]
+    is_varied = len(set(key)) >= 10 and (key.startswith("hf_") or any(map(str.isdigit, key[4:])))
+    return is_varied and not any(word in key.lower() for word in EXAMPLES)
+
+
+CHECKS = {
+    "PLACEHOLDERS": placeholder,
+    "CALCULATOR-MARKS": calculator_mark,
+    "MOJIBAKE": mojibake,
+    "INVISIBLE-CHARACTERS": invisible_character,
+}
