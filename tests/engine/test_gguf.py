@@ -98,7 +98,7 @@ def test_the_tuned_weights_are_in_the_file(name: str, method: str, bits: int | N
     adapter, files = adapter_of(base, tmp_path / "adapter", method), read_model_files(base)
     out, report, _ = write(base, tmp_path / "m.gguf", adapter, kind=kind, may_lose=1.0)
     assert report.written.divergence < DIVERGENCES[kind]
-    assert report.base.divergence > 0.1 or kind == "q4_0"
+    assert report.base.divergence > 3 * report.written.divergence or kind == "q4_0"
     assert read_record(report_of(out), ExportReport) == report
     assert (report.type, report.base_fingerprint) == (kind, files.fingerprint)
     assert len(report.adapter_fingerprint) == 32

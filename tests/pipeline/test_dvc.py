@@ -167,7 +167,8 @@ def test_exp_run_plans_and_trains_with_the_values_that_it_records(workspace: Wor
 
 def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
     few = "--adapter checkpoints_qlora/adapters --max-examples 10 --max-questions 2 --max-new-tokens 4 --json"
-    found = json.loads(workspace.cli("evaluate", *few.split()))["beside_base"]
+    said = workspace.cli("evaluate", *few.split())
+    found = json.loads(said[said.index("{") :])["beside_base"]  # a warning comes first, on stderr
     evaluation = workspace.json("evaluation.json")
     for name in ("tuned", "base"):
         assert found[name]["loss"] == pytest.approx(evaluation[name]["loss"], rel=1e-4)
