@@ -66,7 +66,8 @@ def convert(
 def fuse(
     out: OutFolder,
     bits: Annotated[
-        int | None, typer.Option(help="bits of the trained matrices; default: the base's, else 8, else float")
+        int | None,
+        typer.Option(help="bits of the trained matrices; default: the base's; if that loses too much, 8, then float"),
     ] = None,
     as_float: Annotated[bool, typer.Option("--float", help="quantize nothing")] = False,
     may_lose: MayLose = 2.0,

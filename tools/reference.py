@@ -177,7 +177,7 @@ def keys() -> str:
     parts = [
         "# Keys of params.yaml",
         "In brackets: the shipped value. `null` means the recommended value, which `recommended_config.json` gives "
-        "with its reason, or no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
+        "with its reason; where it says so, no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
         "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
         "after `-S` of `dvc exp run`. A changed value reruns the stages named below and those that depend on them.",
     ]

@@ -1,4 +1,4 @@
-"""One training at a time per user and machine: the kernel releases the lock file, no matter how its holder dies."""
+"""One training run at a time for each user and machine: the kernel releases the lock, however its holder dies."""
 
 import fcntl
 import os

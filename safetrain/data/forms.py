@@ -97,7 +97,7 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
         message = f"no key {key_names(missing)}, which data.columns names; the row has: {key_names(value)}"
-        raise RowError(message, do="name keys that the rows have: --columns, or data.columns in params.yaml")
+        raise RowError(message, do="set --columns, or data.columns in params.yaml, to keys that the rows have")
     items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 

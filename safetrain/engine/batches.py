@@ -150,7 +150,7 @@ def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout)
 
 
 def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
-    """Count the longest rows that share a rectangle, until padding costs more than another rectangle."""
+    """How many of the longest rows to put in one rectangle before padding costs more than another rectangle."""
     width = int(widths_of(widths[0]))
     most = max(1, layout.most_tokens // width)
     wasted = width - widths_of(widths[:most])

@@ -187,7 +187,7 @@ def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainS
 
 
 def _with_advice(output: Path, death: PostMortem) -> PostMortem:
-    """Add advice to the post-mortem of a training that does not continue by itself."""
+    """Add advice to the post-mortem of a run that does not resume on its own."""
     if death.cause == "bad_update":
         return write_postmortem(output, dataclasses.replace(death, advice=REPAIR_ROWS))
     if not death.is_memory:

@@ -149,9 +149,10 @@ class LaunchedRanks(WatchedProcess):
 
     @property
     def others_have_gone(self) -> bool:
-        """Whether a rank has ended badly, but not together with all others.
+        """Whether a rank has failed while others have not.
 
-        All ranks refuse a bad update, and rank 0 then measures its rows; if rank 0 waits for others, one has died.
+        After a bad update all ranks stop, and rank 0 goes on alone to measure its rows. If rank 0 waits for others
+        instead, one of them has died.
         """
         bad = any(code not in ENDS_ALL or (code == REFUSED and self.waits_for_others) for _, code in self._codes)
         return bad and not self.ended_with_all

@@ -100,7 +100,7 @@ def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: lis
     """The adapter in the folder, checked by the fingerprints in its reports; raises ConfigError for another one."""
     if kind == "mlx-adapter":
         if adapter is not None and fingerprint(adapter) != fingerprint(folder):
-            what = "This folder is an adapter by itself, and not the one of --adapter."
+            what = "This folder is itself an adapter, but not the one given with --adapter."
             raise ConfigError(what, where=str(folder), do="leave --adapter out")
         return folder
     if adapter is None and not all(fingerprints):

@@ -138,7 +138,7 @@ def _add_memory(run: Run, axes: Any) -> None:
     highest = max([predicted, *(value for _, value in process + peak)])
     size, unit = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
     axes.set_ylabel(unit)
-    for points, colour, label in ((process, BLUE, "process"), (peak, ORANGE, "peak of mlx so far")):
+    for points, colour, label in ((process, BLUE, "process"), (peak, ORANGE, "mlx's peak so far")):
         _plot(axes, tuple((step, value / size) for step, value in points if value), colour, label)
     if predicted:
         axes.axhline(predicted / size, color=GREEN, linestyle=":", linewidth=1.8, label="predicted peak of mlx")

@@ -66,7 +66,7 @@ def _pace(marks: Sequence[Progress]) -> float:
 
 
 def _validation_seconds(marks: Sequence[tuple[float, Progress]]) -> float:
-    """The median time of a validation: time between two marks that was not an update. 0: no validation yet."""
+    """Median time of a validation: the time between two marks that no update took; 0 before the first validation."""
     times = [
         ((now - before) - (after.elapsed_seconds - earlier.elapsed_seconds)) / (after.validations - earlier.validations)
         for (before, earlier), (now, after) in pairwise(marks)

@@ -291,7 +291,7 @@ class RevisionReader(RunReader):
         if not self._files.exists("dvc.lock"):
             raise ConfigError(
                 f"{revision} has no results: DVC has recorded no training there.",
-                where=f"dvc.lock of {revision}, which does not exist",
+                where=f"{revision} has no dvc.lock",
                 do="commit dvc.lock after 'dvc repro', or name an experiment of 'dvc exp show'",
             )
 

@@ -47,7 +47,7 @@ class TensorHeader:
 
     @property
     def weights(self) -> int:
-        """The number of the model's weights that it holds."""
+        """How many of the model's weights this tensor holds."""
         return 0 if self.of_quantization else math.prod(self.dequantized_shape)
 
 

@@ -143,7 +143,7 @@ class Pipeline:
 
 
 def gate_of(values: Mapping[str, Any]) -> Gate:
-    """Build the section gate from params.yaml's values; raises ConfigError for unknown keys and bad values."""
+    """Build the ``gate`` section from the values in params.yaml; raises ConfigError for unknown keys and bad values."""
     names = keys_of("gate")
     unknown, missing = sorted(set(values) - set(names)), [name for name in names if name not in values]
     if unknown or missing:

@@ -167,7 +167,7 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
             "The recommended configuration is for another model or method.",
             expected=f"train.method={method} on {model}",
             got=f"{recommendation.planned_method} on {recommendation.planned_model}",
-            do="run recommend_config with the same overrides, or dvc exp run -S, which does",
+            do="run recommend_config with the same overrides, or train with 'dvc exp run -S', which plans again",
         )
 
 

@@ -216,7 +216,7 @@ def sha256_of(file: Path) -> str:
 def keep_text(text: str, folder: Path | None = None) -> str:
     """Write a traceback that is already text, for example a child process's; returns its path.
 
-    The default folder is the user's cache; a training names its flight folder. A failing disk must not hide the error.
+    The default folder is the user's cache; a training run passes its flight folder. A failing disk hides no error.
     """
     path = (folder or cache_directory()) / ERROR
     try:

@@ -1,1 +1,1 @@
-"""The one door to mlx-lm: all that leans on its insides, each with a contract test (tests/engine/test_upstream.py)."""
+"""The only package that uses mlx-lm's internals; each use has a contract test (tests/engine/test_upstream.py)."""

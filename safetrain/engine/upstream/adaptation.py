@@ -63,7 +63,7 @@ def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
 
 
 def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], largest: float, share: float) -> bool:
-    """Whether these are the same numbers, up to a share of the largest one; NaN never is."""
+    """Whether the numbers are equal to within a share of the largest one; NaN is never equal."""
     with np.errstate(invalid="ignore"):
         return all(
             one.shape == other.shape and np.abs(numbers(one) - numbers(other)).max() <= share * largest

@@ -42,7 +42,7 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 READ_DIRECTLY = frozenset({"prediction_coefs", "correction_coefs", "self_attention_res_proj", "mlp_res_proj"})
 CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 NOT_TRAINED = {  # families, by the name in config.json
-    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens"
+    "jamba": "in mlx-lm its recurrence needs time and memory that grow with the square of the tokens in a row"
 }
 NOT_RECOMPUTED = {"afm7": "its blocks hand keys on through a cache, which recomputed blocks get no gradient of"}
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
