@@ -126,7 +126,7 @@ def test_a_folder_of_another_adapter_is_refused(project: Path, kind: str, again:
     (other / "adapters.safetensors").write_bytes(b"another training")
     with pytest.raises(ConfigError, match="made from another adapter"):
         card(folder, other)
-    with pytest.raises(ConfigError, match="an adapter by itself"):
+    with pytest.raises(ConfigError, match="itself an adapter"):
         card(paths.ADAPTERS, other)
     report = next(path for path in folder.iterdir() if path.name.endswith(("report.json", ".gguf.json")))
     report.write_text("{}")
