@@ -4,7 +4,7 @@
 
 Random 4-bit weights in the shapes of published models; rank 8 on all linear layers of all blocks; one micro-batch of
 one row; gradient, optimizer step and saving of adapter and moments. Each measurement is a process of its own. With
-arguments, e.g. 7b 64, only that case is run, and the table is only printed. A 7B in memory takes 5 GiB.
+arguments, e.g. 7b 64, only that case is run, and the table is only printed. TMPDIR should be on a disk.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> None:
               "hard limit MiB", "read GiB", "seconds (CPU)"]  # fmt: skip
     table: list[list[object]] = []
     for name, tokens in cases:
-        with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as scratch:
+        with tempfile.TemporaryDirectory() as scratch:
             folder = write_quantized_model(Path(scratch) / "model", **SHAPES[name])
             for mode in MODES[2:] if name in ("7b", "14b") else MODES:
                 one = measured(folder, mode, tokens)
