@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 26_300,
-    "program tokens": 198_400,
+    "program lines": 26_220,
+    "program tokens": 197_700,
     "program files": 132,
     "files under 60 lines": 5,
     "dataclasses": 147,
     "helper modules with one importer": 16,
     "keys of params.yaml": 56,
-    "test lines": 18_700,
+    "test lines": 18_600,
     "benchmark, tool and recipe lines": 6_620,
-    "docs words": 21_950,
+    "docs words": 21_880,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
