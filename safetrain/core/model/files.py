@@ -25,7 +25,8 @@ TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.p
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 # Names of sizes in mlx_lm/models/*.py; the first that config.json has counts
-WIDTH, DEPTH, VOCABULARY = ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer", "n_layers"), ("vocab_size",)
+WIDTH, VOCABULARY = ("hidden_size", "n_embd", "model_dim"), ("vocab_size",)
+DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_transformer_layers")
 HEADS, KEY_HEADS, HEAD_SIZE = ("num_attention_heads", "n_head", "n_heads"), ("num_key_value_heads",), ("head_dim",)
 FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
