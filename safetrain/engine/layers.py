@@ -13,7 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from safetrain.core.errors import ModelError
+from safetrain.core.memory.terms import FLOAT32
+
 ALL = slice(None)
+SLICE_BYTES = 2**22  # of a weight in float32, a slice of its rows
 Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
 
@@ -67,6 +71,18 @@ def dequantized(layer: Any, rows: slice = ALL, after: mx.array | None = None) ->
     )
 
 
+def inputs_of(layer: Any) -> int:
+    """Input width of a layer, quantized or not."""
+    width: int = layer.weight.shape[-1]
+    return width * 32 // layer.bits if "scales" in layer else width
+
+
+def slices_of(count: int, numbers_each: int) -> list[slice]:
+    """Divide ``count`` rows into slices that are small in float32."""
+    step = max(1, SLICE_BYTES // (FLOAT32 * numbers_each))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
 def change_classes(module: Any, kinds: Mapping[type, type]) -> None:
     """Give every part of ``module`` that is exactly of one of these classes the other one."""
     for _, part in module.named_modules():
@@ -94,6 +110,7 @@ def checkpoint(block: Any) -> None:
         if not self.training:
             return kind.__call__(self, *args, **kwargs)
         call_arguments, results = (args, kwargs), []
+        _require_no_carrier(kind.__name__, call_arguments)
         names = [name for name, _ in tree_flatten(self.trainable_parameters())]
         values = [value for _, value in tree_flatten(self.trainable_parameters())]
 
@@ -109,6 +126,14 @@ def checkpoint(block: Any) -> None:
         return _with_floats(results[0], outputs)
 
     give(block, {"__call__": call, "recomputes": True})
+
+
+def _require_no_carrier(block: str, arguments: Any) -> None:
+    """Raise ModelError if a block could hand numbers to later blocks in an object, whose gradient would be lost."""
+    carrier = next((x for _, x in tree_flatten(arguments) if type(x).__module__.startswith("mlx_lm.")), None)
+    if carrier is not None:
+        what = f"{block} cannot be trained with gradient checkpointing: it hands numbers on in {type(carrier).__name__}"
+        raise ModelError(f"{what}, where their gradient is lost.", do="set train.gradient_checkpointing=false")
 
 
 def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:

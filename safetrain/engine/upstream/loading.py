@@ -44,7 +44,6 @@ CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 NOT_TRAINED = {  # families, by the name in config.json
     "jamba": "in mlx-lm its recurrence needs time and memory that grow with the square of the tokens in a row"
 }
-NOT_RECOMPUTED = {"afm7": "its blocks hand keys on through a cache, which recomputed blocks get no gradient of"}
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 # Files that a new model writes itself, and one that it may add stop tokens to.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
@@ -62,14 +61,10 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
         raise ModelError(f"mlx-lm cannot {doing}: {error}", where=where) from error
 
 
-def training_refusal(folder: Path, *, recomputes: bool = False) -> str:
+def training_refusal(folder: Path) -> str:
     """Why this model family cannot be trained, read from its config.json; empty if it can."""
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
-    if family in NOT_TRAINED:
-        return f"{family} is not trained: {NOT_TRAINED[family]}"
-    if recomputes and family in NOT_RECOMPUTED:
-        return f"{family} is not trained with gradient checkpointing: {NOT_RECOMPUTED[family]}"
-    return ""
+    return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
