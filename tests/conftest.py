@@ -110,6 +110,15 @@ def own_lock(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
+def memory_limit() -> Iterator[None]:
+    """What a test lets mlx's limit be, other tests do not inherit."""
+    before = mx.set_memory_limit(2**40)
+    mx.set_memory_limit(before)
+    yield
+    mx.set_memory_limit(before)
+
+
+@pytest.fixture
 def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """Builds a random two-layer Llama with the embedded model's tokenizer: ``tiny_model(bits=4)``."""
 

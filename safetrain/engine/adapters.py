@@ -14,15 +14,13 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import require_trainable
-from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
-from safetrain.engine.layers import Dropout, Randomness, dequantized
+from safetrain.engine.layers import Dropout, Randomness, dequantized, inputs_of, slices_of
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.loading import EXPERTS, LoraExperts, is_quantized, without_adapter
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
-SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
 
 
 class LoraLinear(nn.Module):
@@ -76,19 +74,16 @@ class DoraLinear(LoraLinear):
 
 def row_lengths(linear: Any) -> mx.array:
     """The length of each row of a weight. Memory never holds a whole weight in float32."""
-    outputs, inputs = shape_of(linear)
-    step, parts = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
-    for start in range(0, outputs, step):
-        weight = dequantized(linear, slice(start, start + step)).astype(mx.float32)
-        parts.append(mx.linalg.norm(weight, axis=1))
+    parts = list[mx.array]()
+    for rows in slices_of(*shape_of(linear)):
+        parts.append(mx.linalg.norm(dequantized(linear, rows).astype(mx.float32), axis=1))
         mx.eval(parts[-1])
     return mx.concatenate(parts)
 
 
 def shape_of(linear: Any) -> tuple[int, int]:
     """(outputs, inputs) of a linear layer, quantized or not."""
-    outputs, inputs = linear.weight.shape
-    return outputs, inputs * 32 // linear.bits if "scales" in linear else inputs
+    return linear.weight.shape[0], inputs_of(linear)
 
 
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:

@@ -18,14 +18,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
-from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import lora_number, read_prompt_format, require_base, write_prompt_format
 from safetrain.core.records.fusing import REPORT, ExportReport
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
-from safetrain.engine.adapters import SLICE_BYTES
 from safetrain.engine.backend import set_limits
-from safetrain.engine.layers import dequantized
+from safetrain.engine.layers import dequantized, inputs_of, slices_of
 from safetrain.engine.tuned import ExportComparison, ExportJob, require_memory
 from safetrain.engine.upstream.loading import copy_beside, errors_told, load, write_config
 from safetrain.engine.weight_files import adapter_arrays, save_shards
@@ -154,12 +152,6 @@ def as_it_is(weight: mx.array, _rows: slice) -> mx.array:
     return weight
 
 
-def inputs_of(layer: Any) -> int:
-    """Input width of a layer, quantized or not."""
-    width = layer.weight.shape[-1]
-    return width * 32 // layer.bits if "scales" in layer else width
-
-
 def _storages(module: Any) -> dict[str, Storage | None]:
     """How each layer is stored, by path; None for float."""
     return {
@@ -208,12 +200,6 @@ def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
         for kind, parts in zip(("weight", "scales", "biases"), zip(*slices, strict=True), strict=False):
             arrays[f"{path}.{kind}"] = mx.concatenate(list(parts)) if len(parts) > 1 else parts[0]
     return arrays
-
-
-def slices_of(count: int, numbers_each: int) -> list[slice]:
-    """Divide ``count`` rows into slices that are small in float32."""
-    step = max(1, SLICE_BYTES // (FLOAT32 * numbers_each))
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _in_slices(layer: Any, fold: Fold, stored: Storage | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:

@@ -25,7 +25,14 @@ from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
 from safetrain.core.model.shapes import TensorHeader, tensors_of
-from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
+from safetrain.core.storage.files import (
+    full_disk_named,
+    json_object,
+    require_new,
+    require_room,
+    write_folder,
+    write_json,
+)
 from safetrain.plan.model_shape import ModelShape, ShapeRequest, rope_theta_for, shape_for
 from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text
 
@@ -276,7 +283,7 @@ def require_tokenizer(source: Path) -> None:
 
 def copied_vocabulary(source: Path) -> int:
     """Vocabulary size for a copied tokenizer: the larger of its size and config.json's; raises ModelError."""
-    stated = _config(source).get("vocab_size")
+    stated = json_object(source / "config.json").get("vocab_size")
     return max(ChatTokenizer(source).size, stated if isinstance(stated, int) else 0)
 
 
@@ -285,7 +292,7 @@ def copied_ids(source: Path) -> dict[str, object]:
 
     Several tokens may end a text.
     """
-    config, tokenizer = _config(source), ChatTokenizer(source)
+    config, tokenizer = json_object(source / "config.json"), ChatTokenizer(source)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: config.get(name, tokenizer.special_id(name.partition("_")[0])) for name in names}
     return {name: value if isinstance(value, int) or name.startswith("eos") else None for name, value in ids.items()}
@@ -298,11 +305,3 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def _config(folder: Path) -> dict[str, object]:
-    try:
-        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -12,7 +12,7 @@ from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, ExportReport
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_result, write_text
+from safetrain.core.storage.files import json_object, read_result, write_text
 from safetrain.watch.result import describe_scores
 
 CARD = "README.md"
@@ -72,7 +72,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
 def _kind_of(folder: Path) -> str:
     config = folder / "adapter_config.json"
     if config.is_file():
-        return "peft" if "peft_type" in _json(config) else "mlx-adapter"
+        return "peft" if "peft_type" in json_object(config) else "mlx-adapter"
     if any(folder.glob("*.gguf")):
         return "gguf"
     if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
@@ -117,7 +117,7 @@ def _own_paths(files: list[Path]) -> list[str]:
     """Remarks on files next to the card that contain the base model's path on this machine."""
     remarks = list[str]()
     for path in files:
-        values = _json(path)
+        values = json_object(path)
         for value in dict.fromkeys(values[key] for key in PATH_KEYS if isinstance(values.get(key), str)):
             if Path(value).is_absolute():
                 remarks.append(f"{path.name} contains a path on this machine: {value}")
@@ -131,11 +131,3 @@ def _license(base: Path) -> str:
     head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
     name = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
     return name if name.replace("-", "").replace(".", "").isalnum() else ""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

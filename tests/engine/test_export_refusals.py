@@ -15,11 +15,11 @@ from safetrain.engine import fuse
 from safetrain.engine.exchange import gguf_export, peft
 from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import ADAPTER_FILE
-from tests.engine.test_fuse import adapter_of, memory_limit
+from tests.engine.test_fuse import adapter_of
 from tests.engine.test_gguf import chats
 from tests.support.gguf_models import build
 
-__all__ = ["memory_limit"]  # a fixture of every test here
+pytestmark = pytest.mark.usefixtures("memory_limit")
 Export = Callable[[Path, Path, Path], Any]
 LIMITS = (256, 2**30)  # tokens together, mlx's memory
 

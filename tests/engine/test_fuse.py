@@ -1,7 +1,7 @@
 """An adapter folded into its base: the same numbers in float, and in fewer bits only what was measured to hold."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,9 @@ from tests.engine.test_training import rows
 from tests.support.random_models import TINY, build_model
 
 IDS = [[5, 9, 13, 21, 34, 55, 8]]
+pytestmark = pytest.mark.usefixtures("memory_limit")
 LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
 Build = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def memory_limit() -> Iterator[None]:
-    """What a fuse sets, other tests do not inherit."""
-    before = mx.set_memory_limit(2**40)
-    mx.set_memory_limit(before)
-    yield
-    mx.set_memory_limit(before)
 
 
 TAUGHT = PromptFormat((0, 7), "")

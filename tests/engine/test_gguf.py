@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.llama_judge import LlamaJudge, divergence, needs_llama_cpp  # noqa: E402
 from tests.support.tokenizers_made import CORPUS  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("memory_limit")
 LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
 DIVERGENCES = {"f16": 1e-3, "bf16": 5e-2, "q8_0": 5e-2, "q4_0": 3.0}  # of random models with large weights
 ERRORS = {"f16": 1e-3, "bf16": 5e-3, "q8_0": 1e-2, "q4_0": 0.15}  # of a matrix
@@ -40,15 +40,6 @@ class Written(NamedTuple):
     out: Path
     report: ExportReport
     said: list[str]
-
-
-@pytest.fixture(autouse=True)
-def memory_limit() -> Iterator[None]:
-    """What an export sets, other tests do not inherit."""
-    before = mx.set_memory_limit(2**40)
-    mx.set_memory_limit(before)
-    yield
-    mx.set_memory_limit(before)
 
 
 def chats(folder: Path) -> TokenRows:

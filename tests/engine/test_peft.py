@@ -31,14 +31,14 @@ from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
 from tests.conftest import ROOT
 from tests.engine.test_architectures import FAMILIES, SMALL
-from tests.engine.test_fuse import IDS, LORA, adapter_of, consumer_logits, memory_limit, tuned_logits
+from tests.engine.test_fuse import IDS, LORA, adapter_of, consumer_logits, tuned_logits
 from tests.engine.test_pretraining import documents
 from tests.engine.test_training import rows
 from tests.support.gguf_models import build
 from tests.support.peft_judge import dequantized_base, logits_of_peft, needs_peft
 from tests.support.random_models import TINY, build_model
 
-__all__ = ["memory_limit"]  # a fixture of every test here
+pytestmark = pytest.mark.usefixtures("memory_limit")
 Arrays = dict[str, np.ndarray]
 Change = Callable[[Arrays], Any]
 BLOCKS = "base_model.model.model.layers"

@@ -19,6 +19,7 @@ from safetrain.core.data.template import ChatTemplate, Controls, TemplateError, 
 from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
+from safetrain.core.storage.files import json_object
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and other keys of a template
 FILE = Path(__file__).with_name("general_text.jsonl")
@@ -67,7 +68,7 @@ class ChatTokenizer:
         """Ids of the stop tokens in the model's files: tokenizer, generation_config.json, config.json."""
         ids = {self._tokenizer.eos_token_id}
         for name in ("generation_config.json", "config.json"):
-            value = _json_object(self.folder / name).get("eos_token_id")
+            value = json_object(self.folder / name).get("eos_token_id")
             ids |= set(value) if isinstance(value, list) else {value}
         return frozenset(number for number in ids if isinstance(number, int) and 0 <= number < self.size)
 
@@ -144,7 +145,7 @@ class ChatTokenizer:
         """The chat templates by name, from the tokenizer or from chat_template.json."""
         template = self._tokenizer.chat_template
         if not template:  # older models with a processor have it there
-            template = _json_object(self.folder / "chat_template.json").get("chat_template")
+            template = json_object(self.folder / "chat_template.json").get("chat_template")
         if isinstance(template, str):
             return {"default": template} if template.strip() else {}
         templates = template.items() if isinstance(template, dict) else ()
@@ -247,11 +248,3 @@ def general_text(
 def _letters(text: str) -> str:
     """Normalise what tokenizers change on purpose: white space, and the form and case of letters."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -21,7 +21,8 @@ from safetrain.core.model.files import ModelFiles, in_blocks
 from safetrain.core.records.settings import LoraSettings, MemoryTerm
 
 KEPT_BYTES = 2**28  # most inputs of blocks between the passes; rows with more of them read the blocks again
-SLICES, SLICES_ALIVE = 32, 3  # of the head (engine/upstream/adaptation.py): in 16 bits, in float32, and the one before
+HEAD_SLICES = 32  # in which the engine dequantizes a head
+SLICES_ALIVE = 3  # in 16 bits, in float32, and the one before
 # Factors on the estimated terms (measured: benchmarks/bench_stream). A memory limit bounds what mlx dequantizes ahead.
 COEFFICIENTS = {
     "inputs of blocks": 1.15,
@@ -59,7 +60,7 @@ def streamed_phases(
     logits, head = logit_bytes(model, shape, backend), head_bytes(model, backend)
     labels = shape.total if shape.labels is None else shape.labels
     if head and slices_head(labels, model.hidden_size):
-        logits, head = FLOAT32 * labels * model.vocab_size // shards, head // SLICES * SLICES_ALIVE
+        logits, head = FLOAT32 * labels * model.vocab_size // shards, head // HEAD_SLICES * SLICES_ALIVE
     matrix = max((tensor.weights for _, _, tensor in in_blocks(model) if tensor.bits), default=0)
     loss = {
         "inputs of blocks": kept,
@@ -84,13 +85,19 @@ def streamed_phases(
 
 def block_bytes(model: ModelFiles, backend: Backend) -> Counter[int]:
     """Bytes of each block in memory, by its number; equal ones where the files name no blocks."""
-    base, stored = base_bytes(model, backend), Counter[int]()
-    for block, _, tensor in in_blocks(model):
-        stored[block] += tensor.size_bytes
+    base, stored = base_bytes(model, backend), _stored_bytes(model)
     if not stored:
         return Counter(dict.fromkeys(range(model.num_layers), base // (model.num_layers + 1)))
     share = base / max(1, sum(tensor.size_bytes for tensor in model.tensors))
     return Counter({block: int(size * share) for block, size in stored.items()})
+
+
+def _stored_bytes(model: ModelFiles) -> Counter[int]:
+    """Bytes of each block in the model's files, by its number."""
+    sizes = Counter[int]()
+    for block, _, tensor in in_blocks(model):
+        sizes[block] += tensor.size_bytes
+    return sizes
 
 
 def _head_of_base(model: ModelFiles, backend: Backend, blocks: Counter[int]) -> int:
@@ -102,9 +109,7 @@ def _head_of_base(model: ModelFiles, backend: Backend, blocks: Counter[int]) -> 
 
 def read_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
     """Bytes that a step reads: each block forward, each trained one backward, once for each group of rows."""
-    sizes = Counter[int]()
-    for block, _, tensor in in_blocks(model):
-        sizes[block] += tensor.size_bytes
+    sizes = _stored_bytes(model)
     lowest, token_bytes = model.num_layers - lora.num_layers, model.hidden_size * backend.compute_bytes
     tokens = max(shape.total, shape.update_tokens)
     together = max(shape.total, KEPT_BYTES // (lora.num_layers * token_bytes))

@@ -112,6 +112,15 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing, unreadable or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def replace_directory(temporary: Path, final: Path) -> None:
     """Flush ``temporary`` to the disk and rename it to ``final``, replacing an older folder."""
     _fsync_inside(temporary)

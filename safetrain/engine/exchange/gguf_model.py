@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
-from safetrain.engine.fuse import Folds, as_it_is, inputs_of, slices_of
-from safetrain.engine.layers import dequantized
+from safetrain.engine.fuse import Folds, as_it_is
+from safetrain.engine.layers import dequantized, inputs_of, slices_of
 
 BLOCK_PATH = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

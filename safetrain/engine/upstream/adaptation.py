@@ -20,6 +20,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.gated_delta import gated_delta_update
 
+from safetrain.core.memory.streamed import HEAD_SLICES
 from safetrain.engine.backend import device
 from safetrain.engine.cpu import kernels
 from safetrain.engine.layers import dequantized, recomputed
@@ -33,7 +34,6 @@ FOREIGN = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeE
 TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest rounding difference, relative to the largest number
 FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
 SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
-HEAD_SLICES = 32  # in which a head is dequantized
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 
 
