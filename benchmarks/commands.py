@@ -26,7 +26,7 @@ LINES = (
     "exp show --no-pager --only-changed", "monitor", "monitor --json", "monitor --output checkpoints_qlorra",
     "result", "result --gate", "report", "report --out params.yaml", "report --compare HEAD", "report --compare HEAD~9",
     "evaluate --adapter checkpoints_qlora/adapters --max-examples 20", "evaluate", "track tensorboard",
-    "track tensorboard --name a/b", 'ask "What is the capital of Portugal?"', 'ask ""',
+    'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "serve --adapter nowhere", "fuse fused", "fuse fused",
     "card fused --replace", "card data", "export peft peft", "export gguf tuned", "import peft peft again",
     "import peft data again", "diagnose", "discard",

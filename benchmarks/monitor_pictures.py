@@ -2,7 +2,7 @@
 
     python -m benchmarks.monitor_pictures checkpoints_qlora docs/pictures/monitor_training_80x24.svg --size 80 24
 
-`--later 900` shows the same records as they look that many seconds after, when nothing more has been recorded: a hang.
+`--later 900` shows the same records as they look that many seconds after.
 """
 
 import argparse

@@ -11,15 +11,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from safetrain.cli_evaluate import evaluate
 from safetrain.cli_models import card, convert, export, fetch, fuse, import_
 from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
-from safetrain.cli_project import cache, init, update
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
 from safetrain.cli_talk import ask, chat, serve
-from safetrain.cli_watch import monitor, report, track
+from safetrain.cli_watch import evaluate, monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
+from safetrain.project import cache, init, update
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 HANDED_ON = {"ignore_unknown_options": True}  # options for Hydra, such as --cfg, and for DVC
@@ -29,7 +28,7 @@ COMMANDS = {
     "A project": (init, update, cache),
     "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
     "Train": (run, stage, repro, exp),
-    "Inspect a run": (monitor, result, report, evaluate, ("track", track)),
+    "Inspect a run": (monitor, result, report, evaluate, track),
     "Use the model": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
     "After a crash": (diagnose, discard),
 }

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from safetrain.cli_project import model_of_params
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import counted, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
+from safetrain.project import model_of_params
 
 if TYPE_CHECKING:
     from safetrain.engine.tuned import ExportJob
@@ -19,13 +19,10 @@ export = typer.Typer(no_args_is_help=True, help="Write the tuned model for llama
 import_ = typer.Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-SUFFIX = ".gguf"
 OutFolder = Annotated[Path, typer.Argument(help="folder to write; must not exist yet")]
 AdapterFolder = Annotated[Path, typer.Option(help="adapter folder")]
 BaseFolder = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
 MayLose = Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
-
-
 GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in lower case
 
 
@@ -65,10 +62,7 @@ def convert(
 
 def fuse(
     out: OutFolder,
-    bits: Annotated[
-        int | None,
-        typer.Option(help="bits of the trained matrices; default: the base's; if that loses too much, 8, then float"),
-    ] = None,
+    bits: Annotated[int | None, typer.Option(help="of the trained matrices; default: the base's, 8 or float")] = None,
     as_float: Annotated[bool, typer.Option("--float", help="quantize nothing")] = False,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
@@ -79,7 +73,6 @@ def fuse(
     Tries the base's own bits, then 8 bits, then float. Each is written, loaded and compared with the base and
     tuned models on validation rows. The first that keeps the improvement wins.
     """
-    from safetrain.core.records.fusing import REPORT
     from safetrain.watch.progress import still_working
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
@@ -90,7 +83,7 @@ def fuse(
     with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text, FLOAT if as_float else bits)
     share = f"keeps {100 * report.kept:.1f} % of the improvement"
-    print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}; figures: {out / REPORT}")
+    print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}")
     print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
         card(out, adapter, job.base, replace=True)
@@ -100,9 +93,7 @@ def fuse(
 
 def card(
     folder: Annotated[Path, typer.Argument(help="a fused or exported model, or an adapter")],
-    adapter: Annotated[
-        Path | None, typer.Option(help="adapter that FOLDER was made from; default: the pipeline's, or FOLDER")
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="that FOLDER was made from; default: the pipeline's")] = None,
     model: BaseFolder = None,
     replace: Annotated[bool, typer.Option("--replace", help="overwrite README.md")] = False,
 ) -> None:
@@ -131,7 +122,6 @@ def export_peft(
     The written adapter is compared with the tuned model on validation rows.
     """
     from safetrain.core.model.files import hub_id_of, read_model_files
-    from safetrain.core.records.fusing import EXPORT_REPORT
     from safetrain.watch.progress import still_working
 
     job = _export_job(out, adapter, model)
@@ -140,11 +130,10 @@ def export_peft(
     name = base_name or hub_id_of(job.base) or str(job.base)
     with still_working(f"writing and measuring {out}"):
         report = export_peft(job, name, print_text)
-    like, bits = report.written, read_model_files(job.base).quantization_bits
-    same = f"the same answer on {round(like.same_answers * report.rows)} of {report.rows} rows"
-    print_text(f"{out} is written and read again: {same}, loss {like.loss:.4f}; {out / EXPORT_REPORT} has the figures")
-    if bits is not None:
-        print_text(f"The figures are for the {bits}-bit base, dequantized; on the float model they differ slightly.")
+    bits = read_model_files(job.base).quantization_bits
+    same = f"the same answer on {round(report.written.same_answers * report.rows)} of {report.rows} rows"
+    measured_on = f", for the {bits}-bit base, dequantized" if bits is not None else ""
+    print_text(f"{out} is written and read again: {same}{measured_on}")
     if bits is not None and base_name is None:
         print_text(f"PEFT cannot open a quantized MLX model, and the base is {name}. Name the float one: --base-name")
     else:
@@ -155,7 +144,7 @@ def export_peft(
 def export_gguf(
     out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist yet")],
     kind: Annotated[
-        GgufType, typer.Option("--type", help="type of most weights; K types need llama-quantize")
+        GgufType, typer.Option("--type", help="of the weights; K types need llama-quantize")
     ] = GgufType.Q8_0,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
@@ -171,14 +160,14 @@ def export_gguf(
 
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("The package gguf is not installed.", do="pip install -e '.[gguf]' -c constraints.txt")
-    if out.suffix != SUFFIX:
-        raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}{SUFFIX}")
+    if out.suffix != ".gguf":
+        raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}.gguf")
     job = _export_job(out, adapter, model, may_lose)
-    from safetrain.engine.exchange.gguf_export import export_gguf, report_of
+    from safetrain.engine.exchange.gguf_export import export_gguf
 
     with still_working(f"writing and measuring {out}"):
         report = export_gguf(job, kind.value, print_text)
-    print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
+    print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}")
     print_text(f"Ask it: llama-cli -m {out}, or a Modelfile with FROM {out} and ollama create NAME -f Modelfile")
 
 
@@ -203,11 +192,9 @@ def import_peft(
         config, lora = import_peft(source, base, out)
     if trained_on := config.get("base_model_name_or_path"):
         print_text(f"PEFT trained this adapter on {trained_on}; here its base is {base}.")
-    kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
-    print_text(
-        f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
-        f"{counted(lora.num_layers, 'block')}"
-    )
+    kind, where = "DoRA" if config.get("use_dora") else "LoRA", ", ".join(lora.targets)
+    blocks = counted(lora.num_layers, "block")
+    print_text(f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {where} of the top {blocks}")
     print_text(f'Use it: safetrain ask "..." --adapter {out}')
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_project import console, model_of_params, params, require_project, stage_module
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import print_text, size_text
 from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
+from safetrain.project import console, model_of_params, params, require_project, stage_module
 
 PROBE = "safetrain.engine.probe"
 
@@ -32,13 +32,9 @@ def validate(
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     fix: Annotated[Path | None, typer.Option(help="write a repaired copy, a .jsonl file")] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(help="--fix leaves out rows with these findings, e.g. REFUSALS,PLACEHOLDERS")
-    ] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="--fix leaves out rows with these findings")] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
-    columns: Annotated[
-        list[str] | None, typer.Option(help="name of your own column, e.g. prompt=frage; repeatable")
-    ] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="your own column, e.g. prompt=frage; repeatable")] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
@@ -61,15 +57,13 @@ def validate(
         documents = config is not None and config.train.method == PRETRAIN
         settings = settings_of(config.data if config else None, columns or (), documents=documents)
         paths = files or [Path(params().data.path)]
-        if fix is not None:
+        with still_working("reading rows"):
+            if fix is None:
+                command.refuse_idle({"--drop": drop, "--drop-bad": drop_bad}, "Without")
+                sys.exit(command.report(paths, model or model_of_params(), settings, show_mask, as_json=as_json))
             command.refuse_idle({"--show-mask": show_mask, "--json": as_json}, "With")
-            with still_working("reading and repairing rows"):
-                tokenizer_model = model or (model_of_params() if drop else Path())
-                sys.exit(command.fix(paths, fix, tokenizer_model, settings, ",".join(drop or ()), drop_bad=drop_bad))
-        command.refuse_idle({"--drop": drop, "--drop-bad": drop_bad}, "Without")
-        with still_working("reading and comparing rows"):
-            chosen = model or model_of_params()
-            sys.exit(command.report(paths, chosen, settings, show_mask, as_json=as_json))
+            tokenizer_model = model or (model_of_params() if drop else Path())
+            sys.exit(command.fix(paths, fix, tokenizer_model, settings, ",".join(drop or ()), drop_bad=drop_bad))
     except SafetrainError as error:
         exit_code_of(error)
         sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)
@@ -102,9 +96,7 @@ def preflight(
 def estimate(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, typer.Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
-    macos_26: Annotated[
-        bool, typer.Option("--macos-26", help="plan for macOS 26, which lets a process use more")
-    ] = False,
+    macos_26: Annotated[bool, typer.Option("--macos-26", help="plan for macOS 26, with more memory")] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows in a micro-batch")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="tokens in the longest row")] = 512,
@@ -114,12 +106,8 @@ def estimate(
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: as trained")] = None,
-    pretrain: Annotated[
-        str | None, typer.Option(help="train from scratch: 10m, 85m, 400m, 800m, or a model folder")
-    ] = None,
-    all_machines: Annotated[
-        bool, typer.Option("--all-machines", help="--pretrain on each machine in conf/machine")
-    ] = False,
+    pretrain: Annotated[str | None, typer.Option(help="from scratch: 10m, 85m, 400m, 800m or a model folder")] = None,
+    all_machines: Annotated[bool, typer.Option("--all-machines", help="--pretrain on every known machine")] = False,
 ) -> None:
     """Estimate memory and time, for this machine or another.
 
@@ -152,9 +140,7 @@ def estimate(
 
 def selftest(
     model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
-    report: Annotated[
-        bool, typer.Option("--report", help="measure this machine; print one screen of text to paste")
-    ] = False,
+    report: Annotated[bool, typer.Option("--report", help="measure this machine; print text to paste")] = False,
 ) -> None:
     """Check that this machine computes correctly; --report measures it.
 
@@ -173,24 +159,18 @@ def selftest(
     for name, text, passed in results:
         print_text(f"{'[ok]  ' if passed else '[FAIL]'} {name:<9}{text}")
     if not all(passed for _, _, passed in results):
-        raise MachineError(
-            "The self-test failed: this backend's results differ from those of mlx-lm's own layers.",
-            where=str(model),
-            do="do not train on this machine; try another mlx version, and report these figures",
-        )
+        what = "The self-test failed: this backend's results differ from those of mlx-lm's own layers."
+        do = "do not train on this machine; try another mlx version, and report these figures"
+        raise MachineError(what, where=str(model), do=do)
     print("the self-test passed")
 
 
 def create(
     preset: Annotated[str, typer.Argument(help="10m, 85m, 400m or 800m")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
-    text: Annotated[
-        list[Path] | None, typer.Option(help="text or rows for the tokenizer: a file or folder; repeatable")
-    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="text or rows for the tokenizer; repeatable")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="copy the tokenizer of this model instead")] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="number of tokens; default: from the model's size and the text")
-    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="tokens; default: from model and text")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="in tokens; default: 1024; 2048 from 50m up")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="name of your text column, e.g. text=content")] = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
@@ -210,11 +190,9 @@ def create(
         raise ConfigError("A model needs one tokenizer.", expected=expected)
     request = model_shape.preset(preset, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
+    where = ", ".join(map(str, text or ()))
     with still_working(f"creating {folder}"):
-        model = create_model(
-            folder, request, seed, texts=texts, where=", ".join(map(str, text or ())), tokenizer=tokenizer,
-            say=say_on_terminal,
-        )  # fmt: skip
+        model = create_model(folder, request, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)
     for name, value, reason in reasons_of(model, request):
         print_text(f"{name:<17} {value:<20} {reason}")
     print_text(f"Created {folder}: {size_text(4 * model.shape.parameters)} of untrained weights.")

@@ -4,16 +4,15 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from safetrain.cli_project import params, require_project, stage_module
 from safetrain.core.errors import AlreadyRunningError, ConfigError
 from safetrain.core.formatting import RUN, counted, print_text, ran_by
-from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import POSTMORTEM
+from safetrain.project import PARAMS, make_project, params, require_current, require_project, stage_module, with_value
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 
@@ -29,14 +28,11 @@ def run(
     without a project, a project is made first.
     """
     from safetrain.plan.child import run_to_its_end
-    from safetrain.project import require_current
 
-    _set_values({"data.path": data, "model.path": model})
-    if not Path("dvc.yaml").is_file():
-        do = "go to the project's root, or make one: safetrain init"
-        raise ConfigError("No dvc.yaml found.", where=str(Path.cwd()), do=do)
-    require_current()
+    if data is not None or model is not None:
+        _set_values({"data.path": data, "model.path": model})
     params()  # an unreadable file is reported once
+    require_current()
     os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # messages after a crash name it
     for name in STAGES:
         print(f"\n== {name}", flush=True)
@@ -44,29 +40,25 @@ def run(
         if code != 0:
             print(f"error: the {name} stage ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
-    _print_result()
+    result()
 
 
 def _set_values(values: dict[str, str | None]) -> None:
     """Write values into params.yaml; without a project, make one here if all are given."""
     from safetrain.core.storage.files import write_text
-    from safetrain.project import make_project, with_value
 
-    values_set, params_file = {key: value for key, value in values.items() if value is not None}, Path("params.yaml")
-    if not values_set:
-        return
-    for key, value in values_set.items():
+    given = {key: value for key, value in values.items() if value is not None}
+    for key, value in given.items():
         if not Path(value).exists():
             raise ConfigError(f"--{key.partition('.')[0]} names a path that does not exist.", where=value)
-    if not params_file.is_file() and len(values_set) == len(values):
-        left_out = make_project(Path(), example=False)
-        print_text(f"Made a project in {Path.cwd()}." + (f" {left_out}." if left_out else ""))
+    if not PARAMS.is_file() and given.keys() == values.keys():
+        make_project(Path(), example=False)
     require_project()
-    text = params_file.read_text(encoding="utf-8")
-    for key, value in values_set.items():
+    text = PARAMS.read_text(encoding="utf-8")
+    for key, value in given.items():
         text = with_value(text, key, value)
         print(f"params.yaml: {key} is {value}")
-    write_text(params_file, text)
+    write_text(PARAMS, text)
 
 
 def stage(
@@ -74,8 +66,6 @@ def stage(
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. train.seed=7")] = None,
 ) -> None:
     """Run one stage of the pipeline, as dvc.yaml does."""
-    from safetrain.project import require_current
-
     if name not in STAGES:
         raise ConfigError(f"Unknown stage {name}.", expected=f"one of {', '.join(STAGES)}")
     require_current()
@@ -84,20 +74,16 @@ def stage(
 
 def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc repro")] = None) -> None:
     """Run what has changed, and keep it: dvc repro."""
-    _require_inputs(params())
-    _start_dvc("repro", words)
-
-
-def _require_inputs(config: Any) -> None:
-    """Raise DataError or ModelError for a missing path: DVC's own error names no remedy."""
     from safetrain.core.model.files import read_model_files
     from safetrain.data.folders import data_files_of
 
+    config = params()
     data, model = Path(config.data.path), Path(config.model.path)
     if not data.exists() and not Path(f"{data}.dvc").is_file():
-        data_files_of(data)
+        data_files_of(data)  # raises an error with a remedy, which DVC's own has not
     if not model.exists() and not Path(f"{model}.dvc").is_file() and config.model.create is None:
         read_model_files(model)
+    _start_dvc("repro", words)
 
 
 def exp(
@@ -114,13 +100,6 @@ def _start_dvc(command: str, words: list[str] | None) -> None:
     os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
 
 
-def _print_result() -> None:
-    from safetrain.core.run_folder import read_run
-    from safetrain.watch.result import describe_result
-
-    print_text(describe_result(read_run(), ran_by()))
-
-
 def result(
     gate: Annotated[bool, typer.Option("--gate", help="only judge whether the run beats its base model")] = False,
 ) -> None:
@@ -134,23 +113,16 @@ def result(
     from safetrain.watch import result as results
 
     require_project()
-    if not gate:
-        _print_result()
-        return
-    try:
-        thresholds = gate_of(dict(params().get("gate") or {}))
-    except ConfigError as error:
-        sys.exit(exit_code_of(error))
-    code, title, reasons = results.gate(read_run(), thresholds)
-    print_text("\n".join([title, *reasons]))
-    sys.exit(code)
+    if gate:
+        code, title, reasons = results.gate(read_run(), gate_of(dict(params().get("gate") or {})))
+        print_text("\n".join([title, *reasons]))
+        sys.exit(code)
+    print_text(results.describe_result(read_run(), ran_by()))
 
 
 def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
-    bundle: Annotated[
-        Path | None, typer.Option(help="write a zip for a bug report: numbers and settings, none of your text")
-    ] = None,
+    bundle: Annotated[Path | None, typer.Option(help="write a zip for a bug report, without your text")] = None,
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock
@@ -162,8 +134,7 @@ def diagnose(
         from safetrain.watch.bundle import write_bundle
 
         print("\n".join(write_bundle(bundle, read_run())))
-        size = f"{bundle.stat().st_size / 1024:.0f} KiB"
-        print(f"Wrote {bundle}, {size}. Look at it before you send it: unzip -p {bundle} | less")
+        print(f"Wrote {bundle}. Look at it before you send it: unzip -p {bundle} | less")
         return
     from safetrain.guard.postmortem import explain_unclosed
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
+from safetrain.core.formatting import EMPTY_ANSWER, print_text
 from safetrain.core.storage import paths
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
 ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
 BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter, e.g. for a fused model (--model)")]
-SystemOption = Annotated[
-    str | None, typer.Option(help="system prompt ('': none); default: the one shared by all training rows")
-]
+SystemOption = Annotated[str | None, typer.Option(help="system prompt ('': none); default: as in training")]
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,12 @@ def ask(
     from safetrain.engine.upstream.conversation import open_tuned
     from safetrain.engine.weight_files import apply_adapter
 
-    model_opened, stops = open_tuned(asked.folder, None), asked.prompts.stop_ids
-    answers = [("base:  ", answer(model_opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
-    apply_adapter(model_opened, adapter)
-    answers.append(("tuned: " if base else "", answer(model_opened, [prompt], stops, max_new_tokens, 1)[0]))
-    for label, ids in answers:
-        text = asked.tokenizer.decode(ids)
-        answered = question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER
-        print(f"{label}{printable(answered)}")
+    opened = open_tuned(asked.folder, None)
+    for label in ("base:  ", "tuned: ") if base else ("",):
+        if label != "base:  ":
+            apply_adapter(opened, adapter)
+        text = asked.tokenizer.decode(answer(opened, [prompt], asked.prompts.stop_ids, max_new_tokens, 1)[0])
+        print_text(label + (question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER))
 
 
 def chat(
@@ -101,9 +97,7 @@ def chat(
     system: SystemOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="sample from the most likely tokens with this total probability")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="total probability of the sampled tokens")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
@@ -118,7 +112,7 @@ def chat(
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.conversation import Conversation, open_both, open_tuned
-    from safetrain.watch.chat import Chat, Side, describe, say
+    from safetrain.watch.chat import HELP, Chat, Side, say
 
     sampling = max_new_tokens, temperature, top_p, seed
     opened = open_both(asked.folder, adapter) if compare else (open_tuned(asked.folder, asked.adapter),)
@@ -126,15 +120,12 @@ def chat(
         Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, *sampling))
         for label, each in zip(("base", "tuned") if compare else ("",), opened, strict=True)
     ]
-    by_training = asked.system if system is None else ""
     if sys.stdin.isatty():
-        name = f"{asked.folder} with {asked.adapter}" if asked.adapter else str(asked.folder)
-        print_text(describe(name, by_training, asked.context), sys.stderr)
-    elif by_training:
-        say(f"system prompt shared by all training rows: {by_training}")
+        say(HELP)
+    if system is None and asked.system:
+        say(f"system prompt shared by all training rows: {asked.system}")
     if asked.prompts.continues:
-        why = "was not trained on chats" if asked.tokenizer.template else "has no chat template"
-        say(f"this model {why}, so it continues each line as a separate text")
+        say("this model was not trained on chats, so it continues each line as a separate text")
     Chat(asked.tokenizer, asked.prompts, sides, asked.system, asked.context).run()
 
 
@@ -143,9 +134,7 @@ def serve(
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
-    host: Annotated[str, typer.Option(help="address; 0.0.0.0: open to the whole network, without a password")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="0.0.0.0: open to the network, without a password")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens; a request may set it")] = 512,
 ) -> None:

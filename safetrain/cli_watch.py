@@ -1,38 +1,41 @@
-"""The commands of `safetrain` that look at a run and change nothing: monitor, report, track."""
+"""The commands of `safetrain` that look at a run or measure a model: monitor, report, track, evaluate."""
 
-import io
-import os
+import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safetrain.cli_project import console, require_project
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text, similar_path
-from safetrain.core.signals import Terminated
+from safetrain.core.signals import Terminated, ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
+from safetrain.project import console, params, require_project
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from safetrain.core.data.tokenizer import ChatTokenizer, GeneralText
+    from safetrain.core.data.training_rows import HeldOut
+    from safetrain.core.records.scoring import ModelMeasures
+    from safetrain.engine.comparison import Subject
     from safetrain.watch.monitor import MonitorView
 
     Look = Callable[[], MonitorView]
     LineOf = Callable[[MonitorView], str]
 
-NO_SCREEN = ("dumb", "unknown", "linux", "vt100", "vt220")  # values of TERM: no cursor to move, or no braille letters
 GONE_LOOKS = 3  # in a row without a training before it has ended: two processes or stages have a gap between them
 COMPARISON = paths.OUTPUT / "compare.html"
-TRACK_HELP = """Send a run to W&B, MLflow or TensorBoard.
-
-Sends steps, settings and scores, but no rows or answers. Each time, the tracker gets a new run."""
-
-track = typer.Typer(no_args_is_help=True, help=TRACK_HELP)
-
-Name = Annotated[str, typer.Option(help="name of the run; default: the tracker's choice")]
+USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
+MORE = "--max-questions"
+TEST_ROWS = paths.VALIDATED / "test.jsonl"
+Tracker = StrEnum("Tracker", "WANDB MLFLOW TENSORBOARD")  # the values are in lower case
 
 
 def monitor(
@@ -46,6 +49,8 @@ def monitor(
 
     Shows losses, speed, memory, the current phase, checkpoints and time left. Ctrl-C leaves; training continues.
     """
+    from rich.console import Console
+
     from safetrain.core.run_folder import RunReader
     from safetrain.watch.monitor import json_line, look_at
     from safetrain.watch.monitor_screen import plain_line
@@ -57,13 +62,13 @@ def monitor(
     elif not output.is_dir():
         do = similar_path(output) or "name the folder of a run: --output"
         raise ConfigError("The folder does not exist.", where=str(output), do=do)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal lacks
-    reader, project = RunReader(output), output.resolve().parent
-    is_drawn = sys.stdout.isatty() and os.environ.get("TERM") not in NO_SCREEN and "utf" in sys.stdout.encoding.lower()
-    show = _draw if is_drawn and not plain and not as_json else _print_lines
+    reader, screen = RunReader(output), Console(highlight=False, markup=False, emoji=False)
+    is_text = plain or as_json or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only
     try:
-        show(lambda: look_at(reader, project), json_line if as_json else plain_line, refresh, once)
+        if is_text:
+            _print_lines(lambda: look_at(reader), json_line if as_json else plain_line, refresh, once)
+        else:
+            _draw(lambda: look_at(reader), plain_line, refresh, once, screen)
     except Terminated:
         raise
     except KeyboardInterrupt:  # the user leaves
@@ -72,24 +77,23 @@ def monitor(
 
 def _print_lines(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
     """Print a line for each look, until the training has ended; that is the last line."""
-    view, gone = look(), 0
-    print(line_of(view), flush=True)
-    while not once and (view.state.is_running or 0 < gone < GONE_LOOKS):
-        time.sleep(min(refresh, 1.0) if gone else refresh)
+    gone = GONE_LOOKS - 1
+    while True:
         view = look()
         gone = 0 if view.state.is_running else gone + 1
         if gone in (0, GONE_LOOKS):
             print(line_of(view), flush=True)
+        if once or gone == GONE_LOOKS:
+            return
+        time.sleep(min(refresh, 1.0) if gone else refresh)
 
 
-def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
+def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "Console") -> None:
     """Draw until the user leaves; once, if nothing runs."""
-    from rich.console import Console
     from rich.live import Live
 
     from safetrain.watch.monitor_screen import MonitorScreen
 
-    screen = Console(highlight=False, markup=False, emoji=False)
     view = look()
     if once or not view.state.is_running:
         screen.print(MonitorScreen(view), height=min(max(screen.height - 1, 16), 40))
@@ -106,10 +110,7 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
 
 def report(
     out: Annotated[Path | None, typer.Option(help="write here; default: checkpoints_qlora/report.html")] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(metavar="REV|EXP", help="compare with a commit or experiment; twice: compare both"),
-    ] = None,
+    compare: Annotated[list[str] | None, typer.Option(help="compare with a commit or experiment; twice: both")] = None,
 ) -> None:
     """Write a page about the last run, or about two runs side by side.
 
@@ -124,9 +125,8 @@ def report(
         raise ConfigError("Only two runs can be compared.", got=", ".join(compare), do="give --compare once or twice")
     usual = COMPARISON if compare else paths.REPORT
     target = out or usual
-    if target.suffix != ".html" or target.is_dir():
-        page = target / usual.name if target.is_dir() else target.with_name(f"{target.stem or 'report'}.html")
-        raise ConfigError("The report is an HTML page.", where=str(target), do=f"name a file: --out {page}")
+    if target.suffix != ".html":
+        raise ConfigError("The report is an HTML page.", where=str(target), do="name a file: --out NAME.html")
     if target.resolve() != usual.resolve():  # the default page is overwritten each time
         require_new(target, "name another file, or remove this one first")
     if compare:
@@ -136,40 +136,144 @@ def report(
     print(f"{target}: open it in a browser")
 
 
-@track.command("wandb")
-def track_wandb(
-    project: Annotated[str, typer.Option(help="default: $WANDB_PROJECT, else safetrain")] = "",
-    name: Name = "",
+def track(
+    tracker: Annotated[Tracker, typer.Argument(help="wandb, mlflow or tensorboard")],
+    project: Annotated[str, typer.Option(help="of wandb; default: $WANDB_PROJECT, else safetrain")] = "",
+    uri: Annotated[str, typer.Option(help="of mlflow; default: $MLFLOW_TRACKING_URI, else a database file here")] = "",
+    into: Annotated[str, typer.Option(help="folder of tensorboard; default: below checkpoints_qlora/trackers")] = "",
+    name: Annotated[str, typer.Option(help="name of the run; default: the tracker's choice")] = "",
 ) -> None:
-    """Send to Weights & Biases; WANDB_MODE=offline needs no account."""
-    _track("wandb", project, name)
+    """Send a run to W&B, MLflow or TensorBoard.
 
-
-@track.command("mlflow")
-def track_mlflow(
-    uri: Annotated[str, typer.Option(help="default: $MLFLOW_TRACKING_URI, else a database file here")] = "",
-    name: Name = "",
-) -> None:
-    """Send to MLflow: a server, or a database file here."""
-    _track("mlflow", uri, name)
-
-
-@track.command("tensorboard")
-def track_tensorboard(
-    into: Annotated[str, typer.Option(help="default: checkpoints_qlora/trackers/tensorboard")] = "",
-    name: Name = "",
-) -> None:
-    """Write event files for TensorBoard."""
-    _track("tensorboard", into, name)
-
-
-def _track(tracker: str, place: str, name: str) -> None:
+    Sends steps, settings and scores, but no rows or answers. Each time, the tracker gets a new run. WANDB_MODE=offline
+    needs no account.
+    """
     from safetrain.core.run_folder import read_run
-    from safetrain.watch import trackers
+    from safetrain.watch.trackers import export
 
     require_project()
-    if "/" in name or name in (".", ".."):
-        raise ConfigError("The name of a run is a folder's name.", got=name, do="choose one without a slash")
+    place = {Tracker.WANDB: project, Tracker.MLFLOW: uri, Tracker.TENSORBOARD: into}[tracker]
     with console().status(f"sending to {tracker}"):
-        line = trackers.export(tracker, read_run(), place, name)
+        line = export(tracker, read_run(), place, name)
     print_text(line)
+
+
+def evaluate(
+    model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
+    base: Annotated[Path | None, typer.Option(help="model folder to compare with")] = None,
+    data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
+    max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
+    max_questions: Annotated[int | None, typer.Option(min=1, help="questions; default: half a minute's worth")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer, in tokens")] = 48,
+) -> None:
+    """Measure any model, and compare it with its base.
+
+    Measures the loss on rows and on general text, and scores answers. Rows are truncated as in training, or at 2,048
+    tokens.
+
+    With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
+    the project's test rows, their length and the data section of params.yaml; it writes no file.
+    """
+    from safetrain.core.data.tokenizer import ChatTokenizer, general_text
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.records.metrics import RunShape, read_run_shape
+    from safetrain.engine.cpu.blas import load_fast_blas
+    from safetrain.watch.progress import EvaluationProgress, still_working
+
+    subjects = _subjects(model, adapter, base)
+    files = read_model_files(subjects[-1][1])
+    trained = read_run_shape(paths.SUMMARY).max_seq_length if paths.SUMMARY.is_file() else USUAL_LENGTH
+    length = min(trained, files.max_positions or USUAL_LENGTH)
+    with still_working("reading rows"):
+        rows = _rows(data, files.folder, max_examples, length)
+    for remark in rows.remarks(length, max_new_tokens):
+        print_text(remark, sys.stderr)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.backend import room_bytes
+    from safetrain.engine.comparison import Examination
+    from safetrain.engine.tuned import require_memory
+
+    size, room = max(read_model_files(folder).static_bytes for _, folder, _ in subjects), room_bytes()
+    require_memory(size, "the model", "close other programs, or quantize it: safetrain convert")
+    run = RunShape(1, length, False, None, room, room, 0.0)  # one row at a time, in the available memory
+    tokenizer = ChatTokenizer(files.folder)
+    general = general_text(tokenizer, files.vocab_size, files.max_positions)
+    limits = max_new_tokens, max_questions, SECONDS
+    with ending_at_once():
+        found = Examination(rows, general, run, *limits, EvaluationProgress()).measure(*subjects)
+    figures, lines = _figures(found, rows, general, files.vocab_size, tokenizer, adapter)
+    names = {"model": files.folder, "adapter": adapter or "", "base": subjects[0][1] if found[1:] else ""}
+    report = {name: str(value) for name, value in names.items()} | {"data": str(data or TEST_ROWS)} | figures
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_text("\n".join(lines))
+
+
+def _figures(
+    found: "list[ModelMeasures]", rows: "HeldOut", general: "GeneralText", vocabulary: int,
+    tokenizer: "ChatTokenizer", adapter: Path | None,
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """Figures of one model, or of two side by side, and sentences about them."""
+    from safetrain.core.records import scoring
+    from safetrain.core.records.adapter_files import fingerprint
+    from safetrain.core.records.evaluation import describe_answered, describe_evaluation
+
+    name = fingerprint(adapter) if adapter else ""
+    evaluation = scoring.evaluation_of(rows, general, vocabulary, found[0], found[-1], tokenizer.decode, name)
+    if found[1:]:
+        return {"alone": None, "beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
+    score, counts = evaluation.tuned, general.rows.label_counts
+    general_loss = scoring.mean_loss(found[0].general, counts) if len(counts) else None
+    lines = [f"Test loss {score.loss:.3f} nats per token, perplexity {score.perplexity:.2f}."]
+    if score.exact_match is not None:
+        lines.append(f"Exact match {100 * score.exact_match:.1f} %, token F1 {score.token_f1:.3f}.")
+    if general_loss is not None:
+        lines.append(f"Loss on general text {general_loss:.3f} nats per token.")
+    if remark := describe_answered(evaluation.answered, evaluation.questions, MORE):
+        lines.append(f"{remark}.")
+    alone = {name: getattr(evaluation, name) for name in ("rows", "questions", "answered")}
+    alone |= {"score": dataclasses.asdict(score), "general_loss": general_loss}
+    return {"alone": alone, "beside_base": None}, lines
+
+
+def _rows(data: Path | None, model: Path, max_examples: int | None, length: int) -> "HeldOut":
+    """Rows of the project's token store if it has this tokenizer; otherwise, read and tokenize them."""
+    from safetrain.core.data.store import open_split, read_made, store_path
+    from safetrain.core.data.training_rows import held_out_in
+    from safetrain.core.model.files import tokenizer_hash
+    from safetrain.data.tokenize import settings_of
+    from safetrain.data.validate import read_held_out
+
+    made = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
+    if made is not None and made.tokenizer == tokenizer_hash(model):
+        return held_out_in(open_split("test", model), max_examples, length)
+    settings = settings_of(params().data if Path("params.yaml").is_file() else None)
+    if data is None:  # these have the usual keys
+        settings = dataclasses.replace(settings, columns=None)
+    return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)
+
+
+def _subjects(model: Path | None, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
+    """One model, or base and tuned; raises ConfigError if tokenizers differ, ModelError if the adapter's base does."""
+    from safetrain.core.model.files import make_same_tokens, read_model_files
+    from safetrain.core.records.adapter_files import base_of, require_base
+
+    if adapter is not None:
+        if base is not None:
+            do = "leave --base out: a model with an adapter is compared with itself without it"
+            raise ConfigError("--adapter and --base are two ways to compare.", do=do)
+        folder = model or base_of(adapter)
+        require_base(adapter, folder, read_model_files(folder).fingerprint)
+        return ("base", folder, None), ("tuned", folder, adapter)
+    if model is None:
+        raise ConfigError("There is nothing to measure.", do="name a model folder: safetrain evaluate --model FOLDER")
+    if base is None:
+        return (("model", model, None),)
+    if not make_same_tokens(base, model):
+        what = "The two models have different tokenizers, so their losses count different tokens."
+        do = "measure them one at a time: leave --base out"
+        raise ConfigError(what, where=f"{model}, {base}", do=do)
+    return ("base", base, None), ("tuned", model, None)

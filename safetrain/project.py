@@ -1,4 +1,4 @@
-"""A project folder: what `safetrain init` puts into one, and what `safetrain update` updates after an upgrade.
+"""A project folder: what is in one, what `safetrain init` puts there, and what `update` renews after an upgrade.
 
 A project holds only what belongs to its owner: values, data, models, overlays. The program is elsewhere, so instead of
 the program's folders, each stage in dvc.yaml depends on a hash of the code that decides its result. These hashes are in
@@ -11,19 +11,24 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
+import typer
 
-from safetrain.core.errors import ConfigError
-from safetrain.core.storage.files import read_record, write_record, write_text
+from safetrain.core.errors import ConfigError, broken_yaml
+from safetrain.core.formatting import counted, print_text, size_text
+from safetrain.core.storage.files import cache_directory, read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 PROGRAM = Path(".safetrain/program.json")
+PARAMS = Path("params.yaml")
+CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
 PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
 EXAMPLE = ("data/example", "models/encyclopedia-3m")
 COPIED = (".dvc/config", ".dvc/plots_page.html", ".dvc/plots/curve.json")
@@ -57,6 +62,90 @@ DVC keeps every run, to compare and to come back to: `safetrain repro`, `safetra
 """
 
 
+# What commands need of a project
+
+
+def require_project() -> None:
+    """Raise ConfigError outside a project."""
+    if not PARAMS.is_file():
+        do = "go to the project's root, or make one: safetrain init"
+        raise ConfigError("This folder is not a safetrain project.", where=str(Path.cwd()), do=do)
+
+
+def stage_module(name: str) -> str:
+    """The module of a stage: this folder's own in the program's repository, else the installed one."""
+    return f"stages.{name}" if Path(f"stages/{name}.py").is_file() else f"safetrain.stages.{name}"
+
+
+def params() -> Any:
+    """Read params.yaml, without overlays."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    require_project()
+    try:
+        return OmegaConf.load(PARAMS)
+    except YAMLError as error:
+        raise broken_yaml(error) from None
+
+
+def model_of_params() -> Path:
+    """model.path of params.yaml."""
+    return Path(params().model.path)
+
+
+def console() -> "Console":
+    """A console for tables, which exits quietly when stdout is closed (rich exits 1)."""
+    from rich.console import Console
+
+    class QuietConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return QuietConsole(soft_wrap=True, highlight=False)
+
+
+# Commands
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="created if missing")] = Path(),
+    example: Annotated[bool, typer.Option("--example", help="with the example data and the small model")] = False,
+) -> None:
+    """Make a project folder for your settings, data and models.
+
+    The folder is under Git and DVC: safetrain init demo --example && cd demo && safetrain run
+    """
+    make_project(folder, example=example)
+    steps = [f"cd {folder}"] if folder != Path() else []
+    steps.append("safetrain run" if example else "safetrain run --data FILE --model FOLDER")
+    print_text(f"Next:  {' && '.join(steps)}")
+
+
+def update() -> None:
+    """Update the project's files after an upgrade.
+
+    Files that you have changed stay; their new version is written to NAME.new.
+    """
+    params()  # an unreadable file is an error with its line
+    print("\n".join(update_project()) or "The project is up to date.")
+
+
+def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
+    """Show what safetrain keeps outside projects.
+
+    These are measurements and a prepared BLAS; deleted files are made again when needed.
+    """
+    folder = cache_directory()
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    if clear:
+        shutil.rmtree(folder, ignore_errors=True)
+    print_text(f"{folder}: {counted(len(sizes), 'file')}, {size_text(sum(sizes))}{', deleted' if clear else ''}")
+
+
+# Its files
+
+
 @dataclass(frozen=True)
 class Program:
     """.safetrain/program.json: the program that made this project's files."""
@@ -67,38 +156,34 @@ class Program:
     files: dict[str, str]  # hash of each file as init or update made it
 
 
-def make_project(folder: Path, *, example: bool) -> str:
-    """Make a project in ``folder``, next to existing files, with Git and DVC and one commit.
+def make_project(folder: Path, *, example: bool) -> None:
+    """Make a project in ``folder``, next to existing files, under Git and DVC with one commit, and say so.
 
-    Return what could not be set up, or an empty text. Raise ConfigError if one of its files exists.
+    Raise ConfigError if one of its files exists.
     """
-    texts = project_files(example=example)
-    shipped_folders = EXAMPLE if example else ()
-    if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
-        what = "This folder is a safetrain project already."
-        raise ConfigError(what, where=str(folder), do="safetrain update updates the project's files")
-    for name in (*texts, *shipped_folders):
+    texts, folders = project_files(example=example), EXAMPLE if example else ()
+    for name in (*texts, *folders):
         if (folder / name).exists():
-            do = "choose another folder, or move it away"
+            do = "choose another folder, or move it away; in a project: safetrain update"
             raise ConfigError(f"{name} already exists.", where=str(folder / name), do=do)
-    folder.mkdir(parents=True, exist_ok=True)
-    left_out = _start_version_control(folder)
+    for name in ("data", "models"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    remark = _start_version_control(folder)
     for name, text in texts.items():
         write_text(folder / name, text)
-    for name in shipped_folders:
+    for name in folders:
         shutil.copytree(shipped(name), folder / name)
-    for name in ("data", "models"):
-        (folder / name).mkdir(exist_ok=True)
     write_record(folder / PROGRAM, _program(texts, example=example))
-    return left_out or _commit(folder, [*texts, ".dvc/.gitignore", str(PROGRAM), *shipped_folders])
+    remark = remark or _commit(folder, [*texts, ".dvc/.gitignore", str(PROGRAM), *folders])
+    print_text(f"Made a project in {folder.resolve()}. {remark}".rstrip())
 
 
 def project_files(*, example: bool) -> dict[str, str]:
     """The text of each file in a new project, by name."""
-    params = shipped("params.yaml").read_text(encoding="utf-8")
+    text = shipped("params.yaml").read_text(encoding="utf-8")
     if not example:
-        params = with_value(with_value(params, "data.path", "data/mine.jsonl"), "model.path", "models/mine")
-    texts = {"params.yaml": params, "dvc.yaml": pipeline_text(), "README.md": README, ".gitignore": GITIGNORE}
+        text = with_value(with_value(text, "data.path", "data/mine.jsonl"), "model.path", "models/mine")
+    texts = {"params.yaml": text, "dvc.yaml": pipeline_text(), "README.md": README, ".gitignore": GITIGNORE}
     texts |= {".dvcignore": ".DS_Store\n", "conf/experiment/mine.yaml": OVERLAY}
     return texts | {name: shipped(name).read_text(encoding="utf-8") for name in COPIED}
 
@@ -107,7 +192,7 @@ def pipeline_text() -> str:
     """dvc.yaml of a project: the program's own, with a hash of the code in place of the code."""
     lines, stage = ["# The pipeline; safetrain update updates this file. Your values are in params.yaml."], ""
     for line in shipped("dvc.yaml").read_text(encoding="utf-8").splitlines():
-        if line.startswith("#") or line.startswith(("    - safetrain/", "    - stages/")):
+        if line.startswith("#") or line.removeprefix("    - ").startswith(CODE):
             continue
         if command := re.fullmatch(r"    cmd: python -m stages\.(\w+)", line):
             stage = command[1]
@@ -120,27 +205,24 @@ def pipeline_text() -> str:
 
 def stage_hashes() -> dict[str, str]:
     """For each stage, a hash of the code that the program's dvc.yaml names: it can change the stage's result."""
-    pipeline = yaml.safe_load(shipped("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    return {name: _hash_of_code(stage["deps"]) for name, stage in pipeline.items()}
+    import yaml
+
+    stages = yaml.safe_load(shipped("dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    return {name: _hash_of_code(stage["deps"]) for name, stage in stages.items()}
 
 
-def _hash_of_code(deps: list[Any]) -> str:
-    digest = hashlib.sha256()
-    for file in _files_of(dep for dep in deps if isinstance(dep, str) and dep.startswith(("safetrain/", "stages/"))):
-        if file.suffix != ".pyc" and file.is_file():
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _files_of(deps: Iterator[str]) -> Iterator[Path]:
-    package = Path(__file__).resolve().parent
+def _hash_of_code(deps: list[str]) -> str:
+    package, digest = Path(__file__).resolve().parent, hashlib.sha256()
     for dep in deps:
         path = package / dep.removeprefix("safetrain/")
         path = path if path.exists() else package.parent / dep  # the stages, in the repository
-        yield from sorted(path.rglob("*.*")) if path.is_dir() else [path]
+        for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
+            if dep.startswith(CODE) and file.suffix != ".pyc" and file.is_file():
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _program(texts: Mapping[str, str], *, example: bool) -> Program:
+def _program(texts: dict[str, str], *, example: bool) -> Program:
     digests = {name: _digest(text) for name, text in texts.items()}
     return Program(version("safetrain"), example, stage_hashes(), digests)
 
@@ -151,10 +233,7 @@ def _digest(text: str) -> str:
 
 def require_current() -> None:
     """Raise ConfigError if another version of the program made this project's files."""
-    if not PROGRAM.is_file():
-        return
-    program = _read_program()
-    if program.stages != stage_hashes():
+    if PROGRAM.is_file() and (program := _read_program()).stages != stage_hashes():
         what = f"This project was made by safetrain {program.version}, whose code was different."
         raise ConfigError(what, where=str(PROGRAM), do="safetrain update")
 
@@ -169,7 +248,7 @@ def update_project() -> list[str]:
     for name, original in texts.items():
         path = Path(name)
         mine = path.read_text(encoding="utf-8") if path.is_file() else ""
-        text = _with_own_values(original, mine) if name == "params.yaml" and mine else original
+        text = _with_own_values(original, mine) if name == str(PARAMS) and mine else original
         if mine == text:
             continue
         if not mine or _digest(mine) == before.files.get(name):
@@ -195,6 +274,8 @@ def _read_program() -> Program:
 
 def _with_own_values(text: str, mine: str) -> str:
     """The new params.yaml with the owner's values of the keys that it has."""
+    import yaml
+
     own, new = yaml.safe_load(mine), yaml.safe_load(text)
     for section, values in new.items():
         for name, value in values.items():
@@ -217,12 +298,11 @@ def with_value(text: str, key: str, value: object) -> str:
 def _start_version_control(folder: Path) -> str:
     """Set up Git and DVC. Return why that failed; empty on success."""
     if shutil.which("git") is None:
-        return "Git is not installed, so no run is kept to compare with; safetrain run works without it"
+        return "Git is not installed, so no run is kept to compare with; safetrain run works without it."
     if _git(folder, "rev-parse", "--is-inside-work-tree").returncode:
         _git(folder, "init", "--quiet")
-    top = _git(folder, "rev-parse", "--show-toplevel").stdout.strip()
-    below = [] if Path(top) == folder.resolve() else ["--subdir"]
-    command = [sys.executable, "-m", "dvc", "init", "--quiet", *below]
+    top = Path(_git(folder, "rev-parse", "--show-toplevel").stdout.strip())
+    command = [sys.executable, "-m", "dvc", "init", "--quiet", *([] if top == folder.resolve() else ["--subdir"])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return f"DVC could not be set up: {done.stderr.strip()}" if done.returncode else ""
 
@@ -231,10 +311,9 @@ def _commit(folder: Path, names: list[str]) -> str:
     """Commit only these files. Return why that failed; empty on success."""
     nobody = ["-c", "user.name=safetrain", "-c", "user.email=safetrain@localhost"]
     identity = nobody if _git(folder, "config", "user.email").returncode else []
-    added = _git(folder, "add", "--", *names)
+    _git(folder, "add", "--", *names)
     done = _git(folder, *identity, "commit", "--quiet", "-m", "A safetrain project", "--", *names)
-    message = (added.stderr + done.stderr).strip()
-    return f"Git could not commit: {message}" if added.returncode or done.returncode else ""
+    return f"Git could not commit: {done.stderr.strip()}" if done.returncode else ""
 
 
 def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":

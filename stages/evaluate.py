@@ -22,7 +22,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.stage import stage
-from safetrain.watch.progress import EvaluationProgress, say_on_terminal
+from safetrain.watch.progress import EvaluationProgress
 
 # Shares of the evaluation's time; evaluating two models is two or three times as fast as training one
 ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2
@@ -35,13 +35,8 @@ def main(config: Pipeline) -> None:
     run = read_run_shape(paths.SUMMARY)
     seconds = evaluation_seconds(run.elapsed_seconds)
     tokens = seconds * run.tokens_per_second  # that training processes in that time
-    held_out = held_out_in(
-        open_split("test", base),
-        settings.max_examples,
-        run.max_seq_length,
-        run.method,
-        int(TEST_ROWS * tokens),
-    )
+    store, most = open_split("test", base), int(TEST_ROWS * tokens)
+    held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, most)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
     general = general_text(tokenizer, files.vocab_size, files.max_positions, int(GENERAL_TEXT * tokens))
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
@@ -49,10 +44,8 @@ def main(config: Pipeline) -> None:
     load_fast_blas(depth_first=run.stream_base)  # before anything imports mlx
     from safetrain.engine.comparison import Examination
 
-    examination = Examination(
-        held_out, general, run, settings.max_new_tokens, settings.max_examples, ANSWERS * seconds,
-        EvaluationProgress(say_on_terminal),
-    )  # fmt: skip
+    limits = settings.max_new_tokens, settings.max_examples, ANSWERS * seconds
+    examination = Examination(held_out, general, run, *limits, EvaluationProgress())
     with ending_at_once():
         found = examination.measure(("base", base, None), ("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)

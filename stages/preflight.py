@@ -5,13 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
-from safetrain.core.records.reports import Machine, read_machine
+from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_record
+from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.plan.checks import downgrade, failure, render, require_known, summarise
 from safetrain.plan.preflight import IDS, examine
 from safetrain.stage import stage
@@ -23,7 +22,7 @@ PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
 def main(config: Pipeline) -> None:
     """Find problems now, not three hours into training."""
     require_no_training(paths.OUTPUT)
-    start_seconds, previous = time.monotonic(), previous_machine()
+    start_seconds, previous = time.monotonic(), read_or_none(paths.MACHINE, Machine)
     downgraded_ids = config.preflight.downgrade or []
     require_known(downgraded_ids, IDS)  # before anything is measured
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
@@ -37,14 +36,6 @@ def main(config: Pipeline) -> None:
         raise failure(report)
     if machine is not None and machine != previous:
         write_record(paths.MACHINE, machine)
-
-
-def previous_machine() -> Machine | None:
-    """Read machine.json of an earlier run; None if it is missing or unreadable."""
-    try:
-        return read_machine(paths.MACHINE)
-    except ConfigError:
-        return None
 
 
 if __name__ == "__main__":

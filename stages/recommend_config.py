@@ -69,17 +69,13 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, tra
 
 
 def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
-    """Describe the rows, tokens and labels that the length truncates; empty if it truncates no row."""
+    """Describe the rows and labels that the length truncates; empty if it truncates no row."""
     for name, before in (("train", rows.train.documents), ("valid", rows.valid)):
         cut = before.cut(length)
         if not cut.cut_rows:
             continue
-        tokens, rest = (int(each.lengths.sum(dtype=np.int64)) for each in (before, cut))
-        labels = int(before.label_counts.sum(dtype=np.int64))
-        yield (
-            f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows: {100 * (1 - rest / tokens):.2f} % "
-            f"of the tokens and {100 * cut.lost_labels / max(1, labels):.2f} % of the labels are lost"
-        )
+        lost = 100 * cut.lost_labels / max(1, int(before.label_counts.sum(dtype=np.int64)))
+        yield f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows; {lost:.2f} % of labels are lost"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(config: Pipeline) -> None:
         f"{config.data.path}: {report.format}; {report.split}",
         TABLE.format("split", "rows", "tokens", "labels", "median row", "p90", "p99", "longest"),
         *(_table_line(name, split) for name, split in report.splits),
-        _stop_tokens(report),
+        f"stop token: {' '.join(report.stop_tokens)}" + ("" if report.format in DOCUMENTS else f"; {report.opening}"),
     ]
     if report.findings:
         lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all"))
@@ -82,12 +82,6 @@ def _table_line(name: str, split: SplitReport) -> str:
     lengths = split.lengths
     counts = split.rows, split.tokens, split.trained_tokens, lengths.p50, lengths.p90, lengths.p99, lengths.max
     return TABLE.format(name, *(f"{count:,}" for count in counts))
-
-
-def _stop_tokens(report: DataReport) -> str:
-    """Describe the stop tokens and how an answer begins."""
-    tokens = " ".join(report.stop_tokens)
-    return f"end of a document: {tokens}" if report.format in DOCUMENTS else f"stop token: {tokens}; {report.opening}"
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
     adapter = adapter_of(base, tmp_path / "adapter")
     for arguments, error, text in (
         ((), ConfigError, "nothing to measure"),
-        (("--model", base), ConfigError, "No test rows found"),
+        (("--model", base), DataError, "does not exist"),
         (("--model", base, "--adapter", adapter, "--base", other), ConfigError, "two ways to compare"),
         (("--model", other, "--adapter", adapter, "--data", data), ModelError, "trained on another base"),
         (("--model", tmp_path / "none", "--data", data), ModelError, "none"),

@@ -10,6 +10,7 @@ from typing import TextIO
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
 RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
+VISIBLE = "\n\t\xa0\u3000\u200c\u200d"  # white space, and joiners of letters in Persian or Hindi
 EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
 
@@ -36,7 +37,7 @@ def printable(text: str) -> str:
     """Make ``text`` safe for a terminal: control characters (escapes, changes of direction) are spelled out."""
     if text.replace("\n", "").isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+    return "".join(letter if letter.isprintable() or letter in VISIBLE else ascii(letter)[1:-1] for letter in text)
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:

@@ -35,8 +35,6 @@ MEMORY_SECONDS = 0.1  # between readings of the process's own memory, which cost
 FLUSH_SECONDS = 2.0  # between flushes to the disk
 STATM = Path("/proc/self/statm")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-HANG_TIMES_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
-HANG_FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
 
 
 class Phase(enum.IntEnum):
@@ -254,19 +252,6 @@ def read_flight(path: Path) -> FlightReader:
     reader = FlightReader(path)
     reader.read()
     return reader
-
-
-def allowed_seconds(last: FlightRecord | None, floor_seconds: float, longest_seconds: float | None) -> float | None:
-    """Seconds after ``last`` before a phase counts as hung; None for never.
-
-    ``longest_seconds``: the longest time of the same phase so far; None for its first time. Waiting for disk space has
-    its own time limit.
-    """
-    if last is not None and last.phase is Phase.WAIT and last.edge is Edge.BEFORE:
-        return None
-    if longest_seconds is None:
-        return HANG_FIRST_TIME * floor_seconds
-    return max(floor_seconds, HANG_TIMES_LONGEST * longest_seconds)
 
 
 def row_ids(rows: Sequence[int]) -> tuple[int, ...]:

@@ -37,7 +37,6 @@ class RunMarker:
     command: str  # as the user typed it
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
-    hang_seconds: float = 0.0  # no phase counts as hung before; 0: unknown
     limit_bytes: int = 0  # on the process's memory
     limit_name: str = ""
 

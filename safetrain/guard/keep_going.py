@@ -4,6 +4,7 @@ After running out of memory, the new settings use less, rung by rung, for the sa
 watchdog, shorter GPU work.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -123,18 +124,16 @@ def command_again() -> str:
 
 def _dvc_command() -> str:
     """Return dvc's own command line: without its -f, dvc might only restore a cached result."""
-    starter = who_started_us()
-    try:
+    starter, words = who_started_us(), list[str]()
+    with contextlib.suppress(psutil.Error):  # it has ended
         words = starter.cmdline() if starter is not None else []
-    except psutil.Error:
-        words = []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
     return f"{dvc()} repro" if place is None else shlex.join([dvc(), *words[place + 1 :]])
 
 
 def _attempt(job: TrainJob, watch: WatchSettings, show: Callable[[Event], None]) -> Ending:
     write_record(watch.flight / JOB, job)
-    open_marker(watch.flight.parent, command_again(), watch.hang_seconds, limit_now(job.memory_limit_bytes))
+    open_marker(watch.flight.parent, command_again(), limit_now(job.memory_limit_bytes))
     environment = gpu_environment(len(job.gpu_rungs), os.environ)
     return supervise(dataclasses.replace(watch, environment=environment), show)
 
@@ -149,7 +148,7 @@ def _is_complete(output: Path, ending: Ending) -> bool:
 def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
     """Put the job on the rung that its unfinished run had reached."""
     if ladder.rungs:
-        say(f"this run ran out of memory before and continues with {describe_change(ladder.asked, ladder.now)}")
+        say(f"this run ran out of memory before and continues with {ladder.now}")
         settings = dataclasses.replace(job.settings, **dataclasses.asdict(ladder.now))
         job = dataclasses.replace(job, settings=settings, rungs=ladder.rungs, mlx_limit_bytes=None)
     if ladder.gpu_rungs:
@@ -169,8 +168,8 @@ def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[T
     if smaller is None:
         return None
     rung = Rung(memory_shape(job.settings), death.step, death.title)
-    change = describe_change(rung.failed, memory_shape(smaller))
-    return dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None), change
+    smaller_job = dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None)
+    return smaller_job, str(memory_shape(smaller))
 
 
 def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainSettings | None:
@@ -188,14 +187,14 @@ def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainS
 
 def _with_advice(output: Path, death: PostMortem) -> PostMortem:
     """Add advice to the post-mortem of a run that does not resume on its own."""
-    if death.cause == "bad_update":
-        return write_postmortem(output, dataclasses.replace(death, advice=REPAIR_ROWS))
-    if not death.is_memory:
+    advice = REPAIR_ROWS
+    if death.is_memory:
+        or_limit = f"a larger {OWN_LIMIT}, or " if death.limit_name == OWN_LIMIT else ""
+        advice = f"{or_limit}a smaller or more strongly quantized model, or more memory"
+        if not _is_loading(death):
+            advice += ", or shorter rows: 'safetrain discard', then a smaller train.max_seq_length"
+    elif death.cause != "bad_update":
         return death
-    or_limit = f"a larger {OWN_LIMIT}, or " if death.limit_name == OWN_LIMIT else ""
-    advice = f"{or_limit}a smaller or more strongly quantized model, or more memory"
-    if not _is_loading(death):
-        advice += ", or shorter rows: 'safetrain discard', then a smaller train.max_seq_length"
     return write_postmortem(output, dataclasses.replace(death, advice=advice))
 
 
@@ -230,52 +229,27 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
 
     The order: half the micro-batch and twice the accumulation (an odd micro-batch is divided by its smallest factor),
     gradient checkpointing, a base that stays quantized, a base that stays on disk. All give the same update up to
-    rounding.
+    rounding. While ``loading``, only the base can use less memory.
     """
-    if loading:  # before the first update, only the base can use less memory
-        dequantized = quantized and settings.dequantize_base
-        return dataclasses.replace(settings, dequantize_base=False) if dequantized else _streamed(settings)
-    if settings.batch_size > 1:
-        factor = next(f for f in range(2, settings.batch_size + 1) if settings.batch_size % f == 0)
-        return dataclasses.replace(
-            settings,
-            batch_size=settings.batch_size // factor,
-            gradient_accumulation=settings.gradient_accumulation * factor,
-        )
-    if not settings.gradient_checkpointing:
-        return dataclasses.replace(settings, gradient_checkpointing=True)
+    size, change = settings.batch_size, dataclasses.replace
+    if size > 1 and not loading:
+        factor = next(f for f in range(2, size + 1) if size % f == 0)
+        accumulation = settings.gradient_accumulation * factor
+        return change(settings, batch_size=size // factor, gradient_accumulation=accumulation)
+    if not settings.gradient_checkpointing and not loading:
+        return change(settings, gradient_checkpointing=True)
     if quantized and settings.dequantize_base:
-        return dataclasses.replace(settings, dequantize_base=False)
-    return _streamed(settings)
-
-
-def _streamed(settings: TrainSettings) -> TrainSettings | None:
-    """The same with the base on disk; None if it is there already, or is trained."""
-    if settings.stream_base or settings.method in WHOLE:
+        return change(settings, dequantize_base=False)
+    if settings.stream_base or settings.method in WHOLE:  # on disk already, or trained
         return None
-    return dataclasses.replace(settings, stream_base=True, dequantize_base=False)
-
-
-def describe_change(before: MemoryShape, after: MemoryShape) -> str:
-    """Describe the difference between two rungs."""
-    changes = []
-    if after.batch_size != before.batch_size:
-        changes.append(f"{after.window} rows per update instead of {before.window}")
-    if after.gradient_checkpointing and not before.gradient_checkpointing:
-        changes.append("blocks recomputed in the backward pass")
-    if before.dequantize_base and not after.dequantize_base:
-        changes.append("the base left quantized")
-    if after.stream_base and not before.stream_base:
-        changes.append("the base read from disk block by block")
-    return ", ".join(changes) or str(after)
+    return change(settings, stream_base=True, dequantize_base=False)
 
 
 def next_gpu_rung(count: int) -> str | None:
     """Describe the GPU rung after the first ``count``; None if there are no more."""
-    if count >= len(GPU_RUNGS):
-        return None
-    words, environment = GPU_RUNGS[count]
-    return f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
+    for words, environment in GPU_RUNGS[count : count + 1]:
+        return f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
+    return None
 
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
@@ -301,8 +275,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
         raise MachineError("Not enough free memory for this training.", expected=need, got=words, do=remedy)
-    change = describe_change(memory_shape(job.settings), memory_shape(settings))
-    say(f"warning: {words} and {need}, so training starts with {change}")
+    say(f"warning: {words} and {need}, so training starts with {memory_shape(settings)}")
     rung = Rung(memory_shape(job.settings), 0, words)
     budget = dataclasses.replace(job.memory_budget, total_bytes=available)
     limit = mlx_limit_bytes(budget.mlx_bytes, budget)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,32 +20,29 @@ from safetrain.core.errors import EngineError
 from safetrain.core.memory import system
 from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
-from safetrain.core.records.run_state import Checkpoint, PostMortem, is_finished, newest_whole
+from safetrain.core.records.run_state import PostMortem, is_finished, newest_whole
 from safetrain.core.run_folder import RunMarker, read_marker, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder
 from safetrain.guard.process import MACHINE, Ending, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, judge
 
-RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # kept on the disk for a post-mortem when the disk is full
 CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not caused by a single rank
 REPORT_SECONDS = 5.0  # time that macOS needs to report a kill
 REBOOTED = ("the system's boot id has changed since the training started",)
 UNCLOSED = ("no process recorded how the run ended", "the system has not restarted since")
 
 
-def open_marker(output: Path, command: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
+def open_marker(output: Path, command: str, limit: Limit | None = None) -> None:
     """Record that training is running, and its command; a marker left behind tells the next run of a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
-    (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
-    write_marker(output, RunMarker(boot_id(), command, time.time(), time.monotonic(), hang_seconds, *most))
+    write_marker(output, RunMarker(boot_id(), command, time.time(), time.monotonic(), *most))
 
 
 def close_marker(output: Path) -> None:
     """Remove the marker, because the training's end is explained."""
-    for name in (MARKER, RESERVE):
-        (output / FLIGHT / name).unlink(missing_ok=True)
+    (output / FLIGHT / MARKER).unlink(missing_ok=True)
 
 
 def explain(output: Path, ending: Ending, command: str) -> PostMortem:
@@ -54,9 +52,10 @@ def explain(output: Path, ending: Ending, command: str) -> PostMortem:
     footprint = max(ending.memory.footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # this limit counts private memory, resident or not
         footprint = max(ending.memory.data_bytes, last.data_bytes if last else 0) or footprint
-    verdict = _assemble(output, cause, last, footprint, ending.limit, command, exit_code_of(ending, cause))
-    rank = None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank
-    verdict = dataclasses.replace(verdict, rank=rank, ranks=ending.ranks, host=ending.host)
+    verdict = _assemble(
+        output, cause, last, footprint, ending.limit, command, exit_code=exit_code_of(ending, cause),
+        rank=None if cause.name in CAUSES_OF_ALL_RANKS else ending.rank, ranks=ending.ranks, host=ending.host,
+    )  # fmt: skip
     if cause.name == "refused" and not ending.began:  # no process died: the last post-mortem stays
         return verdict
     return write_postmortem(output, verdict)
@@ -74,18 +73,17 @@ def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
         close_marker(output)  # the run is complete, only the marker is left
         return None
     marker = read_marker(output)
-    cause = _sudden_end(output / FLIGHT, marker)
-    limit = Limit(psutil.virtual_memory().total, MACHINE)
+    limit, footprint = Limit(psutil.virtual_memory().total, MACHINE), last.footprint_bytes if last else 0
     command = marker.command if marker is not None and marker.command else default_command
-    verdict = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, command, 128 + signal.SIGKILL)
+    cause, code = _sudden_end(output / FLIGHT, marker), 128 + signal.SIGKILL
+    verdict = _assemble(output, cause, last, footprint, limit, command, exit_code=code)
     close_marker(output)
     return write_postmortem(output, verdict)
 
 
 def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
-    """Write the verdict, using the reserve if the disk is full; if even that fails, the verdict is only printed."""
+    """Write the verdict; if that fails, as on a full disk, it is only printed."""
     with contextlib.suppress(OSError):
-        (output / FLIGHT / RESERVE).unlink(missing_ok=True)
         write_record(output / POSTMORTEM, verdict)
     return verdict
 
@@ -126,14 +124,14 @@ def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
         f"{path.name} was written since" for path in system.reports_since("*.panic", started, system.REPORTS)
     )
     if panics:
-        return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics, quoted=panics)
+        return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
     if marker is not None and marker.boot_id != boot_id():
         return Cause("reboot", "the machine restarted or lost power during the training", CONFIRMED, REBOOTED)
     monotonic = marker.started_monotonic_seconds if marker is not None else time.monotonic()
     headers = [read_flight(folder / RECORDER).header for folder in (flight, *sorted(flight.glob("rank_*")))]
     logs = (_kernel_log(header.pid, started, monotonic) for header in headers if header is not None)
     if log := next((log for log in logs if log), ()):
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor died too"), True, quoted=log)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor died too"), True)
     return Cause("supervisor_killed", "it was killed together with its supervisor", LIKELY, UNCLOSED)
 
 
@@ -156,19 +154,20 @@ def _kernel_log(
 
 
 def _assemble(
-    output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, command: str, exit_code: int
+    output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, command: str, **known: Any
 ) -> PostMortem:
-    checkpoint, remarks = (None, ()) if is_finished(output) else _newest_checkpoint(output)
-    work = last.work if last is not None else NO_WORK
+    """The verdict as a record; ``known``: its fields about exit code and ranks."""
+    checkpoint, remarks = None, tuple[str, ...]()
+    try:
+        checkpoint = None if is_finished(output) else newest_whole(output)
+    except OSError as error:  # a failing disk must not prevent the verdict
+        remarks = (f"the checkpoints cannot be read: {error.strerror}",)
     return PostMortem(
         cause=cause.name,
-        title=cause.title,
-        confidence=cause.confidence,
-        is_memory=cause.is_memory,
         evidence=(*cause.evidence, *remarks),
-        advice=cause.advice,
+        **{name: getattr(cause, name) for name in ("title", "confidence", "is_memory", "advice")},
         phase=last.phase_label if last is not None else Phase.START.label,
-        **vars(work),
+        **vars(last.work if last is not None else NO_WORK),
         footprint_bytes=footprint,
         limit_bytes=limit.size_bytes,
         limit_name=limit.name,
@@ -178,15 +177,6 @@ def _assemble(
         loss=last.loss if last and math.isfinite(last.loss) else None,
         resumes_from_step=checkpoint.step if checkpoint else 0,
         next_command=command,
-        exit_code=exit_code,
         ended_seconds=time.time(),
-        quoted=cause.quoted,
+        **known,
     )
-
-
-def _newest_checkpoint(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """Find the checkpoint to resume from, or why it is unknown: a failing disk must not prevent the verdict."""
-    try:
-        return newest_whole(output), ()
-    except OSError as error:
-        return None, (f"the checkpoints cannot be read: {error.strerror}",)

@@ -26,12 +26,13 @@ from safetrain.core.memory.system import (
     oom_kills,
     sysctl_number,
 )
-from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase, allowed_seconds
+from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase
 from safetrain.core.storage.paths import RECORDER
 
 MACHINE = "the machine's memory"
+HANG_TIMES_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
+HANG_FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
 RECENT_SECONDS = 10.0  # readings this long before the end count as evidence
-PRESSURE = Path("/proc/pressure/memory")
 TAIL_BYTES = 64 * 1024
 RING_PREFIX = b"[ring] "  # mlx prints such lines when another rank is gone, which the supervisor knows already
 PEER_LOST = "cannot exchange numbers"  # from the engine's message about a lost rank
@@ -70,7 +71,6 @@ class MemoryReadings:
     footprint_bytes: int = 0  # resident memory; on macOS the system's footprint, with Metal's buffers
     data_bytes: int = 0  # private writable memory; the footprint if unknown
     available_bytes: int = 2**63  # on the machine, the lowest
-    stalled_percent: float = 0.0  # share of ten seconds in which all processes waited for memory; 0: unknown
     pressure_level: int = 0  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
     oom_kills: int = 0  # the kernel's count, or how much it grew in that time
 
@@ -133,9 +133,12 @@ class Heartbeat:
             self._pauses.append((start_seconds, end_seconds))
 
     def allowed_seconds(self) -> float | None:
-        """Time limit of the current phase; None if it has none."""
+        """Time limit of the current phase; None while it waits for disk space, which has its own time limit."""
         last = self._last
-        return allowed_seconds(last, self._floor, self._longest.get((last.phase, last.edge)) if last else None)
+        if last is not None and last.phase is Phase.WAIT and last.edge is Edge.BEFORE:
+            return None
+        longest = self._longest.get((last.phase, last.edge)) if last else None
+        return HANG_FIRST_TIME * self._floor if longest is None else max(self._floor, HANG_TIMES_LONGEST * longest)
 
     def overdue_seconds(self) -> float:
         """Time since the last record, without pauses, if that is longer than allowed; else 0."""
@@ -170,7 +173,6 @@ class Sampler:
             footprint_bytes=footprint,
             data_bytes=getattr(memory, "data", 0) or footprint,
             available_bytes=psutil.virtual_memory().available,
-            stalled_percent=_stalled_percent(),
             pressure_level=sysctl_number(PRESSURE_LEVEL) if sys.platform == "darwin" else 0,
             oom_kills=oom_kills(self._groups),
         )
@@ -187,14 +189,9 @@ class Sampler:
         kills = oom_kills(self._groups) - (kept[0].oom_kills if kept else self._kills)
         if not kept:
             return MemoryReadings(oom_kills=kills)
-        return MemoryReadings(
-            footprint_bytes=max(each.footprint_bytes for each in kept),
-            data_bytes=max(each.data_bytes for each in kept),
-            available_bytes=min(each.available_bytes for each in kept),
-            stalled_percent=max(each.stalled_percent for each in kept),
-            pressure_level=max(each.pressure_level for each in kept),
-            oom_kills=kills,
-        )
+        names = "footprint_bytes", "data_bytes", "pressure_level"
+        most = {name: max(getattr(each, name) for each in kept) for name in names}
+        return MemoryReadings(**most, available_bytes=min(each.available_bytes for each in kept), oom_kills=kills)
 
 
 def limit_now(own: int | None) -> Limit:
@@ -204,15 +201,6 @@ def limit_now(own: int | None) -> Limit:
     candidates += [Limit(group, "the limit of this container or service")] if group else []
     candidates += [Limit(own, OWN_LIMIT)] if own else []
     return min(candidates, key=lambda limit: limit.size_bytes)
-
-
-def _stalled_percent() -> float:
-    """Read from the Linux kernel the share of ten seconds lost waiting for memory; 0 if unknown."""
-    with contextlib.suppress(OSError):  # another system, another kernel, or switched off
-        for line in PRESSURE.read_text().splitlines():
-            if line.startswith("full"):
-                return float(line.split("avg10=")[1].split()[0])
-    return 0.0
 
 
 class WatchedProcess:

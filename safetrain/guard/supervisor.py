@@ -81,7 +81,8 @@ class _Watch:
         """Do one round: events, records, memory, deadlines."""
         now = time.monotonic()
         for rank in self._ranks:
-            _show(rank.new_events(), show)
+            for event in rank.new_events():
+                show(event)
         if self._signal and not self._signal_answered:
             self._signal_answered = True
             show(Said(STOPPING if self._settings.ranks == 1 else STOPPING_ALL))
@@ -102,7 +103,8 @@ class _Watch:
     def drain(self, show: Callable[[Event], None]) -> None:
         """Show the events that were still in the pipes at the end."""
         for rank in self._ranks:
-            _show(rank.drain(), show)
+            for event in rank.drain():
+                show(event)
 
     def pass_on(self, number: int) -> None:
         """Pass the first signal on, so that the process saves and ends; a second one by hand kills it.
@@ -209,11 +211,6 @@ class _Watch:
 
     def _running(self) -> list[WatchedProcess]:
         return [rank for rank in self._ranks if not rank.is_over()]
-
-
-def _show(events: list[Event], show: Callable[[Event], None]) -> None:
-    for event in events:
-        show(event)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -17,9 +17,7 @@ from safetrain.guard.process import Ending
 
 NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of memory (Ray's monitor warns there)
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in the readings
-MUCH_STALLED = 10.0  # percent
 LITTLE_LEFT = 0.03  # of the machine's memory
-OWN_WORDS = ("BadUpdateError", "DiskFullError", "TrainingError", "MachineError")  # other errors may quote a row
 LAST_LINES = 20  # of stderr are evidence; earlier ones were not the reason
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 SSH_FAILED = 255  # ssh(1), exit status
@@ -37,7 +35,6 @@ class Cause:
     evidence: tuple[str, ...] = ()
     is_memory: bool = False
     advice: str = ""  # in addition to running the same command again
-    quoted: tuple[str, ...] = ()  # evidence in another program's words, which may quote anything
 
 
 OUT_OF_MEMORY = "killed by the system: out of memory"
@@ -127,8 +124,7 @@ def _reported(ending: Ending) -> Cause | None:
             return Cause("bad_update", "an update had bad numbers and was not applied", CONFIRMED, first)
         case "DiskFullError":
             return Cause("disk_full", "the disk is full", CONFIRMED, first, advice="free some space first")
-    quoted = () if failed.kind in OWN_WORDS else first
-    return Cause("refused", "training cannot use this model, data or settings", CONFIRMED, first, quoted=quoted)
+    return Cause("refused", "training cannot use this model, data or settings", CONFIRMED, first)
 
 
 def _text_says(ending: Ending) -> Cause | None:
@@ -140,21 +136,17 @@ def _text_says(ending: Ending) -> Cause | None:
     text = (failed.message if failed is not None else "") + "\n" + last_lines
     for pattern, cause in MESSAGES:
         if (place := re.search(pattern, text, re.MULTILINE)) is not None:
-            line = (_line_around(text, place.start()),)
-            return dataclasses.replace(cause, evidence=line, quoted=line)
+            return dataclasses.replace(cause, evidence=(_line_around(text, place.start()),))
     own = MENTIONS_MEMORY.search(failed.message) if failed is not None else None  # mlx's own exception
     memory = own or (MENTIONS_MEMORY.search(text) if _was_short_of_memory(ending) else None)
     memory = memory or (NO_ROOM.search(text) if ending.limit.name == OWN_LIMIT else None)
     if memory is not None:
-        line = (_line_around(memory.string, memory.start()),)
-        confidence = CONFIRMED if own is not None else LIKELY
-        return Cause(
-            "out_of_memory", "out of memory", confidence, (*line, *_memory_readings(ending)), True, quoted=line
-        )
+        evidence = (_line_around(memory.string, memory.start()), *_memory_readings(ending))
+        return Cause("out_of_memory", "out of memory", CONFIRMED if own is not None else LIKELY, evidence, True)
     if failed is not None:
         first, *rest = failed.message.splitlines()
         traceback = [line.strip() for line in rest if line.strip().startswith("traceback:")]
-        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *traceback), quoted=(first,))
+        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *traceback))
     return None
 
 
@@ -169,7 +161,7 @@ def _killed(ending: Ending) -> Cause | None:
         count = f"the kernel counted {kills} for lack of memory in this memory group in the last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
     if log:
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True, quoted=log)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True)
     footprint = max(ending.memory.footprint_bytes, last.footprint_bytes if last else 0)
     critical = ending.memory.pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(ending):
@@ -213,7 +205,7 @@ def _python_error(ending: Ending) -> Cause | None:
         advice = "check the addresses in train.hostfile and the firewalls; safetrain preflight tests every machine"
         return Cause("ranks_apart", "the ranks did not reach each other", LIKELY, (timeout,), advice=advice)
     advice = "the traceback is above"
-    return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice, quoted=lines[-1:])
+    return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice)
 
 
 def _expected_data_bytes(ending: Ending) -> int:
@@ -245,8 +237,6 @@ def _memory_readings(ending: Ending) -> tuple[str, ...]:
     if memory.footprint_bytes:
         least = size_text(memory.available_bytes)
         readings.append(f"lowest free memory of the machine in the last seconds: {least}")
-    if memory.stalled_percent >= MUCH_STALLED:
-        readings.append(f"processes waited for memory {memory.stalled_percent:.0f} % of ten seconds")
     if memory.pressure_level >= WARNING:
         level = "critical" if memory.pressure_level >= CRITICAL else "warning"
         readings.append(f"macOS reported memory pressure ({level})")

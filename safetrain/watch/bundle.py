@@ -5,8 +5,8 @@ import platform
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from safetrain.core.records.schema import CHOICES, Train
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import require_new, write_atomic
 
-PROCESSES = ("is_locked", "worker_lives", "worker_is_stopped", "worker_footprint_bytes")
-MOST_STEPS, LAST_STEPS, LAST_RECORDS, LAST_EVENTS = 2000, 200, 400, 200
+MOST_STEPS, LAST_STEPS, LAST_RECORDS, LAST_EVENTS = 500, 200, 400, 200
 PACKAGES = (
     "safetrain", "mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "transformers", "tokenizers",
     "numpy", "dvc", "hydra-core", "omegaconf", "huggingface-hub", "jinja2", "matplotlib", "psutil", "rich", "typer",
@@ -54,54 +53,26 @@ def write_bundle(out: Path, run: Run) -> list[str]:
     if out.suffix != ".zip":
         raise ConfigError("The bundle is a zip file.", where=str(out), do=f"name it {out.with_suffix('.zip').name}")
     require_new(out, do="choose another name, or remove it")
-    items = list(_items(run))
+    files = {"machine.json": _machine(), "run.json": _run(run)}
+    texts = {name: json.dumps(value, indent=1) for name, value in files.items()}
 
     def write(temporary: Path) -> None:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
-            for name, _, text in items:
+            for name, text in texts.items():
                 file.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
 
     write_atomic(out, write, over=False)
-    return [f"{len(text) / 1024:>7.1f} KiB  {name:<24} {about}" for name, about, text in items]
+    return [f"{len(text) / 1024:>7.1f} KiB  {name}" for name, text in texts.items()]
 
 
-def _items(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Name, content in words, and text of each file."""
-    yield "machine.json", "this machine now: memory, disk, versions of packages", _json(_machine())
-    status = {name: _numbers(getattr(run, name)) for name in ("state", "checkpoint", "marker")}
-    status |= {"processes": {name: getattr(run, name) for name in PROCESSES}}
-    status |= {"unreadable": [Path(name).name for name, _ in run.unreadable]}
-    yield "status.json", "whether training is running, and how far it is", _json(status)
-    events = [
-        {**_numbers(entry), **_numbers(entry.event), "event": type(entry.event).__name__}
-        for entry in run.journal[-LAST_EVENTS:]
-    ]
-    records = (
-        ("planned_machine.json", "the machine that the plan was made for", run.machine),
-        ("data_report.json", "counts and lengths of rows, findings by id", run.data),
-        ("recommended_config.json", "recommended values and predicted memory", run.plan),
-        ("job.json", "settings of the newest training process", run.job),
-        ("training_summary.json", "settings and results of the finished training", run.summary),
-        ("evaluation.json", "scores of the base and tuned models", run.evaluation),
-        ("postmortem.json", "cause, phase and memory of the last death", run.postmortem),
-    )
-    for name, about, record in records:
-        if record is not None:
-            yield name, about, _json(_numbers(record))
-    if events:
-        yield "journal.json", "times of the last events", _json(events)
-    if run.steps:
-        stride, first = max(1, len(run.steps) // MOST_STEPS), len(run.steps) - LAST_STEPS
-        steps = [asdict(step) for place, step in enumerate(run.steps) if place % stride == 0 or place >= first]
-        yield "training_metrics.csv", "losses, speed and memory; only part of a long run", _csv(steps)
-    if run.flight:
-        rows = [
-            {**_numbers(record.work), **_numbers(record), "phase": record.phase_label}
-            for record in run.flight[-LAST_RECORDS:]
-        ]
-        for row in rows:
-            del row["work"]
-        yield "flight.csv", "the last phases of the training process", _csv(rows)
+def _run(run: Run) -> dict[str, Any]:
+    """The run's records in numbers; of a long run, only a part of its steps."""
+    stride, last = max(1, len(run.steps) // MOST_STEPS), len(run.steps) - LAST_STEPS
+    steps = tuple(step for place, step in enumerate(run.steps) if place % stride == 0 or place >= last)
+    journal = run.journal[-LAST_EVENTS:]
+    numbers: dict[str, Any] = _numbers(replace(run, steps=steps, flight=run.flight[-LAST_RECORDS:], journal=journal))
+    events = [type(entry.event).__name__ for entry in journal]
+    return numbers | {"events": events, "unreadable": [Path(name).name for name, _ in run.unreadable]}
 
 
 def _numbers(value: Any, name: str = "") -> Any:
@@ -113,7 +84,7 @@ def _numbers(value: Any, name: str = "") -> Any:
         return [part for each in value if (part := _numbers(each, name)) is not None] or None
     if isinstance(value, str):
         return value if name in ALLOWED and ALLOWED[name].fullmatch(value) else None
-    return value if isinstance(value, bool | int | float) else None
+    return value.name if isinstance(value, Enum) else value if isinstance(value, bool | int | float) else None
 
 
 def _machine() -> dict[str, Any]:
@@ -133,16 +104,3 @@ def _machine() -> dict[str, Any]:
         "container_limit_bytes": memory_limit_bytes(memory_groups()), "free_disk_bytes": shutil.disk_usage(".").free,
         "packages": packages,
     }  # fmt: skip
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))  # unknown values are left out of a row
-    lines = [
-        columns,
-        *(["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows),
-    ]  # no text has a comma
-    return "".join(f"{','.join(line)}\n" for line in lines)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=1) + "\n"

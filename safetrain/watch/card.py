@@ -16,13 +16,7 @@ from safetrain.core.storage.files import json_object, read_result, write_text
 from safetrain.watch.result import describe_scores
 
 CARD = "README.md"
-CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
-PATH_KEYS = ("model", "base_model", "base_model_name_or_path", "_name_or_path", "name_or_path")
-REMEDIES = {  # of an unreadable report, by kind of folder
-    "mlx": "fuse it again, into another folder: safetrain fuse OUT",
-    "peft": "export it again, into another folder: safetrain export peft OUT",
-    "gguf": "export it again, to another file: safetrain export gguf OUT.gguf",
-}
+AGAIN = {"mlx": "fuse OUT", "peft": "export peft OUT", "gguf": "export gguf OUT.gguf"}  # makes a kind of folder anew
 
 
 def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, *, replace: bool = False) -> list[str]:
@@ -37,12 +31,11 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     if path.exists() and not replace:
         raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or use --replace")
     reports = _reports(folder, kind)
-    own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else None for report in reports])
+    own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else "" for report in reports])
     base, scores = base or base_of(own), run.evaluation
     if scores is not None and scores.adapter != fingerprint(own):
         scores = None
     license_of_base = _license(base)
-    fused = reports[0] if kind == "mlx" else None
     environment = Environment(
         loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -54,12 +47,10 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     text = environment.get_template("card.md").render(
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=adapter_method(own),
         title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
-        fused=fused, size_text=size_text, quoted=json.dumps, **values,
+        fused=reports[0] if kind == "mlx" else None, size_text=size_text, quoted=json.dumps, **values,
     )  # fmt: skip
     write_text(path, text)
-    remarks = _own_paths([*(folder / name for name in CONFIGS), *_report_paths(folder, kind)])
-    if not license_of_base:
-        remarks.append("the card has no licence: add the base model's")
+    remarks = [] if license_of_base else ["the card has no licence: add the base model's"]
     if scores is None:
         other = run.evaluation is not None or run.has_stale_evaluation
         why = f"{paths.EVALUATION} is about another adapter" if other else f"no evaluation yet ({dvc()} repro)"
@@ -81,47 +72,27 @@ def _kind_of(folder: Path) -> str:
     raise ConfigError("This folder has no model.", where=str(folder), expected=expected, do="safetrain fuse OUT")
 
 
-def _report_paths(folder: Path, kind: str) -> list[Path]:
-    """Files of the reports on the folder's models; each GGUF file has its own."""
-    if kind == "gguf":
-        return [path.with_name(f"{path.name}.json") for path in sorted(folder.glob("*.gguf"))]
-    return {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
-
-
 def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
-    """The reports, None for a missing one; raises ConfigError for one that cannot be read."""
-    if kind not in REMEDIES:
-        return []
-    again, found = REMEDIES[kind], _report_paths(folder, kind)
-    return [read_result(path, "", ExportReport, again) if path.is_file() else None for path in found]
+    """Reports on the folder's models, None for a missing one; raises ConfigError for one that cannot be read."""
+    files = {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
+    if kind == "gguf":  # each file has its own
+        files = [path.with_name(f"{path.name}.json") for path in sorted(folder.glob("*.gguf"))]
+    again = f"make it again, under another name: safetrain {AGAIN.get(kind, '')}"
+    return [read_result(path, "", ExportReport, again) if path.is_file() else None for path in files]
 
 
-def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str | None]) -> Path:
+def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str]) -> Path:
     """The adapter in the folder, checked by the fingerprints in its reports; raises ConfigError for another one."""
     if kind == "mlx-adapter":
-        if adapter is not None and fingerprint(adapter) != fingerprint(folder):
-            what = "This folder is itself an adapter, but not the one given with --adapter."
-            raise ConfigError(what, where=str(folder), do="leave --adapter out")
         return folder
     if adapter is None and not all(fingerprints):
         what = "No file in this folder says which adapter it was made from."
         raise ConfigError(what, where=str(folder), do="name that adapter with --adapter")
     adapter = adapter or paths.ADAPTERS
-    if {each for each in fingerprints if each} - {fingerprint(adapter)}:
+    if set(fingerprints) - {"", fingerprint(adapter)}:
         what = "This folder was made from another adapter."
         raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right one with --adapter")
     return adapter
-
-
-def _own_paths(files: list[Path]) -> list[str]:
-    """Remarks on files next to the card that contain the base model's path on this machine."""
-    remarks = list[str]()
-    for path in files:
-        values = json_object(path)
-        for value in dict.fromkeys(values[key] for key in PATH_KEYS if isinstance(values.get(key), str)):
-            if Path(value).is_absolute():
-                remarks.append(f"{path.name} contains a path on this machine: {value}")
-    return remarks
 
 
 def _license(base: Path) -> str:

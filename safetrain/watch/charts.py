@@ -11,6 +11,7 @@ from typing import Any
 
 from safetrain.core.events import Begun
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_atomic
 
@@ -104,8 +105,12 @@ def rungs_of(run: Run) -> tuple[str, ...]:
     """The settings that the run changed for memory, in words: ``step 7: 2 x 2 rows per update …: out of memory``."""
     if run.summary is not None:
         return run.summary.outcome.memory_rungs
-    rungs = run.job.rungs if run.job is not None else ()
-    return tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in rungs)
+    return rungs_of_job(run.job) if run.job is not None else ()
+
+
+def rungs_of_job(job: TrainJob) -> tuple[str, ...]:
+    """The same, of a job."""
+    return tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs)
 
 
 def predicted_peak(run: Run) -> int:

@@ -9,10 +9,15 @@ from typing import Any, Protocol
 
 from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.errors import DataError, ModelError
-from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, printable
+from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.signals import Terminated, handling
 
 HELP = "Ctrl-C stops an answer. Commands: /system TEXT, /reset, /help, /exit"
+REMARKS = {  # by how an answer ended
+    "stopped": "stopped",
+    "context": "the model's context is full. /reset begins a new chat",
+    "length": "cut off: raise --max-new-tokens",
+}
 
 
 class Speaker(Protocol):
@@ -32,8 +37,6 @@ class Side:
     label: str
     speaker: Speaker
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)  # of the last question
-    text: str = ""  # last answer
 
     def say(self, text: str) -> None:
         """A remark on this side."""
@@ -121,54 +124,44 @@ class Chat:
         say(f"system prompt: {text}" if text else "no system prompt")
 
     def _turn(self, question: str) -> None:
-        """Ask every side. Answers stay in the chat, even the beginning of a stopped one."""
+        """Ask every side that has room for the question."""
         self._stopped, self._turns = False, self._turns + 1
-        sides = [side for side in self._sides if self._prepare(side, question)]
+        message = {"role": "user", "content": question}
+        prompts = [(side, self._prompt(side, message)) for side in self._sides]
         with handling({SIGINT: self._stop}) if self._in_terminal else nullcontext():
-            for side in sides:
-                self._answer(side)
-        full = f"the model's context of {self._context} tokens is full. /reset begins a new chat"
-        remarks = {"stopped": "stopped", "context": full, "length": "cut off: raise --max-new-tokens"}
-        for side in sides:
-            if side.speaker.ended in remarks:
-                side.say(remarks[side.speaker.ended])
-            if side.text:
-                side.messages.append({"role": "assistant", "content": side.text})
-            else:
-                side.messages.pop()
+            for side, prompt in prompts:
+                if prompt is not None:
+                    self._answer(side, message, prompt)
 
-    def _prepare(self, side: Side, question: str) -> bool:
-        """Put the question into the chat, if there is room for it."""
-        if self._prompts.continues:
-            side.messages.clear()
-        side.messages.append({"role": "user", "content": question})
-        side.text = ""
+    def _prompt(self, side: Side, message: Mapping[str, Any]) -> list[int] | None:
+        """The tokens of the chat with this question; None if it cannot be asked."""
+        messages = [message] if self._prompts.continues else [*side.messages, message]
         try:
-            side.prompt = self._prompts.ids(self._prompts.with_system(side.messages, self._system))
+            prompt = self._prompts.ids(self._prompts.with_system(messages, self._system))
         except ModelError as error:
-            side.messages.pop()
             if not self._in_terminal:
                 raise
             side.say(error.what)
-            return False
-        length = len(side.prompt)
-        if self._context is None or length < self._context:
-            return True
-        side.messages.pop()
+            return None
+        if self._context is None or len(prompt) < self._context:
+            return prompt
         self._refuse(
-            f"question {self._turns} was not asked: the chat would have {length} tokens, more than the model's context "
-            f"of {self._context}. /reset begins a new chat."
+            f"question {self._turns} was not asked: the chat would have {len(prompt)} tokens, more than the model's "
+            f"context of {self._context}. /reset begins a new chat."
         )
-        return False
+        return None
 
-    def _answer(self, side: Side) -> None:
+    def _answer(self, side: Side, message: Mapping[str, Any], prompt: list[int]) -> None:
+        """Print an answer, which stays in the chat, even the beginning of a stopped one."""
         print(f"{side.label + ':':<7}" if side.label else "", end="", flush=True)
         answer = AnswerText(self._tokenizer)
-        for token in side.speaker.answer(side.prompt, lambda: self._stopped):
+        for token in side.speaker.answer(prompt, lambda: self._stopped):
             print(printable(answer.add(token)), end="", flush=True)
-            side.text = answer.text
-        side.text = answer.text
-        print("" if side.text or self._stopped else EMPTY_ANSWER, flush=True)
+        print("" if answer.text or self._stopped else EMPTY_ANSWER, flush=True)
+        if side.speaker.ended in REMARKS:
+            side.say(REMARKS[side.speaker.ended])
+        if answer.text:
+            side.messages += [message, {"role": "assistant", "content": answer.text}]
 
     def _stop(self, _number: int) -> None:
         self._stopped = True
@@ -177,9 +170,3 @@ class Chat:
 def say(text: str) -> None:
     """A remark that is not an answer."""
     print_text(f"[{text}]", sys.stderr)
-
-
-def describe(model: str, system: str, context: int | None) -> str:
-    """The lines printed before a chat."""
-    lines = [model, f"system prompt shared by all training rows: {system}" if system else ""]
-    return "\n".join(filter(None, [*lines, f"Context: {counted(context, 'token')}." if context else "", HELP]))

@@ -6,21 +6,23 @@ import enum
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Progress, Said, Started
 from safetrain.core.formatting import counted
-from safetrain.core.recorder import FlightRecord, Phase, allowed_seconds
+from safetrain.core.recorder import FlightRecord, Phase
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import PostMortem
-from safetrain.core.records.settings import TrainJob, memory_shape
+from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run, RunReader
-from safetrain.watch.charts import points_of
+from safetrain.core.storage import paths
+from safetrain.watch.charts import points_of, rungs_of_job
 from safetrain.watch.progress import time_left
 from safetrain.watch.result import MEASURE
 
@@ -43,7 +45,6 @@ class State(enum.Enum):
     WAITING = "waiting for the disk"
     VERIFYING = "checking the adapter"
     PAUSED = "paused"
-    HUNG = "hung"
     ENDING = "ending"  # the process is gone, its supervisor finds out why
     FINISHED = "finished"
     STOPPED = "stopped"  # on request, and saved
@@ -58,7 +59,7 @@ class State(enum.Enum):
 
 
 ENDED = (State.NOTHING, State.FINISHED, State.STOPPED, State.DIED, State.GONE, State.LEFT)
-STANDING_STILL = (State.STAGE, State.PAUSED, State.HUNG, State.ENDING)  # states without an estimate of the time left
+STANDING_STILL = (State.STAGE, State.PAUSED, State.ENDING)  # states without an estimate of the time left
 RUNNING_STATES = {
     Phase.EVALUATE: State.EVALUATING,
     Phase.SAVE: State.SAVING,
@@ -70,27 +71,13 @@ RUNNING_STATES = {
 
 
 @dataclass(frozen=True)
-class PhaseAge:
-    """The phase that was recorded last, over all its micro-batches."""
-
-    label: str
-    step: int  # 0: before the first
-    micro_batch: int
-    rows: int
-    tokens: int
-    age_seconds: float  # since it began, until now or until training ended
-    longest_seconds: float | None  # longest time that this phase has taken so far; None: its first time
-    is_silent: bool  # without a record for so long that the supervisor ends it
-
-
-@dataclass(frozen=True)
 class MonitorView:
     """A run, and what follows from its records."""
 
     run: Run
     state: State
     stage: str  # stage of the pipeline that runs instead
-    phase: PhaseAge | None
+    phase: dict[str, Any] | None  # what phase_of says
     left_seconds: float | None
     available_bytes: int  # on the machine
 
@@ -120,10 +107,11 @@ class MonitorView:
         return {State.GONE: "safetrain diagnose", State.FINISHED: finished}.get(self.state, "")
 
 
-def look_at(reader: RunReader, project: Path) -> MonitorView:
-    """The run now; if no training is running, the pipeline's running stage."""
-    run = reader.read()
-    return view_of(run, "" if run.is_running else running_stage(project), psutil.virtual_memory().available)
+def look_at(reader: RunReader) -> MonitorView:
+    """The run now; if no training is running, the stage of the pipeline that is."""
+    run, output = reader.read(), reader.output or paths.OUTPUT
+    stage = "" if run.is_running else running_stage(output.resolve().parent)
+    return view_of(run, stage, psutil.virtual_memory().available)
 
 
 def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
@@ -137,7 +125,7 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
         run = dataclasses.replace(run, steps=(), journal=() if is_before else since_start(run.journal))
     makes_steps = state.is_running and state not in STANDING_STILL
     left = time_left(run.journal, run.read_at_monotonic_seconds) if makes_steps else None
-    phase = phase_age(run) if run.flight and state is not State.STAGE else None
+    phase = phase_of(run) if run.flight and state is not State.STAGE else None
     return MonitorView(run, state, stage, phase, left, available_bytes)
 
 
@@ -192,18 +180,10 @@ def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 
 
 def batch_parts(job: TrainJob) -> tuple[str, ...]:
-    """``batch size 2 x accumulation 8 since step 12 (planned 4 x 4)``, then what did not fit."""
-    now = memory_shape(job.settings)
-    changes = [f"batch size {now.batch_size} x accumulation {now.gradient_accumulation}"]
-    if not job.rungs:
-        return (f"{changes[0]} (as planned)", *job.gpu_rungs[-1:])
-    planned, last = job.rungs[0].failed, job.rungs[-1]
-    changes += ["activations recomputed"] if now.gradient_checkpointing > planned.gradient_checkpointing else []
-    changes += ["base kept quantized"] if now.dequantize_base < planned.dequantize_base else []
-    changes += ["base read from disk"] if now.stream_base > planned.stream_base else []
-    since = f"since step {last.at_step}" if last.at_step else "from the start"
-    failed = f"{last.failed.window} did not fit: {last.evidence}"
-    return (f"{', '.join(changes)} {since} (planned {planned.window})", failed, *job.gpu_rungs[-1:])
+    """``batch size 2 x accumulation 8 (planned 4 x 4)``, then what did not fit."""
+    shape, planned = job.settings, f"planned {job.rungs[0].failed.window}" if job.rungs else "as planned"
+    now = f"batch size {shape.batch_size} x accumulation {shape.gradient_accumulation} ({planned})"
+    return (now, *rungs_of_job(job)[-1:], *job.gpu_rungs[-1:])
 
 
 def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
@@ -287,8 +267,6 @@ def _running_state(run: Run) -> State:
         return State.ENDING
     if run.worker_is_stopped:
         return State.PAUSED
-    if phase_age(run).is_silent:
-        return State.HUNG
     phase = run.flight[-1].phase
     if phase is Phase.LOAD_MODEL and any(record.phase is Phase.VERIFY for record in run.flight):
         return State.VERIFYING  # which loads the base again
@@ -301,35 +279,24 @@ def since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
     return journal[starts[-1] :] if starts else journal
 
 
-def phase_age(run: Run) -> PhaseAge:
-    """How long the phase of the newest flight record lasts, and whether that is too long."""
-    last, floor = run.flight[-1], run.marker.hang_seconds if run.marker is not None else 0.0
-    starts = [next(records) for _, records in groupby(run.flight, lambda record: (record.phase, record.work.step))]
-    longest = _longest_seconds(starts, lambda record: record.phase)
-    verdict, allowed = run.postmortem, None
-    if run.is_running and run.worker_lives:
-        silence = run.read_at_monotonic_seconds - last.monotonic_seconds
-        if not run.worker_is_stopped:  # a stopped process does not hang
-            longest_record = _longest_seconds(run.flight, lambda record: (record.phase, record.edge))
-            allowed = allowed_seconds(last, floor, longest_record)
-    else:  # until the training's end
-        ended = verdict.ended_seconds if verdict is not None else 0.0
-        silence = (ended if ended >= last.wall_seconds else run.read_at_seconds) - last.wall_seconds
-    silence = max(0.0, silence)
-    age = last.monotonic_seconds - starts[-1].monotonic_seconds + silence
-    return PhaseAge(
-        label=last.phase_label,
-        step=last.work.step,
-        micro_batch=last.work.micro_batch,
-        rows=last.work.rows,
-        tokens=last.work.tokens,
-        age_seconds=age,
-        longest_seconds=longest,
-        is_silent=allowed is not None and floor > 0 and silence > max(floor, allowed),
-    )
+def phase_of(run: Run) -> dict[str, Any]:
+    """The newest phase over all its micro-batches: its work, since when it runs, and its longest time so far.
 
-
-def _longest_seconds(records: Sequence[FlightRecord], kind: Callable[[FlightRecord], object]) -> float | None:
-    """The longest time between a record of the same kind as the last one and the record after it."""
-    same = ((before, after) for before, after in pairwise(records) if kind(before) == kind(records[-1]))
-    return max((after.monotonic_seconds - before.monotonic_seconds for before, after in same), default=None)
+    ``age_seconds``: None if it has ended; ``longest_seconds``: None for its first time.
+    """
+    last, starts = run.flight[-1], list[FlightRecord]()
+    for record in run.flight:
+        if not starts or (record.phase, record.work.step) != (starts[-1].phase, starts[-1].work.step):
+            starts.append(record)
+    earlier = [
+        after.monotonic_seconds - before.monotonic_seconds
+        for before, after in pairwise(starts)
+        if before.phase is last.phase
+    ]
+    age = run.read_at_monotonic_seconds - starts[-1].monotonic_seconds
+    return {
+        "label": last.phase_label,
+        **{name: getattr(last.work, name) for name in ("step", "micro_batch", "rows", "tokens")},
+        "age_seconds": max(0.0, age) if run.is_running and run.worker_lives else None,
+        "longest_seconds": max(earlier, default=None),
+    }

@@ -6,9 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
@@ -19,27 +17,30 @@ from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
 MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
-STRETCHES = 8  # of the recent half of the updates; the median pace counts
 
 
 def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> float | None:
     """Seconds until updates, validations and the adapter check are over, at ``now_seconds`` of the monotonic clock.
 
-    0: they take longer than estimated; None: the time of an update is not known yet.
+    0: they take longer than estimated; None: the time of an update is not known yet. Medians leave pauses out.
     """
-    begun, marks = None, list[tuple[float, Progress]]()  # of the newest process
+    begun, marks = None, list[tuple[float, int, float, int]]()  # of the newest process
     for entry in journal:
-        if isinstance(entry.event, Begun):  # a continued run's updates have no time before its first progress
-            begun = entry.event
-            marks = [] if begun.resumed_from_step else [(entry.monotonic_seconds, Progress(0, 0.0, 0))]
-        elif isinstance(entry.event, Progress):
-            marks.append((entry.monotonic_seconds, entry.event))
-    if begun is None or len(marks) < 2 or marks[-1][1].step <= marks[0][1].step:
+        event = entry.event
+        if isinstance(event, Begun):  # a continued run's updates have no time before its first progress
+            begun, marks = event, [] if event.resumed_from_step else [(entry.monotonic_seconds, 0, 0.0, 0)]
+        elif isinstance(event, Progress):
+            marks.append((entry.monotonic_seconds, event.step, event.elapsed_seconds, event.validations))
+    if begun is None or len(marks) < 2 or marks[-1][1] <= marks[0][1]:
         return None
-    last_seconds, last = marks[-1]
-    updates = max(0, begun.total_steps - last.step)
-    validations = _validations_left(last.step, begun) + begun.check_validations
-    seconds = updates * _pace([progress for _, progress in marks]) + validations * _validation_seconds(marks)
+    clock, steps, elapsed, validations = np.diff(np.array(marks, np.float64), axis=0).T
+    paces, waits = elapsed[steps > 0] / steps[steps > 0], (clock - elapsed)[validations > 0]
+    waits = waits / validations[validations > 0]  # between two marks, but in no update
+    last_seconds, last_step = marks[-1][:2]
+    every = begun.eval_steps or begun.total_steps
+    still = 1 + (begun.total_steps - 1) // every - last_step // every if last_step < begun.total_steps else 0
+    seconds = max(0, begun.total_steps - last_step) * float(np.median(paces[-len(paces) // 2 :]))
+    seconds += (still + begun.check_validations) * max(0.0, float(np.median(waits)) if len(waits) else 0.0)
     return max(0.0, seconds - max(0.0, now_seconds - last_seconds))
 
 
@@ -54,33 +55,6 @@ def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
     """``14:32``; on another day ``Tue 03 Mar 14:32``."""
     there, now = time.localtime(wall_seconds), time.localtime(now_wall_seconds)
     return time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
-
-
-def _pace(marks: Sequence[Progress]) -> float:
-    """Seconds of an update: the median of stretches of the recent half, so that a pause of the process is left out."""
-    steps = np.array([mark.step for mark in marks])
-    elapsed = np.array([mark.elapsed_seconds for mark in marks])
-    ends = np.linspace(steps[-1] - (steps[-1] - steps[0] + 1) // 2, steps[-1], STRETCHES + 1)
-    places = np.unique(np.searchsorted(steps, ends, side="right") - 1)
-    return float(np.median(np.diff(elapsed[places]) / np.diff(steps[places])))
-
-
-def _validation_seconds(marks: Sequence[tuple[float, Progress]]) -> float:
-    """Median time of a validation: the time between two marks that no update took; 0 before the first validation."""
-    times = [
-        ((now - before) - (after.elapsed_seconds - earlier.elapsed_seconds)) / (after.validations - earlier.validations)
-        for (before, earlier), (now, after) in pairwise(marks)
-        if after.validations > earlier.validations
-    ]
-    return max(0.0, median(times)) if times else 0.0
-
-
-def _validations_left(step: int, begun: Begun) -> int:
-    """At each multiple of ``eval_steps``, and after the last update."""
-    if step >= begun.total_steps:
-        return 0
-    every = begun.eval_steps or begun.total_steps
-    return 1 + (begun.total_steps - 1) // every - step // every
 
 
 class TrainProgress:
@@ -100,17 +74,14 @@ class TrainProgress:
             if event.resumed_from_step:
                 say(f"continuing from step {event.resumed_from_step}")
         elif isinstance(event, StepRecord):
-            self._show_record(event)
+            self._validations += event.valid_loss is not None
+            progress = Progress(event.step, event.elapsed_seconds, self._validations)
+            self._journal.append(JournalEntry(time.time(), self._clock(), progress))
+            if len(self._journal) > MOST_ENTRIES:
+                self._journal = self._journal[::2]
+            say(line_of(event, self._begun, time_left(self._journal, self._clock()) or 0.0))
         elif isinstance(event, Said):
             say(event.text)
-
-    def _show_record(self, record: StepRecord) -> None:
-        self._validations += record.valid_loss is not None
-        progress = Progress(record.step, record.elapsed_seconds, self._validations)
-        self._journal.append(JournalEntry(time.time(), self._clock(), progress))
-        if len(self._journal) > MOST_ENTRIES:
-            self._journal = self._journal[::2]
-        say(line_of(record, self._begun, time_left(self._journal, self._clock()) or 0.0))
 
 
 def say(text: str) -> None:
@@ -154,32 +125,29 @@ def say_on_terminal(text: str) -> None:
 class EvaluationProgress:
     """Prints every ten seconds how far the evaluation of a model is, and how much time this part still needs."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(self) -> None:
         self._part = ("", "")  # model and work
         self._start_seconds, self._line_seconds, self._start_done = 0.0, 0.0, 0.0  # of this part
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
         """Report how much of this model's ``work`` (e.g. ``questions answered``) is done; questions begun count too."""
-        now = self._clock()
+        now = time.monotonic()
         if (name, work) != self._part:
             self._part, self._start_seconds, self._line_seconds, self._start_done = (name, work), now, now, done
         elif now - self._line_seconds >= SAY_EVERY_SECONDS and done > self._start_done:
             self._line_seconds = now
             left = (now - self._start_seconds) * (total - done) / (done - self._start_done)
-            self._say(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(left)} left")
+            say_on_terminal(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(left)} left")
 
 
 @contextmanager
-def still_working(
-    activity: str, say: Callable[[str], None] = say_on_terminal, every_seconds: float = SAY_EVERY_SECONDS
-) -> Iterator[None]:
+def still_working(activity: str) -> Iterator[None]:
     """Print every ten seconds how long a block without progress reports has run."""
     end, start_seconds = threading.Event(), time.monotonic()
 
     def repeat() -> None:
-        while not end.wait(every_seconds):
-            say(f"{activity}, for {duration_text(time.monotonic() - start_seconds)} so far")
+        while not end.wait(SAY_EVERY_SECONDS):
+            say_on_terminal(f"{activity}, for {duration_text(time.monotonic() - start_seconds)} so far")
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

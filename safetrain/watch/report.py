@@ -2,18 +2,18 @@
 
 import base64
 import dataclasses
-import functools
+import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.events import Begun, Died
-from safetrain.core.formatting import counted, duration_text, override, size_text
-from safetrain.core.records.evaluation import Evaluation, Improvement, Score, describe_forgetting, describe_loss
+from safetrain.core.formatting import counted, duration_text, override, printable, size_text
+from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.run_state import describe_memory, describe_place
 from safetrain.core.records.schema import SET
@@ -24,24 +24,14 @@ from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import comparison, pictures, predicted_peak, rungs_of
 from safetrain.watch.monitor import State, state_of
 
-if TYPE_CHECKING:
-    from dvc.api import DVCFileSystem
-
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
 MOST_LETTERS, MOST_LINES = 600, 40
-# Controls, writing directions, halves of pairs, tags: what is invisible, or moves or hides text, is escaped: \u202e
-HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
-    "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
-)
-STATUSES = {
-    State.NOTHING: ("not trained yet", OPEN),
-    State.STOPPED: ("stopped", OPEN),
-    State.LEFT: ("unfinished", OPEN),
-    State.DIED: ("ended badly", BAD),
-    State.FINISHED: ("finished", GOOD),  # with an unreadable summary
-    State.GONE: ("ended without a verdict: run safetrain diagnose", BAD),
+STATUSES = {  # in other words than the monitor's
+    State.NOTHING: "not trained yet",
+    State.LEFT: "unfinished",
+    State.DIED: "ended badly",
+    State.GONE: "ended without a verdict: run safetrain diagnose",
 }
 Row = tuple[str, ...]
 UNKNOWN = "–"  # in a comparison
@@ -58,8 +48,7 @@ def render(template: str, **values: Any) -> str:
 
     pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    spell = functools.partial(HIDDEN.sub, lambda letter: ascii(letter[0])[1:-1])
-    pages.finalize = lambda value: spell(value) if type(value) is str else value
+    pages.finalize = lambda value: printable(value) if type(value) is str else value  # markup is no plain str
     pages.filters |= {
         "cut": cut,
         "size": size_text,
@@ -102,9 +91,9 @@ def status_of(run: Run) -> tuple[str, str]:
         rungs = len(rungs_of(run)) + len(run.summary.outcome.gpu_rungs)
         return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
     state = state_of(run)
-    if state is State.STOPPED and run.postmortem is not None and run.postmortem.resumes_from_step:
-        return "stopped, saved", OPEN
-    return ("running", OPEN) if state.is_running else STATUSES[state]
+    saved = ", saved" if state is State.STOPPED and run.postmortem and run.postmortem.resumes_from_step else ""
+    text = "running" if state.is_running else STATUSES.get(state, state.value + saved)
+    return text, BAD if state in (State.DIED, State.GONE) else OPEN
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
@@ -113,9 +102,12 @@ def verdict_of(run: Run) -> tuple[str, str]:
     if scores is not None:
         gain, half = scores.improvement.nats_per_label, scores.improvement.plus_minus
         tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
-        text = f"{describe_loss(scores)}."
-        empty = _empty_answers(scores)
-        return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
+        samples = {(each.where, each.question): each for each in (*scores.samples, *scores.worst)}
+        answers = [each.tuned.strip() for each in samples.values() if each.expected.strip()]
+        if 2 * answers.count("") <= len(answers):
+            return f"{describe_loss(scores)}.", tone
+        empty = f"{answers.count('')} of its {len(answers)} recorded answers are empty"
+        return f"{describe_loss(scores)}. But {empty}.", OPEN if tone == GOOD else tone
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
     if run.has_stale_evaluation:
@@ -123,13 +115,6 @@ def verdict_of(run: Run) -> tuple[str, str]:
     metrics, before = run.summary.metrics, run.summary.outcome.base_valid_loss
     losses = f"{before:.3f} before, {metrics.best_valid_loss:.3f} at step {metrics.best_step:,}"
     return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
-
-
-def _empty_answers(scores: Evaluation) -> str:
-    """``7 of its 8 recorded answers are empty``, where most of the tuned model's are; otherwise empty."""
-    samples = {(each.where, each.question): each for each in (*scores.samples, *scores.worst)}
-    empty = [not each.tuned.strip() for each in samples.values() if each.expected.strip()]
-    return f"{sum(empty)} of its {len(empty)} recorded answers are empty" if 2 * sum(empty) > len(empty) else ""
 
 
 def exact_text(score: Score) -> str:
@@ -142,18 +127,16 @@ def exact_text(score: Score) -> str:
 
 def was_continued(run: Run) -> bool:
     """Whether another training process began after the one that the post-mortem explains."""
-    if run.summary is not None or run.marker is not None:
-        return True
     death = run.postmortem
     last_start = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
-    return death is not None and (death.went_on or death.ended_seconds < last_start)
+    went_on = death is not None and (death.went_on or death.ended_seconds < last_start)
+    return went_on or run.summary is not None or run.marker is not None
 
 
 def has_death(run: Run) -> bool:
     """Whether the post-mortem is about this run, not about an earlier one in the same folder."""
-    if run.postmortem is None or not was_continued(run):
-        return run.postmortem is not None
-    return bool(run.journal) and run.postmortem.ended_seconds >= run.journal[0].wall_seconds
+    death, began = run.postmortem, run.journal[0].wall_seconds if run.journal else math.inf
+    return death is not None and (not was_continued(run) or death.ended_seconds >= began)
 
 
 def history_of(run: Run) -> list[str]:
@@ -259,52 +242,35 @@ def value_text(value: Any) -> str:
 # Two runs
 
 
-def _gain_text(gain: Improvement) -> str:
-    """``1.5 ± 0.25``."""
-    return f"{gain.nats_per_label:.4g}" + (f" ± {gain.plus_minus:.2g}" if gain.plus_minus is not None else "")
-
-
-FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # name, place in a Run, how to write it
-    ("gain over the base, nats per label", "evaluation.improvement", _gain_text),
-    ("test rows", "evaluation.rows", "{:,}".format),
-    ("test loss of the tuned model", "evaluation.tuned.loss", "{:.4g}".format),
-    ("test loss of the base", "evaluation.base.loss", "{:.4g}".format),
-    ("exact match, 95 % interval", "evaluation.tuned", exact_text),
-    ("forgetting, nats per token of general text", "evaluation.forgetting.nats_per_token", "{:.4g}".format),
-    ("best validation loss", "summary.metrics.best_valid_loss", "{:.4g}".format),
-    ("updates", "summary.metrics.steps", "{:,}".format),
-    ("time of the updates", "summary.outcome.elapsed_seconds", duration_text),
-    ("tokens per second", "summary.outcome.tokens_per_second", "{:,.0f}".format),
-    ("peak of mlx", "summary.outcome.peak_memory_bytes", size_text),
-    ("peak of the process", "summary.outcome.peak_footprint_bytes", size_text),
-)
-
-
 class RevisionReader(RunReader):
-    """Reads the run at a Git revision or in a DVC experiment. ``missing``: files whose contents DVC does not have."""
+    """Reads the run at a Git revision or in a DVC experiment."""
 
     def __init__(self, root: Path, revision: str) -> None:
         """Raises ConfigError for an unknown revision, or one without results."""
+        from dvc.api import DVCFileSystem
+        from dvc.exceptions import DvcException
+        from dvc.repo import Repo
+        from dvc.scm import resolve_rev
+
         super().__init__(None, revision)
-        self.missing = list[str]()
-        self._files = _open(root, revision)
+        try:
+            with Repo(str(root)) as repo:
+                self._files = DVCFileSystem(str(root), rev=resolve_rev(repo.scm, revision))
+        except (DvcException, AttributeError) as error:
+            what, do = f"DVC knows no run {revision}.", "list the names with 'git log --oneline' and 'dvc exp show'"
+            raise ConfigError(what, where=str(root.resolve()), got=str(error), do=do) from None
         if not self._files.exists("dvc.lock"):
-            raise ConfigError(
-                f"{revision} has no results: DVC has recorded no training there.",
-                where=f"{revision} has no dvc.lock",
-                do="commit dvc.lock after 'dvc repro', or name an experiment of 'dvc exp show'",
-            )
+            what = f"{revision} has no results: DVC has recorded no training there."
+            do = "commit dvc.lock after 'dvc repro', or name an experiment of 'dvc exp show'"
+            raise ConfigError(what, where=f"{revision} has no dvc.lock", do=do)
 
     def file(self, name: str) -> bytes | None:
-        """A file by its name in the run's folder; None where the revision lacks it, or its contents are lost."""
+        """A file by its name in the run's folder; None where the revision lacks it. Raises ConfigError."""
         path = (paths.OUTPUT / name).as_posix()
-        if not self._files.exists(path):
-            return None
         try:
-            content: bytes = self._files.read_bytes(path)
+            content: bytes | None = self._files.read_bytes(path) if self._files.exists(path) else None
         except FileNotFoundError:  # in no cache and no remote
-            self.missing.append(path)
-            return None
+            raise ConfigError(f"DVC has no copy of {path} of {self.name}.", do="dvc fetch --all-commits") from None
         return content
 
     def adapter(self) -> str | None:
@@ -312,44 +278,20 @@ class RevisionReader(RunReader):
         return None
 
 
-def _open(root: Path, revision: str) -> "DVCFileSystem":
-    from dvc.api import DVCFileSystem
-    from dvc.exceptions import DvcException, NotDvcRepoError
-    from dvc.repo import Repo
-    from dvc.scm import RevError, SCMError, resolve_rev
-
-    try:
-        with Repo(str(root)) as repo:
-            commit = resolve_rev(repo.scm, revision)
-        return DVCFileSystem(str(root), rev=commit)
-    except (RevError, AttributeError):
-        what = f"No revision or experiment is called {revision}."
-        do = "list the names with 'git log --oneline' and 'dvc exp show'"
-    except NotDvcRepoError:
-        what, do = "This folder is not a DVC project.", "go to its root"
-    except (SCMError, DvcException) as error:
-        what, do = f"{revision} cannot be read: {error}", "try 'dvc exp show'"
-    raise ConfigError(what, where=str(root.resolve()), do=do)
-
-
 def compare(revisions: Sequence[str], target: Path) -> None:
     """Write the page about two revisions, or about one and this folder. Raises ConfigError."""
-    sources = [RevisionReader(Path(), revision) for revision in revisions]
-    runs = [source.read() for source in sources]
-    runs += [RunReader(name="this folder").read()] if len(runs) == 1 else []
-    missing = [f"{files.name}: DVC has no copy of {file}." for files in sources for file in files.missing]
-    write_comparison(runs[0], runs[1], target, missing)
+    runs = [RevisionReader(Path(), revision).read() for revision in revisions]
+    write_comparison(runs[0], runs[1] if runs[1:] else RunReader(name="this folder").read(), target)
 
 
-def write_comparison(first: Run, second: Run, target: Path, missing: Sequence[str] = ()) -> None:
-    """Write the page about two runs. ``missing``: outputs that DVC may still fetch."""
+def write_comparison(first: Run, second: Run, target: Path) -> None:
+    """Write the page about two runs."""
     one, other = dict(_values(first)), dict(_values(second))
     rows = [(name, one.get(name, UNKNOWN), other.get(name, UNKNOWN)) for name in dict.fromkeys((*one, *other))]
     page = render(
         "compare.html", title=f"{first.name} and {second.name}", first=first, second=second,
-        absent=[*((text, "dvc fetch --all-commits") for text in missing), *_absent(first), *_absent(second)],
+        absent=[*_absent(first), *_absent(second)], picture=comparison(first, second),
         different=[row for row in rows if row[1] != row[2]], same=[row for row in rows if row[1] == row[2]],
-        picture=comparison(first, second),
     )  # fmt: skip
     write_text(target, page)
 
@@ -362,19 +304,25 @@ def _absent(run: Run) -> list[tuple[str, str]]:
         parts.append((f"{run.name}: {why}.", "safetrain stage evaluate"))
     if run.summary is None:
         parts.append((f"{run.name}: no training has finished ({status_of(run)[0]}).", "dvc repro"))
-    unreadable = [cut(f"{run.name}: {file} is unreadable: {why}.") for file, why in run.unreadable]
-    return parts + [(text, "dvc repro") for text in unreadable]
+    return parts + [(cut(f"{run.name}: {file} is unreadable: {why}."), "dvc repro") for file, why in run.unreadable]
 
 
 def _values(run: Run) -> Iterator[tuple[str, str]]:
     """Results, settings, data and environment of a run, in words by name."""
-    for name, path, text in FIGURES:
-        value: Any = run
-        for field in path.split("."):
-            value = getattr(value, field, None)
-        yield name, UNKNOWN if value is None else text(value)
+    scores, summary = run.evaluation, run.summary
+    if scores is not None:
+        yield "result", describe_loss(scores)
+        yield "exact match, 95 % interval", exact_text(scores.tuned)
+        yield "forgetting", describe_forgetting(scores.forgetting)
+    if summary is not None:
+        yield from ((name, value_text(value)) for name, value in vars(summary.metrics).items())
+        outcome = summary.outcome
+        yield "time of the updates", duration_text(outcome.elapsed_seconds)
+        yield "tokens per second", f"{outcome.tokens_per_second:,.0f}"
+        yield "peak of mlx", size_text(outcome.peak_memory_bytes)
+        yield "peak of the process", size_text(outcome.peak_footprint_bytes)
     yield "steps down for memory", "; ".join(cut(text, 200) for text in rungs_of(run)) or "none"
-    settings = run.summary.settings if run.summary is not None else run.plan
+    settings = summary.settings if summary is not None else run.plan
     values = {"model.path": base_of(run), **values_of(settings)} if settings is not None else {}
     yield from ((key, value_text(value)) for key, value in values.items())
     if (data := run.data) is not None:

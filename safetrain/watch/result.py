@@ -39,14 +39,9 @@ def describe_result(run: Run, command: str = "dvc repro") -> str:
         lines.append(f"{describe_forgetting(scores.forgetting)}.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
     texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
-    must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
-    commands = [("source .venv/bin/activate", "")] if must_activate else []
-    commands += _next_of_pretrained(command) if pretrained else _next(sample, command, run.data)
-    listed = [
-        f"{'' if number else 'Next:':<6} {f'{command:<45} # {note}' if note else command}"
-        for number, (command, note) in enumerate(commands)
-    ]
-    return "\n".join([*lines, *(["", *texts] if texts else []), "", *listed])
+    commands = _next(sample, command, run.data, pretrained=pretrained)
+    listed = [f"{line:<45} # {note}" if note else line for line, note in commands]
+    return "\n".join([*lines, *(["", *texts] if texts else []), "", "Next:  " + "\n       ".join(listed)])
 
 
 def describe_scores(scores: Evaluation) -> list[str]:
@@ -71,65 +66,35 @@ def unmeasured(run: Run) -> str:
 def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     if run.summary is not None and run.evaluation is not None:
         return run.summary, run.evaluation
-    damage = [
-        f"{name}: {reason}" for name, reason in run.unreadable if name in (str(paths.SUMMARY), str(paths.EVALUATION))
-    ]
+    damage = "; ".join(f"{name}: {reason}" for name, reason in run.unreadable)
     if run.summary is None:
-        raise ConfigError(
-            "No run has finished yet.",
-            where=str(paths.SUMMARY),
-            got="; ".join(damage),
-            do="repeat the command that started it ('safetrain run' or 'dvc repro'): it continues",
-        )
-    raise ConfigError(
-        "The last training has not been evaluated.",
-        where=str(paths.EVALUATION),
-        got="; ".join(damage) or ("scores of another adapter" if run.has_stale_evaluation else ""),
-        do=f"{MEASURE}; after 'git checkout': dvc checkout",
-    )
+        do = "repeat the command that started it ('safetrain run' or 'dvc repro'): it continues"
+        raise ConfigError("No run has finished yet.", where=str(paths.SUMMARY), got=damage, do=do)
+    got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
+    do = f"{MEASURE}; after 'git checkout': dvc checkout"
+    raise ConfigError("The last training has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
 
 
-def _next_of_pretrained(command: str) -> list[tuple[str, str]]:
-    """Commands for after pretraining, each with its purpose."""
-    longer = f"{command.removesuffix(' repro')} exp run -S" if command.endswith(" repro") else command
-    return [
-        ('safetrain ask "The "', "it continues a text"),
-        ("safetrain report", "a page with everything"),
-        ("safetrain fuse models/mine", "then set model.path to it"),
-        (f"{_without(longer, 'train.max_steps')} train.max_steps=…", "longer; replaces results"),
-    ]
-
-
-def _next(sample: Sample | None, command: str, data: DataReport | None) -> list[tuple[str, str]]:
+def _next(sample: Sample | None, command: str, data: DataReport | None, *, pretrained: bool) -> list[tuple[str, str]]:
     """Commands for after a run, with or without DVC, each with its purpose."""
-    question = sample.question if sample and _can_be_typed(sample.question) else "..."
-    lines = [
-        (f'safetrain ask "{question}" --base', ""),
-        ("safetrain chat --compare", "talk with both models"),
-        ("safetrain report", "a page with everything"),
-        ("safetrain fuse fused", "merge adapter into base"),
-    ]
-    if command.endswith(" repro"):
-        dvc = command.removesuffix(" repro")
-        lines += [
-            ("git add -A && git commit -m first", "keep this run"),
-            ("git checkout . && dvc checkout", "come back to it"),
-            (f"{dvc} exp run -S train.learning_rate=2e-3", "another run"),
-            (f"{dvc} exp show", "compare the runs"),
-        ]
+    must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
+    lines = [("source .venv/bin/activate", "")] if must_activate else []
+    if pretrained:
+        lines += [('safetrain ask "The "', "it continues a text")]
+        fuse, change = ("safetrain fuse models/mine", "then set model.path to it"), "train.max_steps=…"
     else:
-        lines += [
-            (f"{_without(command, 'train.learning_rate')} train.learning_rate=2e-3", "replaces these results"),
-            ("safetrain repro", "the same with DVC, kept"),
-        ]
+        question = sample.question if sample and _can_be_typed(sample.question) else "..."
+        lines += [(f'safetrain ask "{question}" --base', ""), ("safetrain chat --compare", "talk with both models")]
+        fuse, change = ("safetrain fuse fused", "merge adapter into base"), "train.learning_rate=2e-3"
+    lines += [("safetrain report", "a page with everything"), fuse]
+    if command.endswith(" repro"):
+        dvc = command.removesuffix("repro")
+        lines += [(f"{dvc}exp run -S {change}", "another run"), (f"{dvc}exp show", "compare the runs")]
+    else:
+        lines += [(f"{command} {change}", "replaces these results"), ("safetrain repro", "the same with DVC, kept")]
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines
-
-
-def _without(command: str, key: str) -> str:
-    """The command without its value for this key."""
-    return " ".join(word for word in command.split(" ") if not word.startswith(f"{key}="))
 
 
 def _can_be_typed(question: str) -> bool:

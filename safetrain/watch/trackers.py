@@ -67,25 +67,23 @@ def _numbers(record: StepRecord) -> dict[str, float]:
 
 def _settings(run: Run) -> Iterator[tuple[str, Any]]:
     """Settings of the training, the base model's name and facts of the machine; no paths."""
-    base = run.summary.outcome.base_model if run.summary else run.job.base if run.job else ""
-    yield "base_model", Path(base).name
+    yield "base_model", Path(run.summary.outcome.base_model if run.summary else run.job.base if run.job else "").name
     values = dataclasses.asdict(run.settings) if run.settings else {}
-    lora = {f"lora.{name}": value for name, value in values.pop("lora", {}).items()}
-    for name, value in (values | lora).items():
-        yield name, ", ".join(value) if isinstance(value, tuple) else value
-    for name in MACHINE_FACTS if run.machine else ():
-        yield f"machine.{name}", getattr(run.machine, name)
+    values |= {f"lora.{name}": value for name, value in values.pop("lora", {}).items()}
+    yield from ((name, ", ".join(value) if isinstance(value, tuple) else value) for name, value in values.items())
+    yield from ((f"machine.{name}", getattr(run.machine, name)) for name in MACHINE_FACTS if run.machine)
 
 
 def _results(run: Run) -> Iterator[tuple[str, float]]:
     """Final losses of a finished training, and base and tuned on the test file once they are measured."""
-    metrics = dataclasses.asdict(run.summary.metrics) if run.summary else {}
-    yield from ((f"result/{name}", value) for name, value in metrics.items() if value is not None)
+    values: dict[str, Any] = {}
+    if run.summary is not None:
+        values |= {f"result/{name}": value for name, value in vars(run.summary.metrics).items()}
     if run.evaluation is not None:
-        for side, score in (("base", run.evaluation.base), ("tuned", run.evaluation.tuned)):
-            scores = ((name, getattr(score, name)) for name in SCORES)
-            yield from ((f"test/{side}_{name}", value) for name, value in scores if value is not None)
-        yield "test/nats_per_label_gained", run.evaluation.improvement.nats_per_label
+        sides = ("base", run.evaluation.base), ("tuned", run.evaluation.tuned)
+        values |= {f"test/{side}_{name}": getattr(score, name) for side, score in sides for name in SCORES}
+        values["test/nats_per_label_gained"] = run.evaluation.improvement.nats_per_label
+    yield from ((name, value) for name, value in values.items() if value is not None)
 
 
 def _send_wandb(place: str, name: str, settings: Settings, points: Sequence[Point]) -> str:

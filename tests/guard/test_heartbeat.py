@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from safetrain.core.recorder import HANG_FIRST_TIME, HANG_TIMES_LONGEST, NO_WORK, Edge, FlightRecord, Phase
-from safetrain.guard.process import Heartbeat, MemoryReadings, Sampler
+from safetrain.core.recorder import NO_WORK, Edge, FlightRecord, Phase
+from safetrain.guard.process import HANG_FIRST_TIME, HANG_TIMES_LONGEST, Heartbeat, MemoryReadings, Sampler
 
 FLOOR, LONG = 10.0, 10.0**5
 BEFORE, AFTER, GRADIENT, EVALUATE = Edge.BEFORE, Edge.AFTER, Phase.GRADIENT, Phase.EVALUATE
@@ -54,10 +54,10 @@ def test_what_was_seen_hours_ago_is_no_evidence(monkeypatch: pytest.MonkeyPatch)
     """Another program took all memory for a moment, and one of its processes was killed for it."""
     kills = iter((0, 0, 1, 1, 1))
     monkeypatch.setattr("safetrain.guard.process.oom_kills", lambda _groups: next(kills))
-    seen, usual = Sampler(None), MemoryReadings(2, 3, 900, 0.0, 1)
+    seen, usual = Sampler(None), MemoryReadings(2, 3, 900, 1)
     assert seen.recent() == MemoryReadings()
     seen.keep(0.0, usual)
-    seen.keep(1.0, MemoryReadings(80, 90, 1, 70.0, 4))
-    assert seen.recent() == MemoryReadings(80, 90, 1, 70.0, 4, 1)
-    seen.keep(3600.0, MemoryReadings(2, 3, 900, 0.0, 1, 1))
-    assert seen.recent() == MemoryReadings(2, 3, 900, 0.0, 1, 0)
+    seen.keep(1.0, MemoryReadings(80, 90, 1, 4))
+    assert seen.recent() == MemoryReadings(80, 90, 1, 4, 1)
+    seen.keep(3600.0, MemoryReadings(2, 3, 900, 1, 1))
+    assert seen.recent() == MemoryReadings(2, 3, 900, 1, 0)

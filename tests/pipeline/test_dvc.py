@@ -201,7 +201,7 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
     page = (workspace.folder / "checkpoints_qlora/compare.html").read_text()
     assert "<h1>HEAD and sweep</h1>" in page
     assert "train.learning_rate" in page.partition("<h2>Data</h2>")[0]
-    for name, said in {"nosuch": "No revision or experiment is called nosuch", "HEAD~3": "has no results"}.items():
+    for name, said in {"nosuch": "DVC knows no run nosuch", "HEAD~3": "has no results"}.items():
         with pytest.raises(ConfigError, match=said):
             workspace.cli("report", "--compare", name)
     assert workspace.git("status", "--short") == ""

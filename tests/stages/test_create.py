@@ -33,7 +33,7 @@ def test_a_corpus_is_validated_for_a_training_from_scratch_alone(
     assert (done.returncode, "train.method=pretrain" in done.stderr) == (2, True)
     printed = workspace.stage("validate_data", "data.path=data/corpus", "train.method=pretrain").stdout
     assert "data/corpus: tokens of documents (datatrove)" in printed
-    assert "end of a document: <|end|>" in printed
+    assert "stop token: <|end|>" in printed
     monkeypatch.chdir(workspace.folder)
     rows, documents = load_training_rows(Path("models/encyclopedia-3m"), None, 16, method="pretrain"), tokenized()
     assert isinstance(rows.train, TokenWindows)

@@ -196,7 +196,7 @@ class RecordedRun:
         self.journal = Journal(output / FLIGHT / JOURNAL)
         self.journal.write(Started())
         limit = 16 * GIB, "the machine's memory"
-        write_marker(output, RunMarker(boot_id(), "dvc repro", time.time(), time.monotonic(), 600.0, *limit))
+        write_marker(output, RunMarker(boot_id(), "dvc repro", time.time(), time.monotonic(), *limit))
         self.recorder = Recorder(output / FLIGHT / RECORDER)
         self.recorder.device("cpu")
         self.recorder.predicted_peak_bytes = 150 * MIB

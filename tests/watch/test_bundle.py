@@ -19,7 +19,7 @@ from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES
 from tests.conftest import ROOT
 from tests.support.settings import SETTINGS
-from tests.watch.made_run import DEATH, PLAN, data_report, make_run
+from tests.watch.made_run import DEATH, PLAN, UPDATES, data_report, make_run
 
 ROW, NAME, PATH = "Whose birthday is on the ninth of Thermidor", "marguerite", "/home/marguerite/models/x"
 TOKEN, HOST = "hf_abcdefGHIJKL0123456789xyz", "atelier-42.example.org"
@@ -50,7 +50,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_record(output / "postmortem.json", DEATH)
     write_record(output / "data_report.json", data_report((Finding("NEAR-COPIES", "warning", 3, (ROW,), ROW, NAME),)))
     write_record(output / "flight" / "job.json", TrainJob(PATH, SETTINGS, True, MemoryBudget(9), None))
-    write_marker(output, RunMarker(TOKEN, f"dvc repro {ROW}", 1.0, 1.0, 0.0, 9, NAME))
+    write_marker(output, RunMarker(TOKEN, f"dvc repro {ROW}", 1.0, 1.0, 9, NAME))
     texts = ({"type": "Said", "text": ROW}, {"type": "Died", "title": NAME, "step": 12})
     lines = (json.dumps(event | {"wall_seconds": 1.0, "monotonic_seconds": 1.0}) for event in texts)
     (output / "flight" / "journal.jsonl").write_text("\n".join(lines) + "\n")
@@ -69,7 +69,7 @@ def test_nothing_that_is_planted_is_in_it(output: Path, whole: bool) -> None:
     for path in output.rglob("*.json"):
         path.write_text(json.dumps(plant(json.loads(path.read_text()), whole=whole)))
     _, files = bundled()
-    assert len(files) == 12
+    assert len(files) == 2
     for name, text in files.items():
         assert not [each for each in PLANTED if each.casefold() in text.casefold()], f"{name}: {text}"
 
@@ -78,22 +78,22 @@ def test_it_says_what_is_in_it_and_replaces_nothing(output: Path) -> None:
     told, files = bundled()
     assert all(name in told for name in files)
     assert "Look at it before you send it" in told
-    death = json.loads(files["postmortem.json"])
+    run = json.loads(files["run.json"])
+    death = run["postmortem"]
     assert (death["cause"], death["phase"], death["confidence"]) == ("oom_kill", "gradient", "confirmed")
     assert (death["step"], death["footprint_bytes"], "evidence" in death) == (17, DEATH.footprint_bytes, False)
-    summary, plan = json.loads(files["training_summary.json"]), json.loads(files["recommended_config.json"])
-    assert (summary["settings"]["method"], summary["settings"]["lora"]["targets"]) == ("lora", ["all-linear"])
-    assert plan["predicted_peak_bytes"] == PLAN.predicted_peak_bytes
+    settings = run["summary"]["settings"]
+    assert (settings["method"], settings["lora"]["targets"]) == ("lora", ["all-linear"])
+    assert run["plan"]["predicted_peak_bytes"] == PLAN.predicted_peak_bytes
     assert json.loads(files["machine.json"])["packages"]["mlx"]
-    findings = json.loads(files["data_report.json"])["findings"]
-    assert findings == [{"id": "NEAR-COPIES", "severity": "warning", "count": 3}]
-    assert json.loads(files["evaluation.json"])["improvement"]["nats_per_label"] == 1.5
-    assert ",gradient," in files["flight.csv"]
-    assert [event["event"] for event in json.loads(files["journal.json"])] == ["Said", "Died"]
+    assert run["data"]["findings"] == [{"id": "NEAR-COPIES", "severity": "warning", "count": 3}]
+    assert run["evaluation"]["improvement"]["nats_per_label"] == 1.5
+    assert [record["phase"] for record in run["flight"]] == ["GRADIENT"] * 2
+    assert (run["events"], len(run["steps"])) == (["Said", "Died"], UPDATES + 1)
     (output / "postmortem.json").write_text("[1, 2")  # damaged records are named and end nothing
     (output / "flight" / "recorder.bin").write_bytes(b"SAFETRN1")
     Path("bug.zip").unlink()
-    assert json.loads(bundled()[1]["status.json"])["unreadable"] == ["postmortem.json"]
+    assert json.loads(bundled()[1]["run.json"])["unreadable"] == ["postmortem.json"]
     for name, words in {"bug.zip": "already exists", "bug.txt": "name it bug.zip"}.items():
         assert words in str(CliRunner().invoke(app, ["diagnose", "--bundle", name]).exception)
 

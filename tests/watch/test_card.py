@@ -20,11 +20,11 @@ from tests.watch.made_run import change, evaluation, make_run, sample
 
 SECRET = "You are the assistant of Anna Example."
 LIKE = Likeness(0.5, 0.0, 1.0, 9, 0, 0)
-KINDS = {  # library, relation to the base, files that name a path
-    "fused": ("mlx", "finetune", ["fuse_report.json"]),
-    "peft": ("peft", "adapter", ["adapter_config.json", "export_report.json"]),
-    "gguf": ("gguf", "quantized", ["tuned.gguf.json"]),
-    "adapter": ("mlx", "adapter", ["adapter_config.json"]),
+KINDS = {  # library, relation to the base
+    "fused": ("mlx", "finetune"),
+    "peft": ("peft", "adapter"),
+    "gguf": ("gguf", "quantized"),
+    "adapter": ("mlx", "adapter"),
 }
 
 
@@ -71,7 +71,7 @@ def card(folder: Path, adapter: Path | None = None) -> tuple[str, list[str]]:
 
 def test_the_command_writes_it(project: Path) -> None:
     folder = made(project, "fused")
-    done = CliRunner().invoke(app, ["card", str(folder)], catch_exceptions=False)
+    CliRunner().invoke(app, ["card", str(folder)], catch_exceptions=False)
     text = (folder / "README.md").read_text()
     assert ModelCard(text).data.to_dict() == {
         "library_name": "mlx", "pipeline_tag": "text-generation", "base_model": "owner/Base-4bit",
@@ -86,7 +86,6 @@ def test_the_command_writes_it(project: Path) -> None:
         assert words in text, words
     assert not [secret for secret in ("Anna", SECRET, str(project)) if secret in text]
     assert "\n\n\n" not in text
-    assert f"fuse_report.json contains a path on this machine: {project / 'base'}" in done.stdout
     assert "README.md already" in str(CliRunner().invoke(app, ["card", str(folder)]).exception)
 
 
@@ -107,12 +106,10 @@ def test_the_licence_is_the_base_s_and_the_results_are_this_adapter_s(project: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_folder_is_known_and_its_paths_are_named(project: Path, kind: str) -> None:
+def test_each_folder_is_known(project: Path, kind: str) -> None:
     folder = made(project, kind)
-    text, remarks = card(folder)
-    library, relation, names = KINDS[kind]
-    assert (ModelCard(text).data.library_name, ModelCard(text).data.base_model_relation) == (library, relation)
-    assert [each.partition(" ")[0] for each in remarks if "path on this machine" in each] == names
+    data = ModelCard(card(folder)[0]).data
+    assert (data.library_name, data.base_model_relation) == KINDS[kind]
     (project / "empty").mkdir()
     with pytest.raises(ConfigError, match="This folder has no model"):
         card(project / "empty")
@@ -126,8 +123,6 @@ def test_a_folder_of_another_adapter_is_refused(project: Path, kind: str, again:
     (other / "adapters.safetensors").write_bytes(b"another training")
     with pytest.raises(ConfigError, match="made from another adapter"):
         card(folder, other)
-    with pytest.raises(ConfigError, match="itself an adapter"):
-        card(paths.ADAPTERS, other)
     report = next(path for path in folder.iterdir() if path.name.endswith(("report.json", ".gguf.json")))
     report.write_text("{}")
     with pytest.raises(ConfigError, match=report.name) as caught:

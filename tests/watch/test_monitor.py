@@ -125,7 +125,7 @@ def test_a_training_under_way(running: Path) -> None:
     text = " ".join(drawn(view).split())
     assert "nothing has been trained here yet" in plain_line(seen(running / "nowhere"))
     for part in ("TRAINING", f"step 25 of {TOTAL}", "peak 140.0 MiB, predicted 150.0 MiB", "of 16.00 GiB (the",
-                 "batch size 2 x accumulation 8 (as planned)", f"train {loss_at(25):.4f}", "(longest 0",
+                 "batch size 2 x accumulation 8 (as planned)", f"train {loss_at(25):.4f}", "(longest 1 s)",
                  "950 labels/s", f"saved step {SAVED_AT}", "begins, 40 updates"):  # fmt: skip
         assert part in text
 
@@ -143,12 +143,9 @@ def test_what_it_does_between_updates(tmp_path: Path) -> None:
         assert seen(recorded.output).state is State.VERIFYING  # which loads the base again
 
 
-def test_what_takes_too_long_hangs_or_is_gone_is_told_apart(running: Path) -> None:
+def test_what_takes_long_is_stopped_or_is_gone_is_told_apart(running: Path) -> None:
     run = read_run(running)
-    for seconds, sign, state in ((2.0, "after", State.TRAINING), (700.0, "!! ", State.HUNG)):  # fmt: skip
-        view = view_of(later(run, seconds))
-        assert (view.state, dict(rows_of(view))["doing"].startswith(sign)) == (state, True)
-    assert "it hangs" in drawn(view)
+    assert " for 12 min (longest 1 s)" in dict(rows_of(view_of(later(run, 700.0))))["doing"]
     assert view_of(later(run, 18_000.0, worker_is_stopped=True)).state is State.PAUSED  # by Ctrl-Z
     assert view_of(later(run, 1.0, worker_lives=False)).state is State.ENDING
     view = view_of(later(run, 1.0, worker_lives=False, is_locked=False))
@@ -168,7 +165,7 @@ def test_less_memory_and_more_than_predicted_are_shown_in_words(tmp_path: Path) 
     with under_way(tmp_path / "run", updates=3, job=job) as recorded:
         view, run = seen(recorded.output), read_run(recorded.output)
     assert dict(rows_of(view))["batch"] == (
-        "look: batch size 2 x accumulation 8 since step 12 (planned 4 x 4); 4 x 4 did not fit: out of memory"
+        f"look: batch size 2 x accumulation 8 (planned 4 x 4); step 12: {RUNG.failed}: out of memory"
     )
     assert ("rank 0 of 2: " in plain_line(view), "2 ranks" in drawn(view)) == (True, True)
     record = dataclasses.replace(run.flight[-1], predicted_peak_bytes=100 * GIB)
@@ -191,7 +188,7 @@ def test_time_left_includes_the_adapter_check(running: Path) -> None:
     assert view.left_seconds == pytest.approx(10 * 1.2 + 8.0 + 3 * 8.0)
     assert "left, until" in drawn(view)
     assert json.loads(json_line(view))["progress"]["left"]["seconds"] == pytest.approx(44.0)
-    assert view_of(later(run, 700.0)).left_seconds is None  # it hangs
+    assert view_of(later(run, 700.0)).left_seconds == 0
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -204,13 +204,14 @@ def compared(folder: Path, first: Run, second: Run) -> str:
 
 def test_what_differs_comes_first(tmp_path: Path) -> None:
     text = compared(tmp_path, run(tmp_path, "first", 0.5, learning_rate=1e-4), run(tmp_path, "second", rows=50))
-    assert text.index("gain over the base, nats per label 0.5 ± 0.25 1.5 ± 0.25") < text.index("The same in both")
-    assert text.index("train.learning_rate 0.0001 0.005") < text.index("The same in both") < text.index("test rows 9 9")
-    for part in ("test loss of the tuned model 2.5 1.5", "train: rows, tokens, labels 40, 400, 100 50, 400, 100"):
+    assert text.index("better by 0.50 ± 0.25 (95 %, 9 rows)") < text.index("The same in both")
+    same = text.index("The same in both")
+    assert text.index("train.learning_rate 0.0001 0.005") < same < text.index("best_step 25 25")
+    for part in ("Test loss 3.000 → 2.500 nats per token", "train: rows, tokens, labels 40, 400, 100 50, 400, 100"):
         assert part in text, part
     bare = dataclasses.replace(run(tmp_path, "third"), name="bare", evaluation=None, summary=None)
     text = compared(tmp_path, bare, run(tmp_path, "fourth"))
-    for part in ("bare: it has no evaluation.", "bare: no training has finished", "best validation loss – 0.45"):
+    for part in ("bare: it has no evaluation.", "bare: no training has finished", "best_valid_loss – 0.45"):
         assert part in text, part
 
 
@@ -224,7 +225,7 @@ def test_the_command_writes_where_it_is_told_and_over_no_other_file(
     assert usual.exit_code == named.exit_code == 0, usual.output + named.output
     assert (tmp_path / "out/mine.html").read_bytes() == (tmp_path / paths.REPORT).read_bytes()
     Path("gone.html").symlink_to("nowhere")
-    refused = {("--out", "out"): "is an HTML page", ("--compare", "HEAD"): "not a DVC project",
+    refused = {("--out", "out"): "is an HTML page", ("--compare", "HEAD"): "DVC knows no run HEAD",
                ("--out", "params.yaml"): "is an HTML page", ("--out", "out/mine.html"): "already exists",
                ("--out", "gone.html"): "already exists", ("--compare", "a") * 3: "Only two runs"}  # fmt: skip
     for words, said in refused.items():

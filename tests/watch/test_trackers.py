@@ -75,8 +75,6 @@ def test_steps_and_results_are_sent_without_rows(run: Path, tracker: str) -> Non
 
 
 def test_mistakes_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("../../evil", "/evil", ".."):
-        assert "without a slash" in str(CliRunner().invoke(app, ["track", "tensorboard", "--name", name]).exception)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert "wandb is not installed" in str(CliRunner().invoke(app, ["track", "wandb"]).exception)
 

@@ -215,7 +215,6 @@ class PostMortem:
     next_command: str
     exit_code: int
     ended_seconds: float  # time of the end, Unix seconds
-    quoted: tuple[str, ...] = ()  # evidence in the words of another program
     went_on: bool = False  # whether the run continued by itself
     rank: int | None = None  # rank that ended the training; None: one process, or all ranks
     ranks: int = 1
