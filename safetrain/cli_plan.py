@@ -189,7 +189,7 @@ def create(
         expected = "--text FILE, to train one (--vocabulary N); or --tokenizer MODEL, to copy one as it is"
         raise ConfigError("A model needs one tokenizer.", expected=expected)
     request = model_shape.preset(preset, vocabulary, context)
-    texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
+    texts = training_texts(text or (), named_columns(columns or ()))
     where = ", ".join(map(str, text or ()))
     with still_working(f"creating {folder}"):
         model = create_model(folder, request, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)

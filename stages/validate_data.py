@@ -53,7 +53,7 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
             f"{files.vocab_size:,} tokens; to create one from this text (model.create={preset}), remove that folder"
         )
         return
-    texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
+    texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns))
     request, where = model_shape.preset(preset), config.data.path
     shape = create_model(folder, request, config.train.seed, texts=texts, where=where, say=say_on_terminal).shape
     print_text(

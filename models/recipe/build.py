@@ -102,7 +102,7 @@ def prepare(project: Path, rounds: dict[str, int], shape: ShapeRequest = SHAPE) 
         texts = [document(subject, source) for _ in range(count) for subject in known]
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         write_text(project / "text" / f"{split}.jsonl", "".join(lines))
-    read = training_texts([project / "text/train.jsonl"], None, print)
+    read = training_texts([project / "text/train.jsonl"], None)
     create_model(project / "untrained", shape, SEED, texts=read, where="text/train.jsonl")
 
 

@@ -1,6 +1,7 @@
 """Checks of a row's text. Each first looks for a character or two that its pattern needs, which is much faster."""
 
 import re
+from collections.abc import Iterator
 
 from safetrain.core.data.template import Controls
 from safetrain.data.rows import Row
@@ -23,14 +24,15 @@ BRACKETS = re.compile(
 )
 
 BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # occurs in all wrongly decoded text
-INVISIBLE = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\u180e\u00ad\ufff9-\ufffb]"
+LAYING_OUT = "\u200b\u202a-\u202e\u2066-\u2069"  # word breaks and writing direction, which some scripts need
+LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
+UNSEEN = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2060-\u2064\ufeff\u180e\u00ad\ufff9-\ufffb"
+JOINERS = (
     "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
     "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
 )
+INVISIBLE, INVISIBLE_IN_SCRIPTS = re.compile(f"[{UNSEEN}{LAYING_OUT}]{JOINERS}"), re.compile(f"[{UNSEEN}]{JOINERS}")
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # complete terminal escape sequences
-LAYING_OUT = re.compile("[\u200b\u202a-\u202e\u2066-\u2069]")  # word breaks and writing direction
-LAID_OUT = re.compile("[\u0590-\u08ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\ufb1d-\ufdff\ufe70-\ufefe]")  # scripts
 
 REFUSAL = re.compile(  # at the beginning of a sentence or clause
     r"(?:^[\s\"“*(]*|[.!?,]\s)(?:unfortunately |but |and )?(?:"
@@ -58,29 +60,28 @@ KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Sl
 EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys from documentation
 
 
-def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
-    """Run all checks on a row; returns the findings' ids and details.
+def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
+    """Run all checks on a row; yields the findings' ids and details.
 
     FOREIGN-MARKERS leaves out stop tokens, which are STOP-IN-TEXT, and the tokenizer's own tokens in bare text.
     """
     words = row.text or "\n\n".join([message.content for message in row.messages])
     own_markers = controls.tokens if row.format == "text" else None
-    findings = [
-        ("FOREIGN-MARKERS", marker)
-        for marker in dict.fromkeys(foreign_markers(words))
-        if marker not in controls.stops and (own_markers is None or not own_markers.fullmatch(marker))
-    ]
-    findings += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
-    others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
-    texts = "\n\n".join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
-    findings += [("SECRETS", detail) for detail in secrets(texts)]
+    for marker in dict.fromkeys(foreign_markers(words)):
+        if marker not in controls.stops and (own_markers is None or not own_markers.fullmatch(marker)):
+            yield "FOREIGN-MARKERS", marker
+    for identifier, check in CHECKS.items():
+        if detail := check(words):
+            yield identifier, detail
+    others = [*(message.details for message in row.messages), row.tools]  # thinking, calls and tools
+    for key in secrets("\n\n".join([words, *(text.replace("\\n", "\n") for text in others)])):
+        yield "SECRETS", f"a key ({key[:5]}…, {len(key)} characters)"
     if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
-        findings.append(("EMPTY-MESSAGE", ""))
+        yield "EMPTY-MESSAGE", ""
     if row.messages and row.messages[-1].role == "user":
-        findings.append(("ENDS-WITH-USER", ""))
+        yield "ENDS-WITH-USER", ""
     if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
-        findings.append(("REFUSALS", ""))
-    return findings
+        yield "REFUSALS", ""
 
 
 def foreign_markers(text: str) -> list[str]:
@@ -105,13 +106,13 @@ def placeholder(text: str) -> str:
         gap = BRACES.search(text)
     if gap is None and ("[" in text or "<no" in text):
         gap = BRACKETS.search(text)
-    return gap[0] if gap is not None else ""
+    return gap[0] if gap else ""
 
 
 def calculator_mark(text: str) -> str:
     """Find the first calculator mark, such as those in GSM8K's answers."""
-    mark = CALCULATOR.search(text) if "<<" in text else None
-    return mark[0] if mark is not None else ""
+    mark = CALCULATOR.search(text)
+    return mark[0] if mark else ""
 
 
 def mojibake(text: str) -> str:
@@ -132,44 +133,35 @@ def mojibake(text: str) -> str:
 
 def invisible_character(text: str) -> str:
     """Find the first invisible character that the text's script does not need."""
-    if text.replace("\n", "").isprintable():
-        return ""
-    is_laid_out = LAID_OUT.search(text) is not None
-    letters = (match[0] for match in INVISIBLE.finditer(text) if not (is_laid_out and LAYING_OUT.fullmatch(match[0])))
-    return next((f"U+{ord(letter):04X}" for letter in letters), "")
+    letter = None if text.replace("\n", "").isprintable() else _invisible_in(text).search(text)
+    return f"U+{ord(letter[0]):04X}" if letter else ""
 
 
 def without_invisible(text: str) -> str:
     """Remove what ``invisible_character`` finds; vertical tabs and form feeds become line ends."""
-    is_laid_out = LAID_OUT.search(text) is not None
-
-    def instead(match: re.Match[str]) -> str:
-        is_needed = is_laid_out and LAYING_OUT.fullmatch(match[0])
-        return match[0] if is_needed else "\n" if match[0] in "\v\f" else ""
-
     while invisible_character(text):  # a removal may create another match
-        text = INVISIBLE.sub(instead, ESCAPES.sub("", text))
+        text = ESCAPES.sub("", text)
+        text = _invisible_in(text).sub(lambda match: "\n" if match[0] in "\v\f" else "", text)
     return text
 
 
+def _invisible_in(text: str) -> re.Pattern[str]:
+    return INVISIBLE_IN_SCRIPTS if LAID_OUT.search(text) else INVISIBLE
+
+
 def secrets(text: str) -> list[str]:
-    """Find API keys, except those from documentation; returns the first characters and the length of each."""
-    if not any(part in text for part in KEY_PARTS):
-        return []
-    return [f"a key ({key[:5]}…, {len(key)} characters)" for key in KEY.findall(text) if _is_random(key)]
+    """Find API keys that look real: not like an example in documentation, nor a name with dashes."""
+    found = list[str]()
+    for key in KEY.findall(text) if any(part in text for part in KEY_PARTS) else ():
+        value = key.rpartition("-----")[2]
+        is_random = len(set(value)) >= 10 and (value.startswith("hf_") or any(map(str.isdigit, value[4:])))
+        found += [key] if is_random and not any(word in value.lower() for word in EXAMPLES) else []
+    return found
 
 
 def is_refusal(answer: str) -> bool:
     """Whether an answer begins with a refusal, or with "as an AI model"."""
-    head = answer[:HEAD].lower().replace("’", "'")
-    return REFUSAL.search(head) is not None
-
-
-def _is_random(key: str) -> bool:
-    """Whether ``key`` looks real, not like an example or a name with dashes."""
-    key = key.rpartition("-----")[2]
-    is_varied = len(set(key)) >= 10 and (key.startswith("hf_") or any(map(str.isdigit, key[4:])))
-    return is_varied and not any(word in key.lower() for word in EXAMPLES)
+    return REFUSAL.search(answer[:HEAD].lower().replace("’", "'")) is not None
 
 
 CHECKS = {

@@ -2,13 +2,13 @@
 
 import collections
 import csv
-import dataclasses
 import hashlib
-import io
 import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,9 +19,9 @@ from safetrain.core.formatting import counted, print_text, printable
 from safetrain.core.storage.files import write_atomic
 from safetrain.data.checks import without_invisible
 from safetrain.data.files import rows_of
-from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, Findings, Spot, require_kinds, summary
+from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, Findings, Place, Spot, require_kinds, summary
 from safetrain.data.forms import Columns, parse_row
-from safetrain.data.json_rows import Place, RowError
+from safetrain.data.rows import Row, RowError
 from safetrain.data.tokenize import DataSettings, ReadRow
 from safetrain.data.validate import Validation, validate
 
@@ -85,9 +85,8 @@ def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) ->
     """The rows with findings to drop; raises ConfigError for an unknown finding."""
     names = [name.strip().upper() for name in drop.split(",") if name.strip()]
     require_kinds("--drop", names)
-    findings = validate([path], model, settings, most_places=EVERY_PLACE).found
-    rows = ((finding.id, spot) for finding, spots in findings for spot in spots if finding.id in names)
-    return {spot.place: identifier for identifier, spot in rows}
+    found = validate([path], model, settings, most_places=EVERY_PLACE).found
+    return {spot.place: finding.id for finding, spots in found.items() if finding.id in names for spot in spots}
 
 
 def _as_json(validation: Validation) -> str:
@@ -102,8 +101,8 @@ def _as_json(validation: Validation) -> str:
         for row in validation.rows
     ]
     findings = [
-        {**dataclasses.asdict(finding), "places": [_place_as_json(spot) for spot in spots]}
-        for finding, spots in validation.found
+        {**asdict(finding), "places": [_place_as_json(spot) for spot in spots]}
+        for finding, spots in validation.found.items()
     ]
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
@@ -139,64 +138,56 @@ def _masked(row: ReadRow) -> str:
     return printable(f"{row.spot.text()}\n{''.join(pieces)}\n")
 
 
+@dataclass
 class Repair:
-    """A repaired copy of a file, in the format of its name, and its log; made when it is constructed."""
+    """A repaired copy of a file, in the format of its name, and its log; made when it is constructed.
 
-    def __init__(
-        self,
-        source: Path,
-        into: Path,
-        columns: Columns | None = None,
-        dropped: Mapping[Place, str] | None = None,
-        *,
-        drop_bad: bool = False,
-    ) -> None:
-        """Write the log of ``into`` and then ``into``, without the ``dropped`` rows, each dropped for a finding.
+    It lacks the ``dropped`` rows, each with its finding. Rows that cannot be read are an error, unless ``drop_bad``.
+    """
 
-        Rows that cannot be read are an error, unless ``drop_bad``. Raises ConfigError if ``into`` or its log already
-        exists or its suffix is unknown; DataError.
+    source: Path
+    into: Path
+    columns: Columns | None = None
+    dropped: Mapping[Place, str] = field(default_factory=dict)
+    drop_bad: bool = False
+
+    def __post_init__(self) -> None:
+        """Write the log of ``into`` and then ``into``.
+
+        Raises ConfigError if ``into`` or its log already exists or its suffix is unknown; DataError.
         """
+        into = self.into
         if into.suffix not in FORMATS:
             expected = f"a name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
             raise ConfigError("A copy cannot be written in the format of this name.", got=str(into), expected=expected)
-        self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
-        self.read, self.written = 0, 0  # rows
-        self.changes = collections.Counter[str]()
-        self._columns, self._dropped = columns, dropped or {}
-        self._findings = Findings()
-        self._rows: TextIO = io.StringIO()
-        self._log_file: TextIO = io.StringIO()
-        self._first_places: dict[bytes, str] = {}  # of the first row with each digest
+        self.log = into.with_name(f"{into.name}.log.jsonl")
         do = f"choose another name; a log without {into.name} was left by an interrupted repair: remove it"
         for path in (into, self.log):
             if path.exists() or path.is_symlink():
                 raise ConfigError("The output file already exists.", where=str(path), do=do)
-        try:
-            write_atomic(
-                into, lambda rows: write_atomic(self.log, lambda log: self._write(rows, log, drop_bad), over=False),
-                over=False,
-            )  # fmt: skip
-        except OSError as error:
-            what = f"The repaired copy cannot be written: {error.strerror}."
-            raise DataError(what, where=str(into), do=do) from None
+        self.read, self.written, self.changes = 0, 0, collections.Counter[str]()  # rows read and written
+        self._findings = Findings(may_refuse=not self.drop_bad)
+        self._first_places: dict[bytes, str] = {}  # of the first row with each digest
+        self._log_file: TextIO
+        write_atomic(into, lambda rows: write_atomic(self.log, partial(self._write, rows), over=False), over=False)
 
     def summary(self) -> str:
         """A summary of the changes for a terminal."""
         lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
         lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in CHANGES.items() if self.changes[kind]]
-        if self._columns is not None:
-            lines.append("  the copy has the usual keys: set data.columns=null for it")
         return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
 
-    def _write(self, rows: Path, log: Path, drop_bad: bool) -> None:
+    def _write(self, rows: Path, log: Path) -> None:
         with (
-            rows.open("w", encoding="utf-8", newline="\n") as self._rows,
+            rows.open("w", encoding="utf-8", newline="\n") as file,
             log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._log_file,
         ):
             for place, value in rows_of(self.source):
-                self._add(place, value)
-        if not drop_bad:
-            self._findings.refuse_errors()
+                row, self.read = self._repaired(Spot(str(self.source), place), value), self.read + 1
+                if row is not None:
+                    file.write(json.dumps(row.as_json(), ensure_ascii=False) + "\n")
+                    self.written += 1
+        self._findings.refuse_errors()
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
         if self.into.suffix != FORMATS[0]:
@@ -204,32 +195,28 @@ class Repair:
                 values = [json.loads(line) for line in written]
             _write_rows(values, rows, self.into.suffix)
 
-    def _add(self, place: Place, before: object) -> None:
-        """Write a row, unless it is to be dropped, cannot be read, or repeats an earlier one."""
-        spot, self.read = Spot(str(self.source), place), self.read + 1
-        where = spot.text()
-        finding = self._dropped.get(place)
+    def _repaired(self, spot: Spot, before: object) -> Row | None:
+        """Repair a row; None if it is to be dropped, cannot be read, or repeats an earlier one."""
+        where, finding = spot.text(), self.dropped.get(spot.place)
         if finding is not None:
             self._log(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
-            return
+            return None
         try:
-            row = parse_row(before, self._columns)
+            row = parse_row(before, self.columns)
             value = row.as_json()
             mended = self._mended(value, where)
             row = row if mended == value else parse_row(mended)
         except RowError as error:
-            self._findings.add_unreadable(spot, error)
+            self._findings.add_error(spot, error)
             self._log(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
-            return
+            return None
         if value != before:
             self._log(where, "form", before, value)
         digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
         first = self._first_places.setdefault(digest, where)
         if first != where:
             self._log(where, "duplicate", mended, None, reason=f"repeats {first}")
-            return
-        self._rows.write(json.dumps(row.as_json(), ensure_ascii=False) + "\n")
-        self.written += 1
+        return row if first == where else None
 
     def _log(self, where: str, what: str, before: object, after: object, **more: str) -> None:
         """Write a line of the log."""
@@ -239,34 +226,35 @@ class Repair:
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
         """Repair every text in a value."""
-        if isinstance(value, str):
-            for what, mend in (("mojibake", fix_encoding), ("invisible", without_invisible)):
-                before, value = value, mend(value)
-                if value != before:
-                    self._log(where, what, before, value, key=key)
-            return value
         if isinstance(value, dict):
             return {name: self._mended(item, where, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
         if isinstance(value, list):
             return [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        for what, mend in (("mojibake", fix_encoding), ("invisible", without_invisible)):
+            before, value = value, mend(value)
+            if value != before:
+                self._log(where, what, before, value, key=key)
         return value
 
 
 def _write_rows(rows: list[dict[str, Any]], target: Path, suffix: str) -> None:
     """Write all rows in the format of ``suffix``. In a CSV or TSV cell, lists and objects become JSON."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = dict.fromkeys(key for row in rows for key in row)
     if suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.Table.from_pylist([{key: row.get(key) for key in columns} for row in rows]), target)
+        parquet.write_table(pyarrow.Table.from_pylist([{**columns, **row} for row in rows]), target)
         return
     with target.open("w", encoding="utf-8", newline="") as file:
-        if suffix in (".csv", ".tsv"):
-            table = csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",", lineterminator="\n")
-            table.writerows([columns, *([_cell(row.get(key)) for key in columns] for row in rows)])
-        else:
+        if suffix == ".json":
             file.write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
+            return
+        table = csv.DictWriter(file, columns, delimiter="\t" if suffix == ".tsv" else ",", lineterminator="\n")
+        table.writeheader()
+        table.writerows({key: _cell(item) for key, item in row.items()} for row in rows)
 
 
 def _cell(value: object) -> object:

@@ -15,9 +15,8 @@ import numpy as np
 
 from safetrain.core.data.words import Words, folded, hashed, mixed, words_of
 from safetrain.core.formatting import counted
-from safetrain.data.findings import Findings, Spot
+from safetrain.data.findings import Findings, Place, Spot
 from safetrain.data.folders import SPLITS
-from safetrain.data.json_rows import Place
 from safetrain.data.rows import Row
 from safetrain.data.split import TEST, TRAIN, VALID
 from safetrain.data.tokenize import ReadRow
@@ -53,9 +52,9 @@ class RowFacts:
     ``left_out`` says why some pairs were not compared; empty if all were.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], findings: Findings) -> None:
         """``names``: the names of the files."""
-        self._names, self._numbers, self._shingles = names, bytearray(), Shingles()
+        self._names, self._numbers, self._shingles, self.findings = names, bytearray(), Shingles(), findings
         self.groups = self.clusters = np.zeros(0, dtype=np.int64)
         self.left_out = ""
 
@@ -79,15 +78,13 @@ class RowFacts:
         """One column of NUMBERS; (rows,)."""
         return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
 
-    def tell(
-        self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
-    ) -> None:
+    def tell(self, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = "") -> None:
         """Add a finding about ``rows``, each with its partner: the row that it matches, if that is a different one."""
-        most = findings.most_places
+        most = self.findings.most_places
         pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
         spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
         if len(rows):
-            findings.add(identifier, detail, len(rows), spots)
+            self.findings.add(identifier, detail, len(rows), spots)
 
     def _spot(self, row: int, beside: Spot | None = None) -> Spot:
         file, line, table_row = (int(self.column(name)[row]) for name in ("files", "lines", "table_rows"))
@@ -105,60 +102,53 @@ class RowFacts:
             self.clusters = clusters[self.groups]
 
 
-def compare(findings: Findings, facts: RowFacts, parts: np.ndarray) -> None:
+def compare(facts: RowFacts, parts: np.ndarray) -> None:
     """Run every check that needs all rows; ``parts``: the index into SPLITS of each row, (rows,)."""
     train = np.flatnonzero(parts == TRAIN)
     firsts = train[first_alike(facts.column("identities")[train])]
-    facts.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
-    _overlaps(findings, facts, parts)
+    facts.tell("REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
+    _overlaps(facts, parts)
     groups, clusters = facts.groups[train], facts.clusters[train]
     firsts = first_alike(clusters)  # the first row of a cluster is not a copy
     near = groups != groups[firsts]
     if facts.left_out:
-        findings.add("NEAR-COPIES", f"; {facts.left_out}", 0)
-    facts.tell(findings, "NEAR-COPIES", train[near], train[firsts[near]])
-    _answers(findings, facts)
+        facts.findings.add("NEAR-COPIES", f"; {facts.left_out}", 0)
+    facts.tell("NEAR-COPIES", train[near], train[firsts[near]])
+    _answers(facts)
 
 
-def _overlaps(findings: Findings, facts: RowFacts, parts: np.ndarray) -> None:
+def _overlaps(facts: RowFacts, parts: np.ndarray) -> None:
     """Find rows whose question, or nearly the same one, also occurs in an earlier split."""
-    in_context, questions = facts.asked_in_context(), facts.column("asked")
     for later, earlier in LATER_SPLITS:
         rows, earlier_rows = (np.flatnonzero(parts == part) for part in (later, earlier))
         detail = f"question as a row in {SPLITS[earlier]}"
         checks = [
-            ("SPLITS-OVERLAP", f"{SPLITS[later]} with the same {detail}", questions),
+            ("SPLITS-OVERLAP", f"{SPLITS[later]} with the same {detail}", facts.column("asked")),
             ("SPLITS-OVERLAP", f"{SPLITS[later]} with nearly the same {detail}", facts.clusters),
         ]
         if (later, earlier) == (TEST, TRAIN):
-            checks.insert(0, ("QUESTION-IN-TEST", "", in_context))
+            checks.insert(0, ("QUESTION-IN-TEST", "", facts.asked_in_context()))
         for identifier, about, keys in checks:
-            alike = np.isin(keys[rows], keys[earlier_rows])
-            facts.tell(findings, identifier, rows[alike], _partners(keys, rows[alike], earlier_rows), about)
+            firsts = first_alike(keys[np.concatenate([earlier_rows, rows])])[len(earlier_rows) :]
+            alike = firsts < len(earlier_rows)
+            facts.tell(identifier, rows[alike], earlier_rows[firsts[alike]], about)
             rows = rows[~alike]
 
 
-def _answers(findings: Findings, facts: RowFacts) -> None:
+def _answers(facts: RowFacts) -> None:
     """Find questions with several answers, and answers that many questions share."""
     keys = facts.column("answers")
     rows = np.flatnonzero(keys)
     firsts = rows[first_alike(facts.asked_in_context()[rows])]
     differ = keys[rows] != keys[firsts]
-    facts.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
+    facts.tell("ANSWERS-DIFFER", rows[differ], firsts[differ])
     long = rows[facts.column("answer_words")[rows] >= LONG_ANSWER]
     _, places, counts = np.unique(keys[long], return_inverse=True, return_counts=True)
     many = counts >= max(LEAST_SAME, SAME_SHARE * len(rows))
     same = long[many[places]]
     if len(same):
         detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
-        facts.tell(findings, "ANSWER-DOMINATES", same, same, detail)
-
-
-def _partners(keys: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Find the first of the ``others`` with the same key, for each of ``rows``; there must be one."""
-    values, firsts = np.unique(keys[others], return_index=True)
-    partners: np.ndarray = others[firsts[np.searchsorted(values, keys[rows])]]
-    return partners
+        facts.tell("ANSWER-DOMINATES", same, same, detail)
 
 
 def first_alike(keys: np.ndarray) -> np.ndarray:
@@ -208,9 +198,8 @@ def _answer(row: Row) -> tuple[int, int]:
 
 def _context(row: Row) -> int:
     """Hash what the answer depends on besides the user's turns: system prompt, tools, earlier answers; 0 if nothing."""
-    places = range(len(row.messages))
-    last = max((place for place in places if row.messages[place].role == "assistant"), default=0)
-    parts = [row.messages[place].content for place in places if row.messages[place].role != "user" and place != last]
+    last = max((place for place, message in enumerate(row.messages) if message.role == "assistant"), default=0)
+    parts = [message.content for place, message in enumerate(row.messages) if message.role != "user" and place != last]
     return plain_digest("\0".join([*parts, row.tools])) if parts or row.tools else 0
 
 
@@ -251,10 +240,10 @@ def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
     of_text = np.repeat(np.arange(len(counts)), runs)
     first = _inside(runs) + np.repeat(words.bounds[:-1], runs)
     last = np.repeat(words.bounds[1:], runs)
-    sums = np.zeros(len(first), dtype=np.uint64)
+    places = first[:, None] + np.arange(SHINGLE_WORDS)
     padded = np.concatenate([words.hashes, np.zeros(SHINGLE_WORDS, dtype=np.uint64)])
-    for place, power in enumerate(SHINGLE_BASE ** np.arange(SHINGLE_WORDS, dtype=np.uint64)):
-        sums += np.where(first + place < last, padded[first + place] * power, np.uint64(0))
+    powers = SHINGLE_BASE ** np.arange(SHINGLE_WORDS, dtype=np.uint64)
+    sums = np.where(places < last[:, None], padded[places], np.uint64(0)) @ powers
     numbered = np.unique((of_text.astype(np.uint64) << HALF) | (mixed(sums) >> HALF))
     bounds = np.searchsorted(numbered, np.arange(len(counts) + 1, dtype=np.uint64) << HALF)
     return numbered.astype(np.uint32), bounds
@@ -291,7 +280,7 @@ class _CandidateSearch:
         frequency = np.zeros(2**COUNTER_BITS, dtype=np.int64)
         for start in range(0, len(self._values), BLOCK):
             frequency += np.bincount(self._values[start : start + BLOCK] & mask, minlength=len(frequency))
-        for batch in _batches(self._sizes):
+        for batch in batches(self._sizes, BLOCK):
             sizes = self._sizes[batch]
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
@@ -312,7 +301,7 @@ class _CandidateSearch:
         open_pairs &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
         codes = np.unique((first[open_pairs].astype(np.uint64) << HALF) | second[open_pairs].astype(np.uint64))
         first, second = (codes >> HALF).astype(np.int64), (codes & LOW).astype(np.int64)
-        for batch in _batches(self._sizes[first] + self._sizes[second]):
+        for batch in batches(self._sizes[first] + self._sizes[second], BLOCK):
             near = self._are_near(first[batch], second[batch])
             self._connect(first[batch][near], second[batch][near])
         return len(codes)
@@ -335,12 +324,12 @@ class _CandidateSearch:
                 self._labels = further
 
 
-def _batches(sizes: np.ndarray) -> Iterator[slice]:
-    """Yield slices whose sizes add up to roughly BLOCK."""
+def batches(sizes: np.ndarray, most: int) -> Iterator[slice]:
+    """Yield slices whose sizes add up to at most ``most``, or of one larger member."""
     ends, start = np.cumsum(sizes), 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, "right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
         yield slice(start, stop)
         start = stop
 

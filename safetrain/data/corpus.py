@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,12 +19,12 @@ from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import SplitReport
+from safetrain.data.compare import batches
 from safetrain.data.findings import Findings
 from safetrain.data.folders import SPLITS, corpus_of
-from safetrain.data.split import SplitFigures
+from safetrain.data.split import split_report
 
 FORMAT = "tokens of documents (datatrove)"
-INDEX = ".index"
 TOKEN_BYTES = (2, 4)
 PIECE = 2**21  # tokens to read at a time, or one longer document
 MOST_TOKENS = 2_000_000  # in valid and in test each: more would not make the loss more precise
@@ -38,50 +37,31 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 Run = tuple[int, range]  # index of a file, and a range of its documents
 
 
-class TokenizedFile(NamedTuple):
-    """A token file with its index."""
+def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
+    """Check a token file and its index, and read the bounds of its documents, (documents + 1,) int64.
 
-    file: TokenFile
-    bounds: np.ndarray  # (documents + 1,) int64
-
-
-def read_tokenized(path: Path) -> TokenizedFile:
-    """Check a token file and its index; raises DataError if they do not match."""
-    ends = _read_index(path)
-    tokens, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
-    width = size // tokens if tokens else TOKEN_BYTES[0]
-    if width not in TOKEN_BYTES or size != width * tokens:
-        expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
-        what = "A token file and its index do not match: one is cut off, or belongs to a different file."
-        raise _not_whole(what, path, expected, f"{size} bytes")
-    mask = path.with_name(f"{path.name}.loss")
+    Raises DataError if the two files do not match.
+    """
+    index, mask = (path.with_name(path.name + suffix) for suffix in (".index", ".loss"))
     if mask.exists():
-        what, do = "Loss masks of a corpus are not supported: every token is trained on.", "remove the mask, or "
-        raise DataError(what, where=str(mask), do=f"{do}give chats as rows, where only answers are trained on")
-    file = TokenFile(str(path), tokens, width, sampled_digest(path))
-    return TokenizedFile(file, np.concatenate([[0], ends]))
-
-
-def _read_index(path: Path) -> np.ndarray:
-    """Read where each document ends, in tokens; (documents,)."""
-    index = path.with_name(path.name + INDEX)
+        what = "Loss masks of a corpus are not supported: every token is trained on."
+        do = "remove the mask, or give chats as rows, where only answers are trained on"
+        raise DataError(what, where=str(mask), do=do)
+    do = "copy the token file and its index again, or tokenize it again (datatrove: save_index)"
     if not index.is_file():
-        what, do = "A token file has no index with the ends of its documents.", "copy it too (save_index)"
+        what = "A token file has no index with the ends of its documents."
         raise DataError(what, where=str(path), expected=index.name, do=do)
-    size = index.stat().st_size
-    ends = np.fromfile(index, dtype="<i8", count=size // 8)
-    lengths = np.diff(ends, prepend=0)
-    wrong = np.flatnonzero((lengths < 0) | (lengths >= 2**31))
-    if size % 8 or len(wrong):
-        got = f"{size} bytes" if size % 8 else f"document {wrong[0] + 1} of {lengths[wrong[0]]} tokens"
-        what, expected = "The index of a token file is damaged.", "ascending numbers of 8 bytes"
-        raise _not_whole(what, index, expected, got)
-    return ends
-
-
-def _not_whole(what: str, path: Path, expected: str, got: str) -> DataError:
-    do = "copy the token file and its index again, or tokenize it again"
-    return DataError(what, where=str(path), expected=expected, got=got, do=do)
+    size, index_size = path.stat().st_size, index.stat().st_size
+    ends = np.fromfile(index, dtype="<i8", count=index_size // 8)
+    lengths, tokens = np.diff(ends, prepend=0), int(ends[-1]) if len(ends) else 0
+    width = size // tokens if tokens else TOKEN_BYTES[0]
+    is_index = index_size % 8 == 0 and bool(np.all((lengths >= 0) & (lengths < 2**31)))
+    if not is_index or width not in TOKEN_BYTES or size != width * tokens:
+        what = "A token file and its index do not match: one is damaged, cut off, or belongs to a different file."
+        expected = "ends of documents as ascending numbers of 8 bytes, and 2 or 4 bytes for each token"
+        got = f"an index of {index_size} bytes, which ends at {tokens}, and {size} bytes of tokens"
+        raise DataError(what, where=str(path), expected=expected, got=got, do=do)
+    return TokenFile(str(path), tokens, width, sampled_digest(path)), np.concatenate([[0], ends])
 
 
 def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]) -> dict[str, list[Run]]:
@@ -129,27 +109,29 @@ class CorpusReader:
 
     def __init__(self, source: Path, tokenizer: ChatTokenizer) -> None:
         """Raises DataError, ModelError."""
-        vocabulary = read_model_files(tokenizer.folder).vocab_size
+        self._tokenizer, self._vocabulary = tokenizer, read_model_files(tokenizer.folder).vocab_size
         by_split = corpus_of(source)
-        self.paths = [path for paths in by_split.values() for path in paths]
         self._names = [name for name, paths in by_split.items() for _ in paths]
-        self._files = [read_tokenized(path) for path in self.paths]
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        sizes = byte_lengths(tokenizer)[:vocabulary]
-        self._text_bytes = np.pad(sizes, (0, vocabulary - len(sizes)))
-        self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
-        self.rows, self.tokens, self.labels, self.label_bytes = 0, 0, 0, 0  # rows: non-empty documents
+        read = [read_tokenized(path) for paths in by_split.values() for path in paths]
+        self._files, self._bounds = zip(*read, strict=True)
+        sizes = byte_lengths(tokenizer)[: self._vocabulary]
+        self._text_bytes = np.pad(sizes, (0, self._vocabulary - len(sizes)))
+        self._closing = np.isin(np.arange(self._vocabulary), list(tokenizer.stop_ids))
         self._open = 0  # documents that do not end with a stop token
 
     def digest(self) -> str:
         """Hash all files of the corpus."""
-        parts = [(each.file, hashlib.sha256(each.bounds.tobytes()).hexdigest()) for each in self._files]
+        digests = [hashlib.sha256(each.tobytes()).hexdigest() for each in self._bounds]
+        parts = list(zip(self._files, digests, strict=True))
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def compare_tokenizers(self, findings: Findings) -> None:
         """Report a corpus made with a different tokenizer: its text, tokenized again, gives different ids."""
-        samples = list(self._samples())
-        same = sum(_is_same(sample, self._tokenizer) for sample in samples)
+        samples, same = list(self._samples()), 0
+        for ids in samples:
+            again = self._tokenizer.encode_chat(self._tokenizer.spell(ids))
+            middle = ids[1:-TAIL]  # a tokenizer may add or drop a token at the start
+            same += any(again[at : at + len(middle)] == middle for at in range(3))
         if same < LEAST_SAME * len(samples):
             detail = f"of {len(samples)} sampled documents, {same} give the same ids when tokenized again"
             findings.add("TOKENIZER-DIFFERS", detail)
@@ -158,11 +140,11 @@ class CorpusReader:
         self, folder: Path, shares: Mapping[str, float], provenance: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
         """Read all tokens and write the stores of the splits; also returns how the splits were chosen."""
-        runs = split_runs([each.bounds[1:] for each in self._files], self._names, shares)
+        runs = split_runs([each[1:] for each in self._bounds], self._names, shares)
         splits = {name: self._write(folder, name, parts, provenance) for name, parts in runs.items()}
         if self._open:
-            share = f"{self._open} of {self.rows} ({100 * self._open / self.rows:.3g} %)"
-            findings.add("DOCUMENTS-OPEN", share, self._open)
+            rows = sum(split.rows for split in splits.values())
+            findings.add("DOCUMENTS-OPEN", f"{self._open} of {rows} ({100 * self._open / rows:.3g} %)", self._open)
         sizes = {name: counted(splits[name].rows, "document") for name in shares if name not in self._names}
         if not sizes:
             return splits, "using the given train, valid and test files"
@@ -170,43 +152,33 @@ class CorpusReader:
         return splits, f"{listed} split off train: runs of neighbours from many places, always the same"
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
-        figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
-        tokens, label_bytes = 0, 0  # all tokens, including the first of a document
+        state, stretches, kept, label_bytes = hashlib.blake2b(digest_size=16), list[Stretch](), list[np.ndarray](), 0
         with DocumentWriter(store_path(folder, name)) as store:
             for file, documents in runs:
-                source = self._files[file]
-                stretch = Stretch(file, int(source.bounds[documents.start]), int(source.bounds[documents.stop]))
-                stretches += [stretch] if stretch.end > stretch.begin else []
-                tokens += stretch.end - stretch.begin
-                for ids, numbers, lengths in self._pieces(source, documents):
+                begin, end = (int(self._bounds[file][each]) for each in (documents.start, documents.stop))
+                stretches += [Stretch(file, begin, end)] if end > begin else []
+                for ids, numbers, lengths in self._pieces(file, documents):
                     store.add(lengths, file, numbers)
-                    figures.add(lengths, lengths - 1)  # all but a document's first token
+                    kept.append(lengths)
                     state.update(ids.tobytes() + lengths.astype("<u4").tobytes())
                     label_bytes += int(self._text_bytes[ids].sum())
-            if not tokens:
-                raise DataError(f"The documents of {name} are empty.", where=str(self.paths[0]))
-            corpus = Corpus(tuple(each.file for each in self._files), tuple(stretches))
-            store.finish(provenance, state.hexdigest(), corpus, label_bytes / tokens)
-        report = figures.report(label_bytes)
-        self.rows, self.tokens = self.rows + report.rows, self.tokens + report.tokens
-        self.labels, self.label_bytes = self.labels + report.trained_tokens, self.label_bytes + label_bytes
-        return report
+            if not stretches:
+                raise DataError(f"The documents of {name} are empty.", where=self._files[0].path)
+            corpus = Corpus(self._files, tuple(stretches))
+            store.finish(provenance, state.hexdigest(), corpus, label_bytes / len(corpus))
+        labels = len(corpus) - sum(map(len, kept))  # all but a document's first token
+        return split_report(kept, labels, label_bytes)
 
-    def _pieces(self, source: TokenizedFile, documents: range) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _pieces(self, file: int, documents: range) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield ids, document numbers (from 1) and lengths of a few documents at a time, without empty ones."""
-        first = documents.start
-        while first < documents.stop:
-            begin = int(source.bounds[first])
-            fitting = int(np.searchsorted(source.bounds, begin + PIECE, side="right")) - 1
-            stop = min(documents.stop, max(first + 1, fitting))
-            lengths = np.diff(source.bounds[first : stop + 1])
+        bounds = self._bounds[file][documents.start : documents.stop + 1]
+        for batch in batches(np.diff(bounds), PIECE):
+            lengths = np.diff(bounds[batch.start : batch.stop + 1])
             there = np.flatnonzero(lengths)
             if len(there):
-                ids = self._tokens(source.file, begin, int(source.bounds[stop]))
-                last = ids[source.bounds[first + 1 + there] - begin - 1]
-                self._open += int(np.count_nonzero(~self._closing[last]))
-                yield ids, first + there + 1, lengths[there]
-            first = stop
+                ids = self._tokens(self._files[file], int(bounds[batch.start]), int(bounds[batch.stop]))
+                self._open += int(np.count_nonzero(~self._closing[ids[np.cumsum(lengths)[there] - 1]]))
+                yield ids, documents.start + batch.start + there + 1, lengths[there]
 
     def _tokens(self, file: TokenFile, begin: int, end: int) -> np.ndarray:
         """Read ids; raises DataError for an id beyond the model's vocabulary."""
@@ -224,19 +196,12 @@ class CorpusReader:
 
     def _samples(self) -> Iterator[list[int]]:
         """Yield the beginnings of documents from all over the corpus, without their end tokens."""
-        having = [each for each in self._files if len(each.bounds) > 1]
-        for each in having[:: -(-len(having) // SAMPLED) or 1]:
-            long = np.flatnonzero(np.diff(each.bounds) > LEAST_TOKENS)
-            count = min(max(1, SAMPLED // len(having)), len(long))
+        for file, bounds in zip(self._files, self._bounds, strict=True):
+            long = np.flatnonzero(np.diff(bounds) > LEAST_TOKENS)
+            count = min(max(1, SAMPLED // len(self._files)), len(long))
             for number in long[np.linspace(0, len(long) - 1, count).astype(np.int64)].tolist():
-                begin, end = int(each.bounds[number]), int(each.bounds[number + 1]) - 1
-                yield self._tokens(each.file, begin, min(end, begin + SAMPLE_TOKENS)).tolist()
-
-
-def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:
-    """Whether a sample's text, tokenized again, gives the same ids, except for one token at the start."""
-    again, start = tokenizer.encode_chat(tokenizer.spell(ids)), ids[:-TAIL]
-    return any(again[at : at + len(start)] == start for at in (0, 1)) or again[: len(start) - 1] == start[1:]
+                begin, end = int(bounds[number]), int(bounds[number + 1]) - 1
+                yield self._tokens(file, begin, min(end, begin + SAMPLE_TOKENS)).tolist()
 
 
 def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:

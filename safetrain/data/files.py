@@ -5,89 +5,89 @@ The format is detected from the content, not the name. Memory does not grow with
 
 import codecs
 import collections
+import contextlib
 import csv
+import io
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
+from safetrain.data.findings import Place
+from safetrain.data.folders import PLAIN, suffix_of
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
-from safetrain.data.json_rows import (
-    MOST_ROW_BYTES,
-    TOO_LONG,
-    Place,
-    Placed,
-    RowError,
-    array_rows,
-    line_rows,
-    load,
-    shown,
-)
+from safetrain.data.rows import Row, RowError, load, said_of, shown, value_at
 
-HEAD_BYTES, CHUNK_BYTES = 64 * 1024, 2**19
+Placed = tuple[Place, object]  # the place of a row, and its value, its RowError, or a document as a Row
+HEAD_BYTES = 64 * 1024
+MOST_ROW_BYTES = 16 * 2**20  # about four million tokens, more than any model's context
+MOST_ARRAY = 2**30  # characters
+TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-COLUMNAR = {b"PAR1": "Parquet", b"ARROW1": "Arrow file", b"\xff\xff\xff\xff": "Arrow stream"}
+PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
-BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # converted to Python values at a time
+BATCH_ROWS = 256  # converted to Python values at a time
 JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
-AS_TEXT = "export its rows as JSON lines or CSV in UTF-8"
-FOREIGN = (  # the first bytes of formats that are not read, their name, and the remedy
-    (rb"BZh\d|\xfd7zXZ\x00|\x04\x22\x4d\x18", "compressed with bzip2, xz or LZ4", "decompress it, or use gzip or zstd"),
-    (rb"PK\x03\x04|.{257}ustar", "an archive or an Office document", f"unpack it; or {AS_TEXT}"),
-    (rb"\xd0\xcf\x11\xe0|%PDF", "a PDF or an old Office document", AS_TEXT),
-    (rb"GGUF|.{5}\x00\x00\x00\{\"", "a model's weights", "set data.path to the training rows, model.path to the model"),
-    (rb"SQLite format 3\x00|\x80[\x02-\x05]", "a database or a Python pickle", f"{AS_TEXT}; a pickle can run code"),
-    (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "save it in UTF-8"),
-    (re.escape(LFS_POINTER), "a Git LFS pointer", FETCH_LFS),
-    (rb"\s*<(?i:!doctype|html)", "a web page", "download the file itself ('raw'), not the page that shows it"),
-)
-CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+BINARY = re.compile(rb"%PDF|PK\x03\x04|\x80[\x02-\x05]|.{5}\x00\x00\x00\{|\xff\xfe\x00\x00", re.DOTALL)
+CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # many of these: a binary file that BINARY does not name
 SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
-NO_HEADER = re.compile(r"\||^sep=")  # bars between cells, or a line that Excel writes
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
-PLAIN = (".txt", ".text", ".md")
+BEFORE = re.compile(r"\s*\[\s*(?P<end>\]\s*\Z)?")  # an array's first value
+AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]\s*\Z))")  # every value
 TEXT_END = "<|endoftext|>"  # a line with only this separates the documents in plain text
 
 
-class FileForm(NamedTuple):
-    """How to read a file. ``container``: JSON lines, JSON array, table, or the kind of a columnar table."""
+def rows_of(path: Path, *, documents: bool = False) -> Iterator[Placed]:
+    """Yield the rows of ``path`` in order; raises DataError if it has none or is damaged.
 
-    container: str
-    separator: str = ""  # of a table
-    packing: str = ""
-    encoding: str = "utf-8-sig"
-
-
-def rows_of(path: Path) -> Iterator[Placed]:
-    """Yield the rows of ``path`` in order; raises DataError if it has none or is damaged."""
-    form = recognised(path)
-    if form.container in COLUMNAR.values():
-        return _columnar_rows(path, form.container)
-    chunks = _text_chunks(path, form)
-    if form.container == "JSON array":
-        return array_rows(chunks, path)
-    lines = _lines(chunks, path)
-    return _table_rows(lines, form.separator, path) if form.separator else line_rows(lines)
+    With ``documents``, a plain text file is read as documents.
+    """
+    place = None
+    for place, value in _texts(path) if documents and suffix_of(path) in PLAIN else _rows(path):
+        yield place, value
+    if place is None:
+        do = "write rows into it: JSON objects, one on each line, or a table below its header; or remove the file"
+        raise DataError("The data file has no rows.", where=str(path), do=do)
 
 
-def texts_of(path: Path) -> Iterator[Placed]:
+def _rows(path: Path) -> Iterator[Placed]:
+    head, packing, encoding = _start(path)
+    if not encoding:
+        return _columnar_rows(path, head)
+    start = head.decode(encoding, errors="replace").lstrip()
+    first, _, rest = start.partition("\n")
+    if OF_TURNS.match(start):
+        what = "The rows are lists of messages without a key."
+        raise DataError(what, where=f"{path}:1", got=shown(first), do=AS_OBJECTS)
+    if start.startswith("{") and rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
+        what = "The first JSON object does not end on its line: it is cut off, or spans several lines."
+        raise DataError(what, where=f"{path}:1", do=ONE_LINE_EACH)
+    if start.startswith("["):
+        return _array_rows(_lines(path, packing, encoding, in_pieces=True), path)
+    separator = "" if start.startswith("{") or not start else _separator(start, first.rstrip("\r"), path)
+    lines = _lines(path, packing, encoding)
+    return _table_rows(lines, separator, path) if separator else _line_rows(lines)
+
+
+def _texts(path: Path) -> Iterator[Placed]:
     """Yield the documents of a plain text file as rows; lines of <|endoftext|> separate them."""
-    _, packing = _start(path)
+    _, packing, encoding = _start(path)
     parts, size, first = list[str](), 0, 1
-    lines = _lines(_text_chunks(path, FileForm("text", packing=packing)), path)
-    for number, line in itertools.chain(lines, [(0, TEXT_END)]):
+    lines = _lines(path, packing, encoding or "utf-8-sig")
+    for number, line in enumerate(itertools.chain(lines, [TEXT_END]), start=1):
         if line.strip() == TEXT_END:
             document = "".join(parts).strip("\r\n")
             if document:
-                yield Place(first), {"text": document}
+                yield Place(first), Row("text", text=document)
             parts, size, first = [], 0, number + 1
         elif parts or not line.isspace():
             parts.append(line)
@@ -99,187 +99,159 @@ def texts_of(path: Path) -> Iterator[Placed]:
             first = number + 1
 
 
-def recognised(path: Path) -> FileForm:
-    """Detect the form of a file; raises DataError if it is missing or has no rows."""
-    head, packing = _start(path)
-    kind = next((name for magic, name in COLUMNAR.items() if head.startswith(magic)), "")
-    if kind:
-        return FileForm(kind)
-    encoding = "utf-16" if head.startswith(WIDE) else "utf-8-sig"
-    text = head.decode(encoding, errors="replace").lstrip()
-    if not text and len(head) < HEAD_BYTES:
-        raise no_rows(path)
-    return FileForm(*_container(text, path), packing, encoding)
+def _start(path: Path) -> tuple[bytes, str, str]:
+    """A file's first bytes, decompressed, its compression, and its encoding, empty for a columnar table.
 
-
-def no_rows(path: Path) -> DataError:
-    """The error for a file without rows."""
-    do = "write rows into it: JSON objects, one on each line, or a table below its header; or remove the file"
-    return DataError("The data file has no rows.", where=str(path), do=do)
-
-
-def _start(path: Path) -> tuple[bytes, str]:
-    """Read a file's first bytes, decompressed, and its compression; raises DataError if it is not text or a table."""
-    head = _head(path)
+    Raises DataError if it is neither text nor a table.
+    """
+    with _opened(path, "") as (_, file):
+        head = file.read(HEAD_BYTES)
+    if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
+        return head, "", ""
     packing = next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
-    if not packing and head.startswith(tuple(COLUMNAR)):
-        return head, ""
-    head = _head(path, packing) if packing else head
-    causes = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL)]
-    if packing and head.startswith((*PACKINGS, *COLUMNAR)):
-        causes = [(f"a compressed file or a binary table inside {packing}", "decompress it once")]
-    elif not head.startswith(WIDE) and len(CONTROLS.findall(head)) > max(8, len(head) // 20):
-        causes.append(("a binary file, or text without a byte order mark", AS_TEXT))
-    if causes:
-        what, do = causes[0]
-        expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
-        raise DataError(f"The data file is {what}, not rows of text.", where=str(path), expected=expected, do=do)
-    return head, packing
+    if packing:
+        with _opened(path, packing) as (_, file):
+            head = file.read(HEAD_BYTES)
+    is_wide = head.startswith(WIDE)
+    if head.startswith(LFS_POINTER):
+        what, do = "a Git LFS pointer", FETCH_LFS
+    elif BINARY.match(head) or (not is_wide and len(CONTROLS.findall(head)) > max(8, len(head) // 20)):
+        what = "a binary file, an archive, or text without a byte order mark"
+        do = "unpack it, or export its rows as JSON lines or CSV in UTF-8"
+    else:
+        return head, packing, "utf-16" if is_wide else "utf-8-sig"
+    expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
+    raise DataError(f"The data file is {what}, not rows of text.", where=str(path), expected=expected, do=do)
 
 
-def _container(start: str, path: Path) -> tuple[str, str]:
-    """Detect the container of the rows, and a table's separator, from the ``start`` of a file; raises DataError."""
-    first, _, rest = start.partition("\n")
-    where, got = f"{path}:1", shown(first.rstrip("\r"))
-    if start.startswith("["):
-        if OF_TURNS.match(start):
-            raise DataError("The rows are lists of messages without a key.", where=where, got=got, do=AS_OBJECTS)
-        return "JSON array", ""
-    if start.startswith("{"):
-        if rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
-            what = "The first JSON object does not end on its line: it is cut off, or spans several lines."
-            raise DataError(what, where=where, do=ONE_LINE_EACH)
-        return "JSON lines", ""
-    separator = _separator(first.rstrip("\r"), path)
-    if separator:
-        return "table", separator
-    if re.search(r"^\s*\{", start, re.MULTILINE):
-        return "JSON lines", ""  # the reader names the lines that are not JSON
-    why = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
-    raise DataError(f"The data file has no rows that can be read: {why}.", where=where, got=got, do=AS_OBJECTS)
-
-
-def _separator(first: str, path: Path) -> str:
-    """Find the separator of a table in its header; empty if the file is not a table."""
-    is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes) and not NO_HEADER.search(first)
+def _separator(start: str, first: str, path: Path) -> str:
+    """Find the separator of a table in its header; empty for JSON lines. Raises DataError if the file is neither."""
+    is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes)
     scores = {}
     for separator in SEPARATORS:
         names = [name.strip(' "') for name in first.split(separator)]
         usual_names = sum(name.casefold() in KNOWN_KEYS for name in names)
         if usual_names or is_named or (len(names) > 1 and all(map(NAME.fullmatch, names))):
             scores[separator] = (usual_names, len(names))
+    if not scores and not re.search(r"^\s*\{", start, re.MULTILINE):
+        why = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
+        what = f"The data file has no rows that can be read: {why}."
+        raise DataError(what, where=f"{path}:1", got=shown(first), do=AS_OBJECTS)
     return max(scores, key=lambda separator: scores[separator], default="")
 
 
 # Bytes and lines
 
 
-def _unpacked(path: Path, packing: str = "") -> Iterator[bytes]:
-    """Yield the decompressed bytes of ``path`` in chunks; raises DataError for a zip bomb or an unreadable file."""
+@contextlib.contextmanager
+def _opened(path: Path, packing: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file as it is, and decompressed; raises DataError if it is missing, damaged or cannot be read."""
     if not path.is_file():
-        what = "The data is not a regular file." if path.exists() else "The data file does not exist."
+        what = "The data file does not exist, or is not a regular file."
         raise DataError(what, where=str(path), do="correct data.path in params.yaml")
     try:
         with path.open("rb") as file:
-            stream, size = _stream(file, packing), 0
-            while chunk := stream.read(CHUNK_BYTES):
-                size += len(chunk)
-                if packing and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
-                    raise _bomb(path)
-                yield chunk
+            if packing:
+                import pyarrow
+
+                stream: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packing)
+                yield file, io.BufferedReader(stream)
+            else:
+                yield file, file
     except OSError as error:
         do = "copy or download it again, or export it again"
         raise DataError(f"The data file is damaged or cannot be read: {error}.", where=str(path), do=do) from None
 
 
-def _stream(file: IO[bytes], packing: str) -> Any:
-    if not packing:
-        return file
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packing)
-
-
-def _bomb(path: Path) -> DataError:
-    what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
-    return DataError(what, where=str(path), do="do not use it; if it is yours, decompress it and use the result")
-
-
-def _head(path: Path, packing: str = "") -> bytes:
-    head = b""
-    for chunk in _unpacked(path, packing):  # chunks of a compressed file may be small
-        head += chunk
-        if len(head) >= HEAD_BYTES:
-            break
-    return head[:HEAD_BYTES]
-
-
-def _text_chunks(path: Path, form: FileForm) -> Iterator[str]:
-    """Yield the text of a file in pieces, without its byte order mark; raises DataError."""
-    decoder, line = codecs.getincrementaldecoder(form.encoding)(), 1
-    for chunk in itertools.chain(_unpacked(path, form.packing), [b""]):
-        try:
-            text = decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            where = f"{path}:{line + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
-            what = f"The data file is not {form.encoding.removesuffix('-sig').upper()} throughout."
-            do = "correct that byte; or, if the file has another encoding, such as WINDOWS-1252, convert it: "
-            do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
-            if not chunk:
-                what, do = "The data file ends inside a character: it is cut off.", "copy or download the file again"
-            raise DataError(what, where=where, do=do) from None
-        line += text.count("\n")
-        yield text
+def _lines(path: Path, packing: str, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
+    """Yield each line with its end, or ``in_pieces`` if it is longer than a row may be; raises DataError."""
+    number, size = 1, 0
+    try:
+        with _opened(path, packing) as (file, stream), io.TextIOWrapper(stream, encoding, newline="\n") as text:
+            while line := text.readline(MOST_ROW_BYTES + 1):
+                size += len(line)
+                if packing and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
+                    what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
+                    do = "do not use it; if it is yours, decompress it and use the result"
+                    raise DataError(what, where=str(path), do=do)
+                if len(line) > MOST_ROW_BYTES and not in_pieces:
+                    what, where = f"The data cannot be read: {TOO_LONG}.", f"{path}:{number}"
+                    raise DataError(what, where=where, do=f"split it, or {ONE_LINE_EACH}")
+                yield line
+                number += line.endswith("\n")
+    except UnicodeDecodeError as error:
+        where = f"{path}:{number + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
+        what = f"The data file is not {encoding.removesuffix('-sig').upper()} throughout."
+        do = "correct that byte; or, if the file has another encoding, such as WINDOWS-1252, convert it: "
+        do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
+        if error.reason in ("unexpected end of data", "truncated data"):
+            what, do = "The data file ends inside a character: it is cut off.", "copy or download the file again"
+        raise DataError(what, where=where, do=do) from None
 
 
-def _lines(chunks: Iterable[str], path: Path) -> Iterator[tuple[int, str]]:
-    """Yield each line with its number and its line end; raises DataError for a line that is too long."""
-    rest, number = "", 1
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split("\n")
-        for line in lines:
-            yield number, f"{line}\n"
-            number += 1
-        if len(rest) > MOST_ROW_BYTES:
-            raise DataError(
-                f"The data cannot be read: {TOO_LONG}.", where=f"{path}:{number}", do=f"split it, or {ONE_LINE_EACH}"
-            )
-    if rest:
-        yield number, rest
+# JSON
+
+
+def _line_rows(lines: Iterable[str]) -> Iterator[Placed]:
+    """Yield the values of JSON lines. Byte order marks, left where files were joined, are skipped."""
+    for number, line in enumerate(lines, start=1):
+        if not line.isspace():
+            yield Place(number), load(line.lstrip("\ufeff").rstrip("\r\n"))
+
+
+def _array_rows(pieces: Iterable[str], path: Path) -> Iterator[Placed]:
+    """Yield the values of one JSON array, whose text is held in memory; raises DataError."""
+    whole = io.StringIO()
+    for piece in pieces:
+        whole.write(piece)
+        if whole.tell() > MOST_ARRAY:
+            raise DataError("The JSON array is longer than 1 GiB.", where=str(path), do=ONE_LINE_EACH.split(",")[0])
+    text, between, line, row, at = whole.getvalue(), BEFORE, 1, 0, 0
+    try:
+        while True:
+            mark = between.match(text, at)
+            if mark is None:
+                raise json.JSONDecodeError("expected a comma, or the end of the array and the file", text, at)
+            if mark["end"]:
+                return
+            start = mark.end()
+            value, end = value_at(text, start)
+            row, first = row + 1, line + text.count("\n", at, start)
+            yield Place(first, row), RowError(TOO_LONG) if end - start > MOST_ROW_BYTES else value
+            between, line, at = AFTER, first + text.count("\n", start, end), end
+    except (ValueError, RecursionError) as error:
+        fault = getattr(error, "pos", at)
+        where = Place(1 + text.count("\n", 0, fault), row + 1).of(str(path))
+        what, got = f"The JSON array cannot be read: {said_of(error)}.", shown(text[fault : fault + 99].lstrip())
+        do = "correct it there; if the file is cut off, copy or download it again"
+        raise DataError(what, where=where, got=got, do=do) from None
 
 
 # Tables
 
 
-def _table_rows(lines: Iterable[tuple[int, str]], separator: str, path: Path) -> Iterator[Placed]:
+def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Placed]:
     """Yield the rows of a table with a header, except rows of empty cells."""
     csv.field_size_limit(MOST_ROW_BYTES)
-    reader = csv.reader((text for _, text in lines), delimiter=separator, strict=True)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     names, line, row = list[str](), 1, 0
     try:
         for cells in reader:
             begin, line = line, reader.line_num + 1
-            if not any(map(str.strip, cells)):
-                continue
-            if not names:
-                names = _header(cells, f"{path}:{begin}")
-                continue
-            row += 1
-            yield Place(begin, row), _table_row(names, cells)
+            if names and any(map(str.strip, cells)):
+                row += 1
+                yield Place(begin, row), _table_row(names, cells)
+            elif any(map(str.strip, cells)):
+                names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
+                ((name, count),) = collections.Counter(names).most_common(1)
+                if count > 1:
+                    what = f"The table has two columns named {shown(name)}."
+                    raise DataError(what, where=f"{path}:{begin}", do="rename one")
     except csv.Error as error:
         why = TOO_LONG if "field limit" in str(error) else error
         do = "correct that line: quote a cell with separators, quotes or line ends, and double the quotes in it"
         where = Place(line, row + 1).of(str(path))
         raise DataError(f"The table cannot be read: {why}.", where=where, do=do) from None
-
-
-def _header(cells: list[str], where: str) -> list[str]:
-    """The names of the columns; raises DataError if two are the same."""
-    names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
-    ((name, count),) = collections.Counter(names).most_common(1)
-    if count > 1:
-        raise DataError(f"The table has two columns named {shown(name)}.", where=where, do="rename one")
-    return names
 
 
 def _table_row(names: list[str], cells: list[str]) -> object:
@@ -296,61 +268,44 @@ def _table_row(names: list[str], cells: list[str]) -> object:
     return row
 
 
-# Parquet and Arrow
-
-
-def _columnar_rows(path: Path, kind: str) -> Iterator[Placed]:
-    """Yield the rows of a Parquet file, an Arrow file or an Arrow stream (``kind``); raises DataError."""
+def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
+    """Yield the rows of a Parquet file, an Arrow file or an Arrow stream; raises DataError."""
     import pyarrow
 
     number = 0
     try:
-        for batch in _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path, kind):
+        for batch in _batches(path, head):
             batch.validate(full=True)  # a damaged file may have wrong lengths
             times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python lacks nanoseconds
-            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
-            for start in range(0, batch.num_rows, rows):
-                for row in batch.slice(start, rows).drop_columns(times).to_pylist():
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                for row in batch.slice(start, BATCH_ROWS).drop_columns(times).to_pylist():
                     number += 1
-                    yield Place(0, number), _plain(row)
+                    yield Place(0, number), json.loads(json.dumps(row, default=_as_text))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
         raise DataError(f"The table cannot be read: {shown(reason[0])}", where=where, do=do) from None
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _batches(path: Path, head: bytes) -> Iterator[Any]:
+    import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
-        size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
-        if size > BOMB_BYTES and size > BOMB_RATIO * path.stat().st_size:
-            raise _bomb(path)
-        yield from file.iter_batches(BATCH_ROWS)
-
-
-def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
-    import pyarrow
-
     with pyarrow.memory_map(str(path)) as source:
-        if kind == "Arrow stream":
-            yield from pyarrow.ipc.open_stream(source)
-        else:
+        if head.startswith(PARQUET):
+            yield from parquet.ParquetFile(source).iter_batches(BATCH_ROWS)
+        elif head.startswith(ARROW):
             file = pyarrow.ipc.open_file(source)
-            yield from (file.get_batch(place) for place in range(file.num_record_batches))
+            yield from map(file.get_batch, range(file.num_record_batches))
+        else:
+            yield from pyarrow.ipc.open_stream(source)
 
 
-def _plain(value: object) -> object:
-    """Convert a value to JSON types: times and decimals become text, and so does UTF-8 in a column of bytes."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:  # an image, or text in another encoding: no value
-            return None
-    return str(value)
+def _as_text(value: object) -> str | None:
+    """A value that JSON lacks: a time, a decimal, or bytes, which are read as UTF-8."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:  # an image, or text in another encoding: no value
+        return None

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Finding
-from safetrain.data.json_rows import Place, RowError
+from safetrain.data.rows import RowError
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
@@ -16,7 +17,6 @@ MOST_DETAILS, OTHERS = 50, "and others, for different reasons"
 FIX = "safetrain validate FILE --fix OUT.jsonl"
 DROP = FIX + " --drop {id} writes a copy without these rows"
 IGNORE = "ignore if intended"
-WHOLE_FILE = Place()
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,22 @@ KINDS = {
 }  # fmt: skip
 
 
+class Place(NamedTuple):
+    """The line in which a row begins, and its number in an array or table; both from 1, or 0 if there is none."""
+
+    line: int = 0
+    row: int = 0
+
+    def of(self, name: str, column: int = 0) -> str:
+        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``; or only the name."""
+        if self.row:
+            return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
+        return ":".join([name, *(str(number) for number in (self.line, column) if number)])
+
+
+WHOLE_FILE = Place()
+
+
 @dataclass(frozen=True, slots=True)
 class Spot:
     """The place of a finding: a file, the row in it, and the row that it matches (``beside``)."""
@@ -158,14 +174,24 @@ class _Tally:
     last: Sequence[Spot] = ()
     remedy: str = ""
 
+    def finding(self, identifier: str, severity: str) -> Finding:
+        """The finding as it is reported."""
+        kind, more = KINDS[identifier], ", …" if len(self.details) > SHOWN_DETAILS else ""
+        detail = ", ".join(sorted(self.details)[:SHOWN_DETAILS]) + more if kind.lists else next(iter(self.details))
+        message = kind.message.format(rows=counted(self.count, "row"), detail=detail)
+        where, remedy = tuple(spot.text() for spot in self.where), self.remedy or kind.remedy.format(id=identifier)
+        return Finding(identifier, severity, self.count, where, message, remedy)
+
 
 class Findings:
     """Collects findings row by row, with the first ``most_places`` of each."""
 
-    def __init__(self, downgrade: Sequence[str] = (), most_places: int = SHOWN_PLACES) -> None:
-        """``downgrade``: the kinds that are one severity lower."""
+    def __init__(
+        self, downgrade: Sequence[str] = (), most_places: int = SHOWN_PLACES, *, may_refuse: bool = True
+    ) -> None:
+        """``downgrade``: the kinds that are one severity lower; ``may_refuse``: whether errors are raised."""
         self.most_places = most_places
-        self._downgrade = downgrade
+        self._downgrade, self._may_refuse = downgrade, may_refuse
         self._tallies: dict[tuple[str, str], _Tally] = {}
 
     def add(
@@ -185,65 +211,44 @@ class Findings:
         tally.where += where[: self.most_places - len(tally.where)]
         tally.remedy = remedy or tally.remedy
 
-    def listed(self) -> tuple[Finding, ...]:
-        """List the findings: errors, warnings, then notes, each by name, so that equal data gives an equal report."""
-        return tuple(finding for finding, _ in self.with_places())
+    def add_error(self, spot: Spot, error: RowError) -> None:
+        """Count a row that cannot be read or rendered."""
+        self.add(error.id, str(error), where=[replace(spot, column=error.column)], remedy=error.do)
 
-    def with_places(self) -> list[tuple[Finding, list[Spot]]]:
-        """All findings in the same order, each with its places."""
+    def found(self) -> dict[Finding, list[Spot]]:
+        """All findings with their places: errors, warnings, then notes, each by name, so that reports are equal."""
         grades = {name: ORDER.index(kind.severity) + (name in self._downgrade) for name, kind in KINDS.items()}
-        tallies = sorted((min(grades[key[0]], 2), key) for key in self._tallies)
-        found = [(ORDER[grade], key, self._tallies[key]) for grade, key in tallies]
-        return [(_finding(key[0], severity, tally), tally.where) for severity, key, tally in found]
-
-    def add_unreadable(self, spot: Spot, error: RowError) -> None:
-        """Count a row that cannot be read."""
-        self.add("ROW-UNREADABLE", str(error), where=[replace(spot, column=error.column)], remedy=error.do)
-
-    def add_unreadable_file(self, error: DataError) -> None:
-        """Count a file that cannot be read completely."""
-        self.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+        keys = sorted((min(grades[key[0]], 2), key) for key in self._tallies)
+        return {self._tallies[key].finding(key[0], ORDER[grade]): self._tallies[key].where for grade, key in keys}
 
     def refuse_errors(self) -> None:
-        """Raise one DataError that lists all errors, if there are any."""
-        errors = [finding for finding in self.listed() if finding.severity == ERROR]
+        """Raise one DataError that lists all errors, if there are any and they may be raised."""
+        errors = [finding for finding in self.found() if finding.severity == ERROR]
         lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
         lines[MOST_ERRORS:] = [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
-        if errors:
+        if errors and self._may_refuse:
             what = "The data has errors:\n" + "\n".join(lines)
             raise DataError(what, do="see above; nothing was written")
-
-
-def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
-    kind = KINDS[identifier]
-    more = ", …" if len(tally.details) > SHOWN_DETAILS else ""
-    detail = ", ".join(sorted(tally.details)[:SHOWN_DETAILS]) + more if kind.lists else next(iter(tally.details))
-    message = kind.message.format(rows=counted(tally.count, "row"), detail=detail)
-    where = tuple(spot.text() for spot in tally.where)
-    return Finding(identifier, severity, tally.count, where, message, tally.remedy or kind.remedy.format(id=identifier))
 
 
 def summary(findings: Sequence[Finding], all_in: str) -> str:
     """Errors and warnings for a terminal, worst first, and the number of notes; ``all_in`` says where to find all."""
     grave = [finding for finding in findings if finding.severity != NOTE]
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
-    texts = [described(finding) for finding in grave[:SCREEN_FINDINGS]]
+    lines = list[str]()
+    for finding in grave[:SCREEN_FINDINGS]:
+        lines.append(_one_line(f"{finding.severity}: {finding.message} [{finding.id}]"))
+        lines += [_one_line(f"  where:    {_places(finding)}")] if finding.where else []
+        lines.append(f"  do:       {printable(finding.remedy)}")
     if len(grave) > SCREEN_FINDINGS:
-        texts.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')} ({all_in})")
+        lines.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')} ({all_in})")
     notes = sorted({finding.id for finding in findings if finding.severity == NOTE})
     if notes:
-        texts.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")
-    return "\n".join(texts)
+        lines.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")
+    return "\n".join(lines)
 
 
-def described(finding: Finding) -> str:
-    """A finding for a terminal."""
-    where = [one_line(f"  where:    {_places(finding)}")] if finding.where else []
-    headline = one_line(f"{finding.severity}: {finding.message} [{finding.id}]")
-    return "\n".join([headline, *where, f"  do:       {printable(finding.remedy)}"])
-
-
-def one_line(text: str) -> str:
+def _one_line(text: str) -> str:
     """Shorten text from data to one printable line, without terminal escapes."""
     safe = printable(text).replace("\n", r"\n").replace("\t", r"\t")
     return safe if len(safe) <= MOST_LETTERS else f"{safe[: MOST_LETTERS - 1]}…"

@@ -1,6 +1,5 @@
 """Finds the files of a data set and the split of each, and the files in its folder that are not read."""
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +8,12 @@ from typing import NamedTuple
 
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import override, similar_path
-from safetrain.data.files import PLAIN
-from safetrain.data.json_rows import shown
+from safetrain.data.rows import shown
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+PLAIN = (".txt", ".text", ".md")
 TOKENS = ".ds"
 PACKED = (".gz", ".zst")
 OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # datasets' metadata
@@ -60,8 +59,9 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
         unread = [file for file in here if not file.split]
         for split in SPLITS:
             _require_whole(split, [file for file in here if file.split == split])
-    pairs = [(split, file.path) for split in SPLITS for file in here if file.split == split]
-    return _data_files(pairs, sorted(file.path.relative_to(source).as_posix() for file in unread))
+    read = [file for split in SPLITS for file in here if file.split == split]
+    left = sorted(file.path.relative_to(source).as_posix() for file in unread)
+    return DataFiles(tuple(file.split for file in read), tuple(file.path for file in read), tuple(left))
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
@@ -69,20 +69,16 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
 
     With ``documents``, plain text in a folder is read even next to files of rows. Raises DataError.
     """
-    pairs, unread = list[tuple[str, Path]](), list[str]()
+    names, found, unread = list[str](), list[Path](), list[str]()
     for path in paths:
         _require_there(path)
+        part = DataFiles((_split_of(Path(path.name))[0] or "train",), (path,))
         if path.is_dir():
             part = data_files_of(path, documents=documents or not _files_in(path, SUFFIXES))
-            pairs += zip(part.names, part.paths, strict=True)
-            unread += part.unread
-        else:
-            pairs.append((_split_in(Path(path.name))[0] or "train", path))
-    return _data_files(pairs, unread)
-
-
-def _data_files(pairs: Sequence[tuple[str, Path]], unread: Sequence[str]) -> DataFiles:
-    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), tuple(unread))
+        names += part.names
+        found += part.paths
+        unread += part.unread
+    return DataFiles(tuple(names), tuple(found), tuple(unread))
 
 
 def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
@@ -96,60 +92,63 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
         what, do = "Some token files are named train, and others have no split.", "put them all into a folder train"
         raise DataError(what, where=str(splits[""][0]), do=do)
     splits["train"] += splits.pop("")
-    if files and not splits["train"]:
-        raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
     return {split: paths for split, paths in splits.items() if paths}
+
+
+def suffix_of(path: Path) -> str:
+    """The last suffix in lower case, ignoring .gz and .zst."""
+    return _unpacked_name(path).suffix
+
+
+def _unpacked_name(path: Path) -> Path:
+    name = Path(path.name.casefold())
+    return Path(name.stem) if name.suffix in PACKED else name
 
 
 def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
     """Find all files with these suffixes in a folder and its subfolders, or the file itself; raises DataError."""
     _require_there(source)
-    below = [source] if source.is_file() else _files_below(source)
-    paths = [path for path in below if suffix_of(path) in suffixes]
-    return [_file(path, source) for path in paths if not OF_DATASETS.fullmatch(path.name)]
+    files = [source] if source.is_file() else _files_below(source)
+    paths = [path for path in files if suffix_of(path) in suffixes and not OF_DATASETS.fullmatch(path.name)]
+    return [_file(path, source) for path in paths]
 
 
-def suffix_of(path: Path) -> str:
-    """The last suffix in lower case, ignoring .gz and .zst."""
-    return _stem_and_suffix(path)[1]
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield files that are not hidden, shard 2 before 10. Raises DataError for broken links and links to folders."""
+    try:
+        inside = sorted((path for path in folder.iterdir() if not path.name.startswith(".")), key=_natural_order)
+    except OSError as error:
+        what = f"A folder of the data cannot be read: {error.strerror}."
+        do = "give yourself permission to read it, or set another data.path"
+        raise DataError(what, where=str(folder), do=do) from None
+    for path in inside:
+        if path.is_symlink() and not path.is_file():
+            what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
+            do = f"remove it, or set {override('data.path', path.resolve())}"
+            raise DataError(what, where=str(path), got=f"a link to {shown(str(path.readlink()))}", do=do)
+    yield from (path for path in inside if path.is_file())
+    for path in inside:
+        if path.is_dir():
+            yield from _files_below(path)
 
 
-def _stem_and_suffix(path: Path) -> tuple[str, str]:
-    name = Path(path.name.casefold())
-    name = Path(name.stem) if name.suffix in PACKED else name
-    return name.stem, name.suffix
+def _natural_order(path: Path) -> str:
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
 
 
-def _split_in(path: Path) -> tuple[str, Path]:
+def _split_of(path: Path) -> tuple[str, Path]:
     """The split of a file, and the part of ``path`` that names it.
 
     The name of a file or folder ends with that of the split, before shard numbers: ``val.csv.gz``,
     ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The part nearest to the file decides.
     """
     for part in (path, *path.parents):
-        name = _stem_and_suffix(part)[0] if part == path else part.name.casefold()
+        name = _unpacked_name(part).stem if part == path else part.name.casefold()
         word = re.split(r"[-_.]", NUMBERS.sub("", name))[-1]
         for split, names in SPLIT_NAMES.items():
             if word in names:
                 return split, part
     return "", path
-
-
-def _files_below(source: Path) -> Iterator[Path]:
-    """Yield files that are not hidden, shard 2 before 10. Raises DataError for broken links and links to folders."""
-    for folder, folders, names in os.walk(source, onerror=_refuse_unreadable):
-        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_natural_order)
-        inside = [Path(folder) / name for name in folders]
-        files = [Path(folder) / name for name in sorted(names, key=_natural_order) if not name.startswith(".")]
-        for path in (*inside, *files):
-            if path.is_symlink() and not path.is_file():
-                got = f"a link to {shown(str(path.readlink()))}"
-                what = "A link in the data folder points to a folder, in which DVC sees no changes."
-                do = f"set {override('data.path', path.resolve())}, or move the folder's files here"
-                if not path.exists():
-                    what, do = "A link in the data folder is broken.", "mount the disk it points to, or remove it"
-                raise DataError(what, where=str(path), got=got, do=do)
-        yield from (path for path in files if path.is_file())
 
 
 def _require_there(source: Path) -> None:
@@ -159,19 +158,9 @@ def _require_there(source: Path) -> None:
         raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
 
 
-def _refuse_unreadable(error: OSError) -> None:
-    what = f"A folder of the data cannot be read: {error.strerror}."
-    raise DataError(what, where=str(error.filename), do="give yourself permission to read it, or set another data.path")
-
-
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    parts = re.findall(r"\d+|\D+", name)
-    return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in parts]
-
-
 def _file(path: Path, source: Path) -> _File:
     relative = path.relative_to(source)
-    split, part = _split_in(relative)
+    split, part = _split_of(relative)
     if part != relative:
         return _File(path, split, source / part.parent, (f"{part.name}/", False))
     if not split and (path.parent / "state.json").is_file():  # one split, written by datasets.save_to_disk

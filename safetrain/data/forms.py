@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.data.json_rows import RowError, dump, kind, shown
-from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, is_turn, row_of
+from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, RowError, dump, kind, row_of, shown
 
 Columns = Mapping[str, str]  # from a part of a row to the key that holds it
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
@@ -25,6 +24,7 @@ FORMATS = "messages; conversations; prompt and completion; instruction, input an
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 MOST_NAMES = 12  # keys in an error
+EMPTY: tuple[object, ...] = (None, "", [], {})
 CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
     **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
@@ -37,39 +37,31 @@ NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the r
 
 def named_columns(words: Iterable[str]) -> Columns | None:
     """Read the words of --columns, such as ``prompt=frage``; None without any. Raises ConfigError."""
-    columns: dict[str, str] = {}
-    for part, _, key in (word.partition("=") for word in words):
-        if not part or not key or part in columns:
-            message = f"--columns {shown(f'{part}={key}')} must name one key for one part of a row."
-            raise ConfigError(message, expected="PART=KEY, such as prompt=frage")
-        columns[part] = key
-    return checked_columns(columns or None)
+    return checked_columns(dict(word.partition("=")[::2] for word in words) or None)
 
 
 def checked_columns(columns: object) -> Columns | None:
-    """Check data.columns and drop its null entries; raises ConfigError if it describes no form of a row."""
+    """Check data.columns and drop its empty entries; raises ConfigError if it describes no form of a row."""
     if columns is None:
         return None
     given = columns if isinstance(columns, Mapping) else {}
-    checked = {str(part): str(key) for part, key in given.items() if key is not None}
+    checked = {str(part): str(key) for part, key in given.items() if key not in EMPTY}
     if not any(parts <= set(checked) <= parts | beside for parts, beside in FORMS):
         do = "write it like {prompt: frage, completion: antwort}, or null"
         raise ConfigError("data.columns does not describe a row.", expected=MAKES_ROW, got=shown(str(columns)), do=do)
     return checked
 
 
-def as_setting(columns: Columns) -> str:
-    """data.columns as a setting for params.yaml or the command line."""
-    return f"data.columns={{{', '.join(f'{part}: {shown(key)}' for part, key in columns.items())}}}"
-
-
 def _look_at(*ways: Columns) -> str:
-    """The remedy: settings that would read the row."""
-    text = "if all rows look like this, set the keys; else leave them out with --fix OUT.jsonl --drop-bad:"
-    return "\n".join([text, *(f"{'':12}{as_setting(columns)}" for columns in ways)])
+    """The remedy: settings that would read the row, for params.yaml or the command line."""
+    lines = ["if all rows look like this, set the keys; else leave them out with --fix OUT.jsonl --drop-bad:"]
+    for columns in ways:
+        keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
+        lines.append(f"{'':12}data.columns={{{keys}}}")
+    return "\n".join(lines)
 
 
-def key_names(keys: Collection[str]) -> str:
+def _names(keys: Collection[str]) -> str:
     """The first keys, for an error."""
     names = [shown(key) for key in list(keys)[:MOST_NAMES]]
     return ", ".join(names) + (", …" if len(keys) > MOST_NAMES else "") or "none"
@@ -79,6 +71,8 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     """Read a row by ``columns``, or else by the usual keys; raises RowError, or ``value`` if it is a RowError."""
     if isinstance(value, RowError):
         raise value
+    if isinstance(value, Row):
+        return value
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, not {kind(value)}", do=AS_OBJECTS)
     if columns is None and len(value) == 1 and "messages" in value:
@@ -86,19 +80,18 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     keys = columns or _usual_columns(value)
     row = row_of(_parts(value, keys), keys)
     used = set(keys.values())
-    ignored = [key for key, item in value.items() if key not in used and item not in (None, "", [], {})]
-    ignored_names = tuple(sorted(map(shown, ignored)))
+    ignored = sorted(shown(key) for key, item in value.items() if key not in used and item not in EMPTY)
     renamed = ", ".join(f"{shown(key)} -> {part}" for part, key in keys.items() if key != part or part == "input")
-    return replace(row, ignored_keys=ignored_names, taken=renamed)
+    return replace(row, ignored_keys=tuple(ignored), taken=renamed)
 
 
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """The values under the keys of ``columns``, with numbers as text; raises RowError if a key is missing."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        message = f"no key {key_names(missing)}, which data.columns names; the row has: {key_names(value)}"
+        message = f"no key {_names(missing)}, which data.columns names; the row has: {_names(value)}"
         raise RowError(message, do="set --columns, or data.columns in params.yaml, to keys that the rows have")
-    items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
+    items = {part: [value[key]] if _is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 
 
@@ -107,7 +100,7 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
     if value.get("chosen"):
         raise _preference(value)
     for key in NOT_ANSWERS:
-        if key in value and value[key] not in (None, "", [], {}) and (key != "labels" or value.get("text")):
+        if value.get(key) not in EMPTY and (key != "labels" or value.get("text")):
             raise RowError(f"{key}: {NOT_ANSWERS[key]}")
     question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, str | int | float)
     contexts = [key for key in CONTEXTS if key != question]
@@ -137,8 +130,8 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
 
 def _first(value: dict[str, Any], names: Iterable[str], kinds: Any) -> str | None:
     """The first of the keys whose value is not empty, or else the first that the row has."""
-    there = [name for name in names if name in value and isinstance(value[name], kinds)]
-    there = [name for name in there if not isinstance(value[name], bool)]
+    typed = [name for name in names if name in value and isinstance(value[name], kinds)]
+    there = [name for name in typed if not isinstance(value[name], bool)]
     return next((name for name in there if _plain(value[name])), there[0] if there else None)
 
 
@@ -147,8 +140,15 @@ def _plain(item: object) -> str:
     return str(item).strip() if isinstance(item, str | int | float) and not isinstance(item, bool) else ""
 
 
+def _is_turn(value: object) -> bool:
+    """Whether the value looks like one turn of a chat, with OpenAI's or ShareGPT's keys."""
+    return isinstance(value, dict) and (
+        ("role" in value and ("content" in value or "tool_calls" in value)) or ("from" in value and "value" in value)
+    )
+
+
 def _turn_lists(value: dict[str, Any]) -> list[str]:
-    return [key for key, item in value.items() if isinstance(item, list) and item and all(map(is_turn, item))]
+    return [key for key, item in value.items() if isinstance(item, list) and item and all(map(_is_turn, item))]
 
 
 def _contents(item: object) -> list[str]:
@@ -174,8 +174,7 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     elif answers and any(keys and set(keys) <= set(new) for keys in (questions, answers)):
         ways.append({"prompt": questions[0] if questions else turns, "completion": answers[0]})
     if ways:
-        settings = " or ".join(map(as_setting, (columns, *ways)))
-        raise RowError(f"the row can be read in two ways; choose one: {settings}", do=_look_at(columns, *ways))
+        raise RowError(f"the row can be read in two ways ({_names(value)})", do=_look_at(columns, *ways))
 
 
 def _preference(value: dict[str, Any]) -> RowError:
@@ -184,8 +183,8 @@ def _preference(value: dict[str, Any]) -> RowError:
     is_chat = isinstance(value["chosen"], list) and (question is None or len(value["chosen"]) > 1)
     pair = {"prompt": question, "completion": "chosen"} if question else {"text": "chosen"}
     columns = {"messages": "chosen"} if is_chat else pair
-    message = "chosen: preference data is not supported; to train on the chosen answers only: "
-    return RowError(message + as_setting(columns), do=_look_at(columns))
+    message = f"chosen: preference data is not supported, except to train on the chosen answers ({_names(value)})"
+    return RowError(message, do=_look_at(columns))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
@@ -200,12 +199,12 @@ def _unknown(value: dict[str, Any]) -> RowError:
         if not isinstance(value.get(key, ""), str):
             return RowError(f"{key} must be a string, not {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
-        return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
+        return RowError(f"unknown keys ({_names(value)})", do=HEADER)
     if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, "category", "task", "id", "system", "tools"}:
         return RowError(f"{questions[0]} has no answer next to it: expected {', '.join(ANSWERS[:4])}")
     texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")
     guess = dict(zip(parts, sorted(best, key=texts.index), strict=False))
-    message = f"unknown keys ({key_names(value)}); expected one of: {FORMATS}"
+    message = f"unknown keys ({_names(value)}); expected one of: {FORMATS}"
     return RowError(message, do=_look_at(guess) if guess else AS_OBJECTS)

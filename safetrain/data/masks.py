@@ -13,9 +13,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from safetrain.core.data.template import (
     ChatTemplate,
@@ -44,8 +44,7 @@ THINKING = re.compile(r"think|thought", re.IGNORECASE)
 Chat = list[dict[str, Any]]  # messages in the form that templates read
 
 
-@dataclass(frozen=True)
-class Placeholder:
+class Placeholder(NamedTuple):
     """A run of words of a message. ``kind``: content, thinking, or call (a string in a tool call)."""
 
     message: int
@@ -90,16 +89,12 @@ class _Marker:
         return copy
 
     def _content(self, index: int, content: str) -> str:
-        if self._control is None or self._control.search(content) is None:
-            return self._placeholder(index, "content", content)
-        controls = list(self._control.finditer(content))
-        thinking_end = max((one.start() for one in controls if END_OF_THINKING.fullmatch(one.group())), default=-1)
-        pieces, start = [], 0
-        for match in controls:
-            kind = "thinking" if match.start() <= thinking_end else "content"
-            pieces += [self._placeholder(index, kind, content[start : match.start()]), match.group()]
-            start = match.end()
-        return "".join([*pieces, self._placeholder(index, "content", content[start:])])
+        pieces = [content] if self._control is None else self._control.split(content)  # each second one is a control
+        ends = [place for place in range(1, len(pieces), 2) if END_OF_THINKING.fullmatch(pieces[place])]
+        for place in range(0, len(pieces), 2):
+            kind = "thinking" if place < max(ends, default=0) else "content"
+            pieces[place] = self._placeholder(index, kind, pieces[place])
+        return "".join(pieces)
 
     def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the arguments of a call, or its name if no argument has words, so that the call can be located."""
@@ -131,7 +126,7 @@ def _control_strings(source: str) -> "re.Pattern[str] | None":
     looked_for = {one or two for one, two in LOOKED_FOR.findall(source)}
     strings = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
     longest_first = sorted(strings, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first))) if strings else None
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if strings else None
 
 
 def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:
@@ -145,7 +140,8 @@ def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) ->
         return None
     for literal, number in zip(literals[1:], skeleton.places, strict=True):
         real = placeholders[number].text
-        for spelling in (real,) if text.startswith(real, position) else spellings(real):
+        as_json = [] if text.startswith(real, position) else [json.dumps(real, ensure_ascii=False), json.dumps(real)]
+        for spelling in (real, *(each[1:-1] for each in as_json)):
             end = position + len(spelling)
             if text.startswith(spelling, position) and text.startswith(literal, end):
                 spans.append((position, end))
@@ -154,13 +150,6 @@ def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) ->
         else:
             return None
     return spans if position == len(text) else None
-
-
-def spellings(text: str) -> Iterator[str]:
-    """Yield the ways in which templates write words: plain, or escaped as JSON."""
-    yield text
-    yield json.dumps(text, ensure_ascii=False)[1:-1]
-    yield json.dumps(text)[1:-1]
 
 
 # Turns
@@ -174,7 +163,7 @@ class Turn:
     first: int  # index of its first placeholder in the skeleton
     last: int
     start: int  # where the labels begin, in literals[first]
-    thinking_end: int  # the end of an empty thinking block at ``start``; equal to ``start`` without one
+    is_thinking_empty: bool  # it begins with an empty thinking block
     end: int  # where the labels end, in literals[last + 1]
     closing: str  # the token that closes it; empty if none does
     prompt_opening: str  # how the generation prompt ends, if this turn begins differently
@@ -189,25 +178,26 @@ def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, 
         return None
 
 
+@dataclass(frozen=True)
 class TurnFinder:
     """Finds the turns of a chat with placeholders in its skeleton."""
 
-    def __init__(
-        self, template: ChatTemplate, plain: PlainAnswers, messages: Chat, tools: Sequence[Any] | None,
-        placeholders: Sequence[Placeholder], skeleton: Skeleton,
-    ) -> None:  # fmt: skip
-        self._template, self._plain, self._messages, self._tools = template, plain, messages, tools
-        self._placeholders, self._skeleton = placeholders, skeleton
-        self._openings: dict[str, tuple[int, str, str]] = {}  # for each literal text before a turn
+    template: ChatTemplate
+    plain: PlainAnswers
+    messages: Chat
+    tools: Sequence[Any] | None
+    placeholders: Sequence[Placeholder]
+    skeleton: Skeleton
+    openings: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # for each literal text before a turn
 
     def turns(self) -> tuple[Turn, ...]:
         """Find all assistant turns with a placeholder in the skeleton, in the order of the text."""
-        owners = [self._placeholders[number].message for number in self._skeleton.places]
+        owners = [self.placeholders[number].message for number in self.skeleton.places]
         turns, earlier = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
             places = list(group)
-            numbers = [self._skeleton.places[place] for place in places]
-            if self._messages[message]["role"] == "assistant" and not earlier.issuperset(numbers):
+            numbers = [self.skeleton.places[place] for place in places]
+            if self.messages[message]["role"] == "assistant" and not earlier.issuperset(numbers):
                 if len(set(numbers)) < len(numbers):  # the header of a tool's result may repeat the call's name
                     alone = self._prefix(message + 1)
                     places = places[: sum(number in numbers for number in alone.places) if alone else None]
@@ -216,34 +206,31 @@ class TurnFinder:
         return tuple(turns)
 
     def _turn(self, message: int, first: int, last: int) -> Turn:
-        before, after = self._skeleton.literals[first], self._skeleton.literals[last + 1]
-        start, prompt_opening, own_opening = self._opening(message, first)
-        if self._placeholders[self._skeleton.places[last]].kind == "call":
+        before, after = self.skeleton.literals[first], self.skeleton.literals[last + 1]
+        is_last = not any(later["role"] == "assistant" for later in self.messages[message + 1 :])
+        if is_last or before not in self.openings:  # the prompt for the last answer may depend on all earlier turns
+            self.openings[before] = self._opening(message, first, before)
+        start, prompt_opening, own_opening = self.openings[before]
+        if self.placeholders[self.skeleton.places[last]].kind == "call":
             end, closing = self._end_of_call(message, last)
         else:
-            end, closing = self._plain.closing(after)
-        empty = EMPTY_THINKING.match(before, start)
-        thinking_end = empty.end() if empty else start
-        return Turn(message, first, last, start, thinking_end, end, closing, prompt_opening, own_opening)
+            end, closing = self.plain.closing(after)
+        is_empty = EMPTY_THINKING.match(before, start) is not None
+        return Turn(message, first, last, start, is_empty, end, closing, prompt_opening, own_opening)
 
-    def _opening(self, message: int, first: int) -> tuple[int, str, str]:
-        """Find where a turn's header ends in the text before it, and how prompt and turn continue if they differ."""
-        before = self._skeleton.literals[first]
-        is_last = not any(later["role"] == "assistant" for later in self._messages[message + 1 :])
-        if is_last or before not in self._openings:  # the prompt for the last answer may depend on all earlier turns
-            self._openings[before] = self._compared_with_prompt(message, first, before)
-        return self._openings[before]
+    def _opening(self, message: int, first: int, before: str) -> tuple[int, str, str]:
+        """Find where a turn's header ends in the text before it, and how prompt and turn continue if they differ.
 
-    def _compared_with_prompt(self, message: int, first: int, before: str) -> tuple[int, str, str]:
-        """Compare with the generation prompt for this answer, or with the usual header if that prompt is unusable."""
+        The text is compared with the generation prompt for this answer, or with the usual header if there is none.
+        """
         prompt, shared, prompt_end = self._prefix(message, prompt=True), 0, ""
-        if prompt is not None and prompt.places[-1:] == self._skeleton.places[:first][-1:]:
+        if prompt is not None and prompt.places[-1:] == self.skeleton.places[:first][-1:]:
             prompt_end = prompt.literals[-1]
             shared = common_prefix(before, prompt_end)
         if not before[:shared].strip():
-            return _header_end(before, self._plain.header, thinking=True) or len(before), "", ""
+            return _header_end(before, self.plain.header, thinking=True) or len(before), "", ""
         start = shared + _header_end(before[shared:], prompt_end[shared:], thinking=False)  # it may end with a reminder
-        own = self._plain.own_header  # after a tool's result a prompt may lack the header that the chat has
+        own = self.plain.own_header  # after a tool's result a prompt may lack the header that the chat has
         if own and own in before[start:]:
             start = before.rindex(own) + len(own)
         return start, prompt_end[shared:], before[shared:start]
@@ -253,14 +240,14 @@ class TurnFinder:
 
         The control strings that belong to a call do not end the turn.
         """
-        after, plain = self._skeleton.literals[last + 1], self._plain
+        after, plain = self.skeleton.literals[last + 1], self.plain
         ends = plain.controls.stops | plain.closings()
         for place, token in plain.controls.found_in(after):
             if token in ends:
                 return place + len(token), token
         shared = len(after)
-        if last + 1 < len(self._skeleton.places):
-            alone, number = self._prefix(message + 1), self._skeleton.places[last]
+        if last + 1 < len(self.skeleton.places):
+            alone, number = self._prefix(message + 1), self.skeleton.places[last]
             if alone is None or number not in alone.places:
                 return 0, ""
             shared = common_prefix(after, alone.literals[len(alone.places) - alone.places[::-1].index(number)])
@@ -272,7 +259,7 @@ class TurnFinder:
 
     def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
         """The skeleton of only the first messages; None if the template refuses them."""
-        text = written_by(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
+        text = written_by(self.template, self.messages[:count], self.tools, prompt=prompt) if count else None
         return None if text is None else skeleton_of(text)
 
 

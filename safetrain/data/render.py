@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetrain.core.data.template import (
     ChatTemplate,
@@ -22,20 +22,13 @@ from safetrain.core.data.template import (
     skeleton_of,
 )
 from safetrain.data.masks import Chat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
-from safetrain.data.rows import Message, Row
+from safetrain.data.rows import Message, Row, RowError
 
 KEPT = 4096  # layouts in the cache
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
 WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of lower-case JSON, without its escapes
 Remark = tuple[str, str]  # a finding's id and detail
-
-
-class RenderError(ValueError):
-    """A row that the template cannot render for training. ``id`` names the finding."""
-
-    def __init__(self, identifier: str, message: str) -> None:
-        super().__init__(message)
-        self.id = identifier
+Tools = Sequence[Any] | None
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,8 @@ class ChatForm:
     null_content: bool = False  # content is None in a call without text, as in OpenAI's format
 
     def of(self, chat: Chat) -> Chat:
-        """Return the chat rendered in the given form."""
-        return chat if self == USUAL else [self._message(dict(message)) for message in chat]
+        """Return the chat in the given form."""
+        return chat if self == ChatForm() else [self._message(dict(message)) for message in chat]
 
     def _message(self, value: dict[str, Any]) -> dict[str, Any]:
         if self.developer_as_system and value["role"] == "developer":
@@ -63,9 +56,6 @@ class ChatForm:
         return value
 
 
-USUAL = ChatForm()
-
-
 @dataclass(frozen=True)
 class TemplateLayout:
     """How a template writes chats of one shape."""
@@ -77,6 +67,14 @@ class TemplateLayout:
     tools_lost: bool
 
 
+class Span(NamedTuple):
+    """Characters of a rendered row that are labels: an assistant turn with the token that closes it."""
+
+    start: int
+    end: int
+    closing: str  # empty if no token closes it
+
+
 @dataclass(frozen=True)
 class PlacedChat:
     """A chat as text, its layout, and the span of each placeholder's words in the text."""
@@ -84,7 +82,7 @@ class PlacedChat:
     layout: TemplateLayout
     placeholders: tuple[Placeholder, ...]
     text: str
-    places: tuple[tuple[int, int], ...]
+    places: Sequence[tuple[int, int]]
 
     @property
     def rank(self) -> tuple[int, bool, bool, bool, int]:
@@ -95,31 +93,80 @@ class PlacedChat:
         form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
         return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
 
+    def span(self, turn: Turn) -> Span:
+        """The span of a turn in the text; its labels begin in the literal text before its words."""
+        start = self.places[turn.first][0] - len(self.layout.skeleton.literals[turn.first]) + turn.start
+        return Span(start, self.places[turn.last][1] + turn.end, turn.closing)
 
-class Layouts:
-    """Lays out chats for one template. A chat of a known shape costs one rendering and a comparison."""
 
-    def __init__(self, template: ChatTemplate, controls: Controls) -> None:
-        self._template, self._controls = template, controls
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """A row as text, the spans of its labels, and the prompt of its last answer."""
+
+    text: str
+    spans: tuple[Span, ...]
+    remarks: tuple[Remark, ...] = ()
+    is_chat: bool = True  # if not, the tokenizer adds its special tokens
+    question: str | None = None  # the message before the last answer, if that is a text
+    asked: str = ""  # the generation prompt's opening of an answer, if training has a different one
+    opening: str = ""  # the opening in training, which is not a label
+
+
+class Renderer:
+    """Renders rows for one model. A chat of a known shape costs one rendering and a comparison."""
+
+    def __init__(self, template: ChatTemplate, controls: Controls, end: str) -> None:
+        """``end``: the model's end-of-text token, empty if it has none."""
+        self._template, self._controls, self._end = template, controls, end
         self._known: dict[str, TemplateLayout] = {}
         self._plain: dict[str, PlainAnswers] = {}  # for each template source
 
-    def place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
-        """Render a chat and locate its words in the text; raises RenderError."""
+    def render(self, row: Row) -> RenderedRow:
+        """Render a row and find its labels; raises RowError if the row cannot be trained on."""
+        if row.format == "text":
+            return RenderedRow(row.text, (Span(0, len(row.text), ""),), is_chat=False)
+        if not self._template:
+            raise RowError("the model's tokenizer has no chat template, and chats need one", id="TEMPLATE-REFUSES")
+        tools = json.loads(row.tools) if row.tools else None
         try:
-            return self._place(row, tools)
+            placed = self._place(row, tools)
         except TemplateError as error:
             hint = " (the data is not at fault)" if error.is_broken else _hint(row, str(error))
-            raise RenderError("TEMPLATE-REFUSES", f"{error}{hint}") from error
+            raise RowError(f"{error}{hint}", id="TEMPLATE-REFUSES") from error
+        turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
+        remarks = [*_losses(row, placed), *_spelled_stops(row, self._controls)]
+        if not turns:
+            losses = [detail for identifier, detail in remarks if identifier == "ANSWER-LOST"]
+            raise RowError(losses[0], id="ANSWER-LOST") if losses else RowError(NOTHING_WRITTEN, id="NO-LABELS")
+        text, last = placed.text, turns[-1]
+        spans = [placed.span(turn) for turn in turns]
+        remarks += [*_opening_remarks(turns), *_stop_remarks(spans, self._controls)]
+        if spans[-1].closing not in self._controls.stops:
+            text, spans[-1] = self._closed(text, spans[-1], self._plain_of(tools))
+        is_asked = row.messages[last.message].content.strip() and last.message
+        question = row.messages[last.message - 1].content if is_asked else None
+        return RenderedRow(
+            text, tuple(spans), tuple(dict.fromkeys(remarks)), True, question, last.prompt_opening, last.own_opening
+        )
 
-    def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
+    def _closed(self, text: str, span: Span, plain: PlainAnswers) -> tuple[str, Span]:
+        """Append a stop token to the text and its last span, which no stop token closes."""
+        end = plain.closing(plain.between)[1]
+        end = end if end in self._controls.stops else self._end
+        if not end:
+            return text, span
+        rest = text[span.end :]
+        return text[: span.end] + end + (rest if rest.strip() else ""), Span(span.start, span.end + len(end), end)
+
+    def _plain_of(self, tools: Tools) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""
         source = self._template.source(tools)
         if source not in self._plain:
             self._plain[source] = plain_answers(self._template, self._controls, tools)
         return self._plain[source]
 
-    def _place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
+    def _place(self, row: Row, tools: Tools) -> PlacedChat:
+        """Render a chat and locate its words in the text; raises RowError, TemplateError."""
         source, chat = self._template.source(tools), chat_of(row.messages)
         marked, placeholders = mark(chat, source)
         shape = json.dumps(marked, ensure_ascii=False) + row.tools
@@ -128,36 +175,34 @@ class Layouts:
             text = self._template.write(layout.form.of(chat), tools)
             places = align(layout.skeleton, placeholders, text)
             if places is not None:
-                return PlacedChat(layout, placeholders, text, tuple(places))
+                return PlacedChat(layout, placeholders, text, places)
         if len(self._known) >= KEPT:
             self._known.clear()
         placed = self._search(chat, marked, placeholders, tools)
         self._known[shape] = placed.layout
         return placed
 
-    def _search(
-        self, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...], tools: Sequence[Any] | None
-    ) -> PlacedChat:
+    def _search(self, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...], tools: Tools) -> PlacedChat:
         """Render the chat in the form that loses least; raises the template's first refusal if it accepts none."""
         refusal: TemplateError | None = None
-        places: list[PlacedChat] = []
+        found: list[PlacedChat] = []
         for form in _forms(chat):
             try:
                 placed = self._lay_out(form, chat, marked, placeholders, tools)
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            places += [placed] if placed else []
+            found += [placed] if placed else []
             if placed and not placed.rank[0] and not any(map(_calls_without_text, chat)):
                 break
-        if places:
-            return min(places, key=lambda placed: placed.rank)
-        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes messages' words, so answers cannot be located")
+        if found:
+            return min(found, key=lambda placed: placed.rank)
+        what = "it changes messages' words, so answers cannot be located"
+        raise refusal or RowError(what, id="TEMPLATE-REFUSES")
 
     def _lay_out(
-        self, form: ChatForm, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...],
-        tools: Sequence[Any] | None,
-    ) -> PlacedChat | None:  # fmt: skip
+        self, form: ChatForm, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...], tools: Tools
+    ) -> PlacedChat | None:
         """Make a layout for the chat; None if its text and the text with placeholders do not align."""
         text, messages = self._template.write(form.of(chat), tools), form.of(marked)
         text_with_placeholders = written_by(self._template, messages, tools)
@@ -167,12 +212,11 @@ class Layouts:
         places = align(skeleton, placeholders, text)
         if places is None:
             return None
-        turns = TurnFinder(self._template, self.plain(tools), messages, tools, placeholders, skeleton).turns()
+        finder = TurnFinder(self._template, self._plain_of(tools), messages, tools, placeholders, skeleton)
         unwritten = frozenset(range(len(placeholders))) - set(skeleton.places)
         tools_lost = bool(tools) and written_by(self._template, form.of(chat), None) == text
-        return PlacedChat(
-            TemplateLayout(form, skeleton, turns, unwritten, tools_lost), placeholders, text, tuple(places)
-        )
+        layout = TemplateLayout(form, skeleton, finder.turns(), unwritten, tools_lost)
+        return PlacedChat(layout, placeholders, text, places)
 
 
 def _hint(row: Row, fault: str) -> str:
@@ -205,80 +249,12 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Characters of a rendered row that are labels: an assistant turn with the token that closes it."""
-
-    start: int
-    end: int
-    closing: str  # empty if no token closes it
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedRow:
-    """A row as text, the spans of its labels, and the prompt of its last answer."""
-
-    text: str
-    spans: tuple[Span, ...]
-    remarks: tuple[Remark, ...] = ()
-    is_chat: bool = True  # if not, the tokenizer adds its special tokens
-    can_be_asked: bool = False  # whether the last answer is a text that follows a message
-    asked: str = ""  # the generation prompt's opening of an answer, if training has a different one
-    opening: str = ""  # the opening in training, which is not a label
-
-
-class Renderer:
-    """Renders rows for one model."""
-
-    def __init__(self, template: ChatTemplate, controls: Controls, end: str) -> None:
-        """``end``: the model's end-of-text token, empty if it has none."""
-        self._template, self._controls, self._end = template, controls, end
-        self._layouts = Layouts(template, controls)
-
-    def render(self, row: Row) -> RenderedRow:
-        """Render a row and find its labels; raises RenderError if the row cannot be trained on."""
-        if row.format == "text":
-            return RenderedRow(row.text, (Span(0, len(row.text), ""),), is_chat=False)
-        if not self._template:
-            raise RenderError("TEMPLATE-REFUSES", "the model's tokenizer has no chat template, and chats need one")
-        tools = json.loads(row.tools) if row.tools else None
-        placed = self._layouts.place(row, tools)
-        turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
-        remarks = [*_losses(row, placed), *_spelled_stops(row, self._controls)]
-        if not turns:
-            losses = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
-            raise RenderError(*(losses[0] if losses else ("NO-LABELS", NOTHING_WRITTEN)))
-        text, last = placed.text, turns[-1]
-        spans = [_span(placed, turn) for turn in turns]
-        remarks += _opening_remarks(turns)
-        if not all(span.closing in self._controls.stops for span in spans):
-            remarks += _stop_remarks(spans, self._controls)
-            text, spans[-1] = self._closed(text, spans[-1], tools)
-        can_be_asked = bool(row.messages[last.message].content.strip() and last.message)
-        return RenderedRow(
-            text, tuple(spans), tuple(dict.fromkeys(remarks)), True, can_be_asked, last.prompt_opening, last.own_opening
-        )
-
-    def _closed(self, text: str, span: Span, tools: Sequence[Any] | None) -> tuple[str, Span]:
-        """Append a stop token to the text and its last span, if no stop token closes that span."""
-        plain = self._layouts.plain(tools)
-        end = plain.closing(plain.between)[1]
-        end = end if end in self._controls.stops else self._end
-        if span.closing in self._controls.stops or not end:
-            return text, span
-        rest = text[span.end :]
-        return text[: span.end] + end + (rest if rest.strip() else ""), Span(span.start, span.end + len(end), end)
-
-
-def _span(placed: PlacedChat, turn: Turn) -> Span:
-    """The span of a turn in the text; its labels begin in the literal text before its words."""
-    start = placed.places[turn.first][0] - len(placed.layout.skeleton.literals[turn.first]) + turn.start
-    return Span(start, placed.places[turn.last][1] + turn.end, turn.closing)
+# Remarks
 
 
 def _opening_remarks(turns: Sequence[Turn]) -> Iterator[Remark]:
     """Yield remarks on trained-on empty thinking, and on prompts that begin answers differently from training."""
-    if any(turn.thinking_end > turn.start for turn in turns):
+    if any(turn.is_thinking_empty for turn in turns):
         yield "THINKING-EMPTY", ""
     differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
     if differs is not None:
@@ -312,7 +288,7 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
 
 def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
     """Whether the message's turn contains every word of its calls: keys, strings and numbers."""
-    spans = [_span(placed, turn) for turn in placed.layout.turns if turn.message == index]
+    spans = [placed.span(turn) for turn in placed.layout.turns if turn.message == index]
     text = "".join(placed.text[span.start : span.end] for span in spans).lower()
     calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
     words = set(WORD.findall(json.dumps(calls, ensure_ascii=False).lower())) - {"name", "arguments", "null"}

@@ -1,11 +1,14 @@
-"""A training row, messages or bare text: read from OpenAI's and ShareGPT's forms, written in OpenAI's current one."""
+"""A training row, messages or bare text: read from OpenAI's and ShareGPT's forms, written in OpenAI's current one.
 
+JSON is read strictly: no NaN, no repeated keys, no half surrogate pairs. What cannot be read is a RowError.
+"""
+
+import collections
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from safetrain.data.json_rows import RowError, dump, kind, load, require_unicode, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_NAMES = {  # other names of the roles, in lower case
@@ -22,6 +25,113 @@ THINKING = ("thinking", "reasoning")  # types of parts
 ONLY_TEXT = "only text can be trained on: leave the row out"
 CALL = '{"type": "function", "function": {"name": …, "arguments": {…}}}'
 TOOL = '{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}'
+MOST_SHOWN = 60
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
+         type(None): "null or an empty cell"}  # fmt: skip
+MOST_DEEP = 300
+WHITE = " \t\r\n"
+DEEP = "brackets are nested hundreds of levels deep"
+
+
+class RowError(ValueError):
+    """An error in one row; the reader adds the file and line.
+
+    ``id`` names the finding; ``column`` is the error's position in its line; ``do`` replaces the finding's remedy.
+    """
+
+    def __init__(self, message: str, *, id: str = "ROW-UNREADABLE", column: int = 0, do: str = "") -> None:
+        super().__init__(message)
+        self.id, self.column, self.do = id, column, do
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise RowError(f"the key '{shown(twice)}' occurs twice in one object: remove one")
+    return value
+
+
+def _constant(name: str) -> None:
+    raise RowError(f"{name} is not valid JSON: write null, or omit the key")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_LENIENT = json.JSONDecoder()
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+def value_at(text: str, start: int) -> tuple[object, int]:
+    """Decode the JSON value that begins at ``start`` to the value or a RowError, and its end.
+
+    Raises JSONDecodeError if the text is not JSON or the value is incomplete, ValueError, RecursionError.
+    """
+    try:
+        value, end = _STRICT.raw_decode(text, start)
+    except RowError as error:
+        return error, _LENIENT.raw_decode(text, start)[1]
+    brackets = text.count("[", start, end) + text.count("{", start, end)
+    return RowError(DEEP) if brackets > MOST_DEEP and _is_deep(value, MOST_DEEP) else value, end
+
+
+def load(text: str) -> object:
+    """Decode one line of JSON to its value or a RowError."""
+    try:
+        value, end = value_at(text, len(text) - len(text.lstrip(WHITE)))
+        if text[end:].strip(WHITE):
+            raise json.JSONDecodeError("Extra data", text, end)
+    except (ValueError, RecursionError) as error:
+        return RowError(said_of(error), column=getattr(error, "colno", 0))
+    return value
+
+
+def said_of(error: ValueError | RecursionError) -> str:
+    """Describe why json cannot read a text, with the usual cause in brackets if one is known."""
+    if isinstance(error, RecursionError):
+        return DEEP
+    if not isinstance(error, json.JSONDecodeError):  # from int(), beyond 4,300 digits
+        return "a number has too many digits: write it as a string, in quotes"
+    rest, hint = error.doc[error.pos : error.pos + MOST_SHOWN].lstrip(), ""
+    if not rest or error.msg.startswith("Unterminated"):
+        hint = " (it is cut off here; JSON lines need one object per line)"
+    elif rest.startswith(("'", "None", "True", "False")):
+        hint = " (this is how Python prints it: write the file with json.dumps)"
+    return f"not valid JSON: {error.msg.removesuffix(' at')}{hint}"
+
+
+def dump(value: object, place: str) -> str:
+    """Encode a value as JSON text that ``load`` can read; ``place`` names it in errors."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:  # 1e999, which Python reads as infinity
+        raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+    require_unicode(text, place)
+    return text
+
+
+def require_unicode(text: str, place: str) -> None:
+    r"""Raise RowError for half a surrogate pair (a single ``\ud83d``): JSON can contain it, no tokenizer accepts it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{place} holds half a surrogate pair, which is not a character") from None
+
+
+def shown(value: object) -> str:
+    """A value from the data, shortened and escaped for one line of a terminal."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def kind(value: object) -> str:
+    """The JSON type of ``value``, with its article."""
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def _is_deep(value: object, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` deep."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(part, most - 1) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +201,8 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     """Make a row from messages, from prompt and completion, or from text; ``keys``: names of these parts for errors."""
     if "text" in parts:
         return Row("text", text=_text(parts["text"], keys["text"]))
-    if "messages" in parts:
-        turns = parse_messages(parts["messages"], keys.get("messages", "messages"))
-    else:
-        turns = _pair(parts, keys)
+    is_chat = "messages" in parts
+    turns = parse_messages(parts["messages"], keys.get("messages", "messages")) if is_chat else _pair(parts, keys)
     messages = _with_system(parts.get("system"), turns)
     for index, message in enumerate(messages):
         require_unicode(message.content, f"messages[{index}].content")
@@ -102,9 +210,8 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
         raise RowError("no assistant turn to train on; turns with weight 0 or in the prompt are not trained on")
     is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
     is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
-    tools = tools_text(parts.get("tools"))
-    form = "tools" if tools else "completions" if is_plain else "chat"
-    return Row(form, messages, tools)
+    tools = _tools(parts.get("tools"))
+    return Row("tools" if tools else "completions" if is_plain else "chat", messages, tools)
 
 
 def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
@@ -131,9 +238,8 @@ def _earlier(history: object) -> tuple[Message, ...]:
         return ()
     if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
         return _shown_only(parse_messages(history, "history"))
-    roles = ("user", "assistant")
-    turns = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
-    return parse_messages(turns, "history")
+    turns = [({"role": "user", "content": one}, {"role": "assistant", "content": two}) for one, two in history]
+    return parse_messages(list(itertools.chain(*turns)), "history")
 
 
 def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -161,13 +267,6 @@ def _text(value: object, key: str) -> str:
     return value
 
 
-def is_turn(value: object) -> bool:
-    """Whether the value looks like one turn of a chat, with OpenAI's or ShareGPT's keys."""
-    return isinstance(value, dict) and (
-        ("role" in value and ("content" in value or "tool_calls" in value)) or ("from" in value and "value" in value)
-    )
-
-
 def parse_messages(value: object, place: str) -> tuple[Message, ...]:
     """Read a list of turns; ``place`` names it in errors. Raises RowError."""
     if not isinstance(value, list) or not value:
@@ -184,8 +283,7 @@ def _message(value: object, place: str) -> Message:
     turn = _usual_turn(value, place)
     role, content = turn.pop("role", None), turn.pop("content", None)
     if role not in ROLES:
-        got = f"'{shown(role)}'" if isinstance(role, str) else "missing" if role is None else kind(role)
-        raise RowError(f"{place}.role is {got}; expected one of {', '.join(ROLES)}")
+        raise RowError(f"{place}.role is {shown(role)}; expected one of {', '.join(ROLES)}")
     weights = [turn.pop(key, None) for key in WEIGHT_KEYS]
     weight = next((weight for weight in weights if weight is not None), 1)
     if weight not in (0, 1):
@@ -230,28 +328,26 @@ def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
 
 def _text_of(content: object, place: str) -> str:
     """The content as text; a list of parts is joined."""
-    if isinstance(content, list):
-        return "".join([_part(part, f"{place}[{index}]") for index, part in enumerate(content)])
-    return _part(content, place)
-
-
-def _part(part: object, place: str) -> str:
-    text, got = part, kind(part)
-    if isinstance(part, dict):
-        text = part.get("text", part.get("value"))  # value: LLaMA-Factory
-        text = text if part.get("type", "text") in ("text", "input_text", "output_text") else None
-        do = "write it in the message's key reasoning_content" if part.get("type") in THINKING else ONLY_TEXT
-        got = f"a part of type '{shown(part.get('type'))}': {do}"
-    if not isinstance(text, str):
-        raise RowError(f'{place} must be a string or {{"type": "text", "text": "…"}}, not {got}')
-    return text
+    texts = list[str]()
+    for index, part in enumerate(content if isinstance(content, list) else [content]):
+        text, got = part, kind(part)
+        if isinstance(part, dict):
+            text = part.get("text", part.get("value"))  # value: LLaMA-Factory
+            text = text if part.get("type", "text") in ("text", "input_text", "output_text") else None
+            do = "write it in the message's key reasoning_content" if part.get("type") in THINKING else ONLY_TEXT
+            got = f"a part of type '{shown(part.get('type'))}': {do}"
+        if not isinstance(text, str):
+            own = f"{place}[{index}]" if isinstance(content, list) else place
+            raise RowError(f'{own} must be a string or {{"type": "text", "text": "…"}}, not {got}')
+        texts.append(text)
+    return "".join(texts)
 
 
 def _tool_call(value: object, place: str) -> dict[str, object]:
     call = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     if "function" not in call and "name" in call:  # Hermes and mlx-lm: without the outer object
         call["function"] = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
-    function = _function(call.get("function"), value, place, CALL, "parameters")
+    function = _function(call.get("function"), place, CALL, "parameters")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # OpenAI writes JSON text, and "" without arguments
         parsed = load(arguments) if arguments.strip() else {}
@@ -262,7 +358,7 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def tools_text(value: object) -> str:
+def _tools(value: object) -> str:
     """The tools of a row as the JSON text of a list, each in OpenAI's form; empty without tools."""
     tools = _parsed(value, "tools")
     if not tools:
@@ -277,17 +373,15 @@ def _tool(value: object, place: str) -> dict[str, object]:
     if "function" not in tool and "name" in tool:  # flat, as in OpenAI's Responses and in `functions`
         inner = {key: item for key, item in tool.items() if key != "type"}
         tool = {"type": tool.get("type") or "function", "function": inner}
-    _function(tool.get("function"), value, place, TOOL, "input_schema")
+    _function(tool.get("function"), place, TOOL, "input_schema")
     return tool if tool.get("type") else {**tool, "type": "function"}
 
 
-def _function(function: object, value: object, place: str, form: str, misnamed: str) -> dict[str, Any]:
+def _function(function: object, place: str, form: str, misnamed: str) -> dict[str, Any]:
     """Check the function of a call or tool: it needs a name, and no ``misnamed`` key, which templates ignore."""
     if isinstance(function, dict) and isinstance(function.get("name"), str) and misnamed not in function:
         return function
-    inner = function if isinstance(function, dict) else value
-    got = f"an object with the keys {', '.join(map(shown, inner))}" if isinstance(inner, dict) else kind(value)
-    raise RowError(f"{place} is {got}; expected {form}")
+    raise RowError(f"{place} must be {form}")
 
 
 def _parsed(value: object, place: str) -> object:

@@ -5,8 +5,7 @@ Tokenized rows wait in a scratch file until the split of each is known.
 
 import contextlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -19,8 +18,7 @@ from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import LengthQuantiles, SplitReport
-from safetrain.data.files import PLAIN
-from safetrain.data.folders import SPLITS, suffix_of
+from safetrain.data.folders import SPLITS
 from safetrain.data.tokenize import Prompt, ReadRow
 
 MIN_GROUPS = 3  # different questions that a split needs
@@ -31,22 +29,22 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 def split_off(
     names: Sequence[str],
-    files: np.ndarray,
+    parts: np.ndarray,
     clusters: np.ndarray,
     digests: np.ndarray,
-    shares: dict[str, float],
+    shares: Mapping[str, float],
     path: Path,
 ) -> tuple[np.ndarray, str]:
     """Assign a split to each row, as an index into SPLITS, and describe how.
 
-    ``names`` are the splits of the files; ``files`` (rows,) is the file of each row; ``clusters`` (rows,) is a row's
+    ``names`` are the splits of the files, ``parts`` (rows,) those of the rows' files; ``clusters`` (rows,) is a row's
     number, equal for rows that must stay together; ``digests`` (rows,) uint64 hashes their questions. Only a split
     without a file takes its share of train. A cluster stays in train if a given file has some of its rows, unless too
     few are left. Its split depends only on its smallest digest and on the shares, so other rows never move it. Rows
     move only to fill a split that would be empty, and the text says so. Raises DataError if there are too few clusters;
     ``path`` is named in it.
     """
-    parts = np.array([SPLITS.index(name) for name in names], dtype=np.uint8)[files]
+    parts = parts.copy()
     missing = {name: share for name, share in shares.items() if name not in names}
     if not missing:
         return parts, "using the given train, valid and test files"
@@ -56,14 +54,10 @@ def split_off(
     there = np.zeros(len(parts), dtype=np.bool_)
     there[clusters[in_train]] = True
     if there.sum() < MIN_GROUPS:
-        divide = "; lines of <|endoftext|> separate the documents in a text" if suffix_of(path) in PLAIN else ""
-        raise DataError(
-            "Too few different rows to split.",
-            where=str(path),
-            expected=f"at least {MIN_GROUPS} rows with different questions",
-            got=str(there.sum()),
-            do=f"add rows, or name a folder with train, valid and test files{divide}",
-        )
+        expected = f"at least {MIN_GROUPS} rows with different questions"
+        do = "add rows (lines of <|endoftext|> divide a text), or name a folder with train, valid and test files"
+        what, got = "Too few different rows to split.", str(there.sum())
+        raise DataError(what, where=str(path), expected=expected, got=got, do=do)
     free = there.copy()  # clusters without a row in a given file
     free[clusters[~in_train]] = False
     if free.sum() <= len(missing):
@@ -78,43 +72,30 @@ def split_off(
     return parts, text
 
 
-def _deal(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
+def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, list[str]]:
     """Split the groups, (groups,), by place (uint64); also return the splits whose size differs from their share.
 
     Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows.
     """
     count, place = len(places), places.astype(np.float64) / 2.0**64
-    by_share = {"valid": place < shares.get("valid", 0.0), "test": place >= 1 - shares.get("test", 0.0)}
-    expected = {name: int(by_share[name].sum()) if name in shares else 0 for name in by_share}
+    valid, test = place < shares.get("valid", 0.0), place >= 1 - shares.get("test", 0.0)
+    expected = {"valid": int(valid.sum()), "test": int(test.sum())}
     counts = {name: max(number, int(name in shares)) for name, number in expected.items()}
     while sum(counts.values()) >= count:  # train would be empty
         counts[max(counts, key=lambda name: counts[name])] -= 1
-    of_group, ordered = np.full(count, TRAIN, dtype=np.uint8), np.sort(places)  # no two are equal
-    of_group[places < ordered[counts["valid"]]] = VALID
-    if counts["test"]:
-        of_group[places >= ordered[-counts["test"]]] = TEST
+    of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(places)  # no two are equal
+    of_group[order[: counts["valid"]]] = VALID
+    of_group[order[count - counts["test"] :]] = TEST
     changed = [name for name, number in expected.items() if counts[name] > number]
     return of_group, changed + ["train"] * any(counts[name] < number for name, number in expected.items())
 
 
-class SplitFigures:
-    """Collects a split's statistics: numbers of rows, tokens and labels, and row lengths."""
-
-    def __init__(self) -> None:
-        self._lengths, self._trained = Counter[int](), 0
-
-    def add(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
-        """Count rows by their lengths and labels; both (rows,)."""
-        self._lengths.update(lengths.tolist())
-        self._trained += int(label_counts.sum(dtype=np.int64))
-
-    def report(self, label_bytes: int = 0) -> SplitReport:
-        """Statistics of the rows added so far, at least one; ``label_bytes``: UTF-8 bytes of their answers."""
-        lengths, numbers = np.array(sorted(self._lengths.items())).T
-        rows, tokens = int(numbers.sum()), int(lengths @ numbers)
-        quantiles = np.quantile(lengths, QUANTILES, weights=numbers, method="inverted_cdf")
-        quantile_lengths = LengthQuantiles(*map(int, (*quantiles, lengths[-1])))
-        return SplitReport(rows, tokens, self._trained, quantile_lengths, label_bytes)
+def split_report(lengths: Sequence[np.ndarray], labels: int, label_bytes: int) -> SplitReport:
+    """Statistics of a split from the ``lengths`` of its rows, at least one, and the UTF-8 bytes of its answers."""
+    tokens = np.concatenate(lengths)
+    quantiles = np.quantile(tokens, QUANTILES, weights=np.ones(len(tokens)), method="inverted_cdf")
+    spread = LengthQuantiles(*map(int, (*quantiles, tokens.max())))
+    return SplitReport(len(tokens), int(tokens.sum()), labels, spread, label_bytes)
 
 
 # Writing
@@ -141,21 +122,21 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
 
 def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
     """Append a few hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
-    spool.write((_encode([(*row[:-1], len(row.tokens)) for row in rows]) + "\n").encode("utf-8"))
-    spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
-    spool.writelines(row.tokens.trained.tobytes() for row in rows)
+    if rows:
+        spool.write((_encode([(*row[:-1], len(row.tokens)) for row in rows]) + "\n").encode("utf-8"))
+        spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
+        spool.writelines(row.tokens.trained.tobytes() for row in rows)
 
 
 def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
     texts = json.loads(spool.readline())
-    ends = np.cumsum([text[-1] for text in texts], dtype=np.int64)
-    total = int(ends[-1]) if texts else 0
-    ids, trained = np.frombuffer(spool.read(4 * total), "<u4"), np.frombuffer(spool.read(total), np.bool_)
-    rows = list[StoredRow]()
-    for (line, file, number, size, prompt, count), end in zip(texts, ends, strict=True):
-        tokens = TokenRow(ids[end - count : end], trained[end - count : end])
-        rows.append(StoredRow(line, file, number, size, Prompt(*prompt) if prompt else None, tokens))
-    return rows
+    ends = np.cumsum([text[-1] for text in texts])
+    ids = np.split(np.frombuffer(spool.read(4 * int(ends[-1])), "<u4"), ends[:-1])
+    trained = np.split(np.frombuffer(spool.read(int(ends[-1])), np.bool_), ends[:-1])
+    return [
+        StoredRow(line, file, number, size, Prompt(*prompt) if prompt else None, TokenRow(*tokens))
+        for (line, file, number, size, prompt, _), *tokens in zip(texts, ids, trained, strict=True)
+    ]
 
 
 class SplitWriter(contextlib.ExitStack):
@@ -165,7 +146,7 @@ class SplitWriter(contextlib.ExitStack):
         super().__init__()
         self._lines = self.enter_context((folder / f"{name}.jsonl").open("wb"))
         self._store = self.enter_context(StoreWriter(store_path(folder, name)))
-        self._figures, self._label_bytes = SplitFigures(), 0
+        self._lengths, self._labels, self._label_bytes = list[np.ndarray](), 0, 0
         self._tokenizer, self._has_questions = tokenizer, name == "test"
 
     def add(self, rows: Sequence[StoredRow]) -> None:
@@ -174,24 +155,21 @@ class SplitWriter(contextlib.ExitStack):
             return
         if self._has_questions:
             self._add_questions(rows)
-        lengths = np.array([len(row.tokens) for row in rows])
-        label_counts = np.array([row.tokens.trained_tokens for row in rows])
-        self._lines.writelines(row.line.encode("utf-8") for row in rows)
-        self._store.add(
-            np.concatenate([row.tokens.ids for row in rows]),
-            np.concatenate([row.tokens.trained for row in rows]),
-            lengths,
-            label_counts,
-            np.array([row.file for row in rows]),
-            np.array([row.number for row in rows]),
-        )
-        self._figures.add(lengths, label_counts)
-        self._label_bytes += sum(row.label_bytes for row in rows)
+        lines, files, numbers, sizes, _, tokens = zip(*rows, strict=True)
+        lengths = np.array(list(map(len, tokens)))
+        label_counts = np.array([each.trained_tokens for each in tokens])
+        self._lines.writelines(line.encode("utf-8") for line in lines)
+        ids = np.concatenate([each.ids for each in tokens])
+        trained = np.concatenate([each.trained for each in tokens])
+        self._store.add(ids, trained, lengths, label_counts, np.array(files), np.array(numbers))
+        self._lengths.append(lengths)
+        self._labels += int(label_counts.sum())
+        self._label_bytes += sum(sizes)
 
     def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:
         """Complete the store; returns the statistics of the split."""
         self._store.finish(provenance, [str(path) for path in files], self._label_bytes)
-        return self._figures.report(self._label_bytes)
+        return split_report(self._lengths, self._labels, self._label_bytes)
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
         """Store prompts, tokenized separately: in a row, a prompt's last token may merge with the answer's first."""
@@ -214,5 +192,5 @@ def write_splits(
             block = _next_rows(spool)
             own, first = parts[first : first + len(block)], first + len(block)
             for part, writer in enumerate(writers.values()):
-                writer.add([block[row] for row in np.flatnonzero(own == part).tolist()])
+                writer.add([row for row, own_part in zip(block, own, strict=True) if own_part == part])
         return {name: writer.finish(made, files) for name, writer in writers.items()}

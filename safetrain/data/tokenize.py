@@ -16,13 +16,12 @@ from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
 from safetrain.data.checks import text_findings
-from safetrain.data.files import PLAIN, no_rows, rows_of, texts_of
+from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings, Spot, checked_downgrade
-from safetrain.data.folders import DataFiles, suffix_of
+from safetrain.data.folders import DataFiles
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
-from safetrain.data.json_rows import RowError
-from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer, RenderError
-from safetrain.data.rows import Row
+from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer
+from safetrain.data.rows import Row, RowError
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
@@ -123,20 +122,17 @@ class RowReader:
         return replace(provenance, stop_ids=stops, opening=opening, asked=asked, system=system)
 
     def _rendered_blocks(self, path: Path) -> Iterator[list[ReadRow]]:
-        is_plain = self._settings.documents and suffix_of(path) in PLAIN
-        block, room, place = list[ReadRow](), BLOCK_CHARACTERS, None
+        block, room = list[ReadRow](), BLOCK_CHARACTERS
         try:
-            for place, value in texts_of(path) if is_plain else rows_of(path):
+            for place, value in rows_of(path, documents=self._settings.documents):
                 row = self._rendered(Spot(str(path), place), value)
                 block.append(row)
                 room -= len(row.rendered.text) if row.rendered is not None else 0
                 if len(block) == BLOCK_ROWS or room <= 0:
                     yield block
                     block, room = [], BLOCK_CHARACTERS
-            if place is None:
-                raise no_rows(path)
         except DataError as error:  # without rows, or damaged from some row on
-            self._findings.add_unreadable_file(error)
+            self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
         yield block
 
     def _rendered(self, spot: Spot, value: object) -> ReadRow:
@@ -145,16 +141,11 @@ class RowReader:
             row = parse_row(value, self._settings.columns)
             rendered = self._renderer.render(row)
         except RowError as error:
-            self._findings.add_unreadable(spot, error)
-            return ReadRow(spot, row, None, None, ("ROW-UNREADABLE",))
-        except RenderError as error:
             if error.id == "ANSWER-LOST":  # only ANSWER-LOST can be downgraded to a warning
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
-            identifier, detail = error.id, str(error)
-        else:
-            return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
-        self._findings.add(identifier, detail, where=[spot])
-        return ReadRow(spot, row, None, None, (identifier,))
+            self._findings.add_error(spot, error)
+            return ReadRow(spot, row, None, None, (error.id,))
+        return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
 
     def _find(self, row: Row, rendered: RenderedRow, spot: Spot) -> tuple[str, ...]:
         """Add the findings about a row, and note how its answers open and close; returns the ids of the findings."""
@@ -162,17 +153,16 @@ class RowReader:
         if len(self._systems) < 2:
             self._systems.add(row.system)
         self._closings.update(span.closing for span in rendered.spans if span.closing)
-        for token in self._closings - self._tokenizer.controls.stops - self._inside:
-            if any(token in text for text in _answers(rendered)):
-                self._inside.add(token)
+        unsure, answers = self._closings - self._tokenizer.controls.stops - self._inside, _answers(rendered)
+        self._inside |= {token for token in unsure if any(token in answer for answer in answers)}
         if rendered.is_chat:
             self._openings[rendered.asked, rendered.opening] += 1
-        findings = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
-        findings += [("KEYS-IGNORED", key) for key in row.ignored_keys]
-        findings += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
-        for identifier, detail in dict.fromkeys(findings):
+        found = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
+        found += [("KEYS-IGNORED", key) for key in row.ignored_keys]
+        found += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
+        for identifier, detail in dict.fromkeys(found):
             self._findings.add(identifier, detail, where=[spot])
-        return tuple(dict.fromkeys(identifier for identifier, _ in findings))
+        return tuple(dict(found))
 
     def _tokenize(self, rows: Sequence[RenderedRow]) -> Tokenized:
         """Tokenize rendered rows in one batch."""
@@ -186,13 +176,13 @@ class RowReader:
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
         """Attach tokens to the rows of a block that can be trained on, and count them."""
         results = iter(tokenized.result())
-        for row in block:
-            if row.row is not None and row.rendered is not None:
-                self._take_tokens(row, row.row, row.rendered, *next(results))
+        for read in block:
+            if read.rendered is not None:
+                self._take_tokens(read, read.rendered, *next(results))
         self.rows += len(block)
         return number, block
 
-    def _take_tokens(self, read: ReadRow, row: Row, rendered: RenderedRow, tokens: TokenRow, runs: Runs) -> None:
+    def _take_tokens(self, read: ReadRow, rendered: RenderedRow, tokens: TokenRow, runs: Runs) -> None:
         obstacle = self._obstacle(tokens, runs)
         if obstacle is not None:
             self._findings.add(*obstacle, where=[read.spot])
@@ -202,9 +192,8 @@ class RowReader:
         read.tokens, read.label_bytes = tokens, sum(len(text.encode("utf-8")) for text in _answers(rendered))
         self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
         self.label_bytes += read.label_bytes
-        if rendered.can_be_asked:
-            text = rendered.text[: rendered.spans[-1].start]
-            read.prompt = Prompt(runs[-1][0], text, _question_text(row))
+        if rendered.question is not None:
+            read.prompt = Prompt(runs[-1][0], rendered.text[: rendered.spans[-1].start], rendered.question)
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """The finding's id and detail if a row cannot be trained on, or only in part."""
@@ -243,13 +232,6 @@ def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:
 def _answers(rendered: RenderedRow) -> list[str]:
     """The answers that are trained on, without their stop tokens."""
     return [rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans]
-
-
-def _question_text(row: Row) -> str:
-    """The message before the last answer that is trained on."""
-    trained = (index for index, message in enumerate(row.messages) if message.role == "assistant" and message.trained)
-    last = max(trained, default=0)
-    return row.messages[last - 1].content if last else ""
 
 
 def _token_at(encoding: Any, characters: range) -> int | None:

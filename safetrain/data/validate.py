@@ -8,16 +8,13 @@ question decides its split.
 import contextlib
 import dataclasses
 import hashlib
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
@@ -28,24 +25,23 @@ from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
-from safetrain.data.files import PLAIN, rows_of, texts_of
+from safetrain.data.files import rows_of
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
-from safetrain.data.folders import SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
+from safetrain.data.folders import PLAIN, SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
 from safetrain.data.forms import Columns, parse_row
-from safetrain.data.json_rows import RowError
+from safetrain.data.rows import RowError
 from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
 PIECE_CHARACTERS = 2**16  # of text, up to the end of the line
-Origin = tuple[str, str, str]  # format of the data, how it was split, how prompts open an answer
 
 
 @dataclass(frozen=True)
 class Validation:
     """The findings in some data, and data_report.json if its splits were written."""
 
-    found: Sequence[tuple[Finding, Sequence[Spot]]]  # each with its places
+    found: Mapping[Finding, Sequence[Spot]]  # with their places
     count: int = 0  # rows, including those that cannot be trained on
     tokens: int = 0
     trained_tokens: int = 0
@@ -58,7 +54,7 @@ class Validation:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings without their places."""
-        return tuple(finding for finding, _ in self.found)
+        return tuple(self.found)
 
     @property
     def has_errors(self) -> bool:
@@ -88,14 +84,10 @@ def validate(
     nothing, and errors in the data raise DataError. Without it, errors are findings, the files are compared as the
     splits they are, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
     """
-    findings = Findings(settings.downgrade, most_places)
-    corpora = [path for path in paths if path.exists() and corpus_of(path)]
-    if not corpora:
-        return _validate_rows(paths, model, settings, into, findings, shown_rows)
-    if len(paths) > 1:
-        do = "name only its folder"
-        raise DataError("A tokenized corpus must be validated alone.", where=str(corpora[0]), do=do)
-    return _validate_tokens(paths[0], model, settings, into, findings)
+    findings = Findings(settings.downgrade, most_places, may_refuse=into is not None)
+    if len(paths) == 1 and paths[0].exists() and corpus_of(paths[0]):
+        return _validate_tokens(paths[0], model, settings, into, findings)
+    return _validate_rows(paths, model, settings, into, findings, shown_rows)
 
 
 def read_held_out(
@@ -136,25 +128,22 @@ def _validate_rows(
     provenance = _provenance(model, into, _digest(files.paths) if into is not None else "")
     tokenizer = ChatTokenizer(model, date.fromisoformat(provenance.made_on))
     reader, sample, report = RowReader(files, tokenizer, settings, findings), list[ReadRow](), None
-    facts = RowFacts(list(map(str, files.paths)))
+    facts = RowFacts(list(map(str, files.paths)), findings)
     with written(into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
         for number, block in reader.blocks():
             facts.add(block, number)
             sample += block[: len(block) if shown_rows < 0 else shown_rows - len(sample)]
             if into is not None:
                 add_rows(spool, stored_rows(block, number))
+        findings.refuse_errors()
+        parts, how = _compared(files, facts, settings, is_split=into is not None)
+        findings.refuse_errors()
         if into is not None:
-            findings.refuse_errors()
-        parts, how = _compared(files, facts, settings, findings, is_split=into is not None)
-        if into is not None:
-            findings.refuse_errors()
-        if into is not None:
-            made = reader.provenance(provenance)
+            made, form = reader.provenance(provenance), "+".join(sorted(reader.formats))
             splits = write_splits(spool, folder, parts, files.paths, made, tokenizer)
-            form = "+".join(sorted(reader.formats))
-            report = _report(findings, paths[0], splits, made, tokenizer, (form, how, _opening(made)))
+            report = _report(findings, paths[0], splits, made, tokenizer, form, how, _opening(made))
     counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
-    return Validation(findings.with_places(), *counts, report, sample, reader.context, settings.documents)
+    return Validation(findings.found(), *counts, report, sample, reader.context, settings.documents)
 
 
 def _validate_tokens(
@@ -164,37 +153,34 @@ def _validate_tokens(
     tokenizer = ChatTokenizer(model)
     corpus = CorpusReader(source, tokenizer)
     corpus.compare_tokenizers(findings)
-    if into is not None:
-        findings.refuse_errors()
+    findings.refuse_errors()
     provenance = _provenance(model, into, corpus.digest())
     provenance = dataclasses.replace(provenance, stop_ids=tuple(sorted(tokenizer.stop_ids)))
     with written(into) as folder:
         splits, how = corpus.write_splits(folder, settings.shares, provenance, findings)
-        if into is not None:
-            findings.refuse_errors()
-    report = _report(findings, source, splits, provenance, tokenizer, (FORMAT, how, "as a text that continues"))
-    counts = (corpus.rows, corpus.tokens, corpus.labels, corpus.label_bytes)
-    return Validation(findings.with_places(), *counts, report, documents=True)
+        findings.refuse_errors()
+    report = _report(findings, source, splits, provenance, tokenizer, FORMAT, how, "as a text that continues")
+    each = [(split.rows, split.tokens, split.trained_tokens, split.label_bytes) for split in splits.values()]
+    rows, tokens, labels, label_bytes = map(sum, zip(*each, strict=True))
+    return Validation(findings.found(), rows, tokens, labels, label_bytes, report, documents=True)
 
 
-def _compared(
-    files: DataFiles, facts: RowFacts, settings: DataSettings, findings: Findings, *, is_split: bool
-) -> tuple[np.ndarray, str]:
+def _compared(files: DataFiles, facts: RowFacts, settings: DataSettings, *, is_split: bool) -> tuple[np.ndarray, str]:
     """Compare all rows, if there are any; returns the split of each, (rows,), and how it was chosen."""
     parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
     if not len(facts):
         return parts, ""
     facts.find_duplicates(settings.similarity)
-    note, how = "", ""
+    how = ""
     if is_split:
-        clusters = facts.clusters
-        if len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:  # identical questions still stay together
+        clusters, note = facts.clusters, ""
+        if set(files.names) != set(SPLITS) and len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:
             note = "; all rows are near-duplicates of each other, so they end up in several splits"
-            clusters = facts.groups
-        numbers, digests, shares = facts.column("files"), facts.column("questions"), dict(settings.shares)
-        parts, how = split_off(files.names, numbers, clusters, digests, shares, files.paths[0])
-    compare(findings, facts, parts)
-    return parts, how if set(files.names) == set(SPLITS) else how + note
+            clusters = facts.groups  # identical questions still stay together
+        parts, how = split_off(files.names, parts, clusters, facts.column("questions"), settings.shares, files.paths[0])
+        how += note
+    compare(facts, parts)
+    return parts, how
 
 
 def _provenance(model: Path, into: Path | None, source: str) -> Provenance:
@@ -211,9 +197,9 @@ def _provenance(model: Path, into: Path | None, source: str) -> Provenance:
 
 def _report(
     findings: Findings, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer,
-    origin: Origin,
+    form: str, how: str, opening: str,
 ) -> DataReport:  # fmt: skip
-    listed, (form, how, opening) = findings.listed(), origin
+    listed = tuple(findings.found())
     warnings = tuple(finding.message for finding in listed if finding.severity == WARNING)
     stops = tuple(map(tokenizer.token_of, made.stop_ids))
     return DataReport(
@@ -248,11 +234,7 @@ def written(into: Path | None) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir()) if into is None else into.parent
     parent.mkdir(parents=True, exist_ok=True)
     do = "free some space there: scratch and output files take about five times the size of the data"
-    for left in parent.glob(".validated-*-*"):  # left by a validation that was killed
-        if not psutil.pid_exists(int(left.name.split("-")[1])):
-            shutil.rmtree(left, ignore_errors=True)
-    scratch = tempfile.TemporaryDirectory(prefix=f".validated-{os.getpid()}-", dir=parent)
-    with full_disk_named("The disk is full.", parent, do), scratch as name:
+    with full_disk_named("The disk is full.", parent, do), tempfile.TemporaryDirectory(dir=parent, prefix=".") as name:
         folder = Path(name) / "validated"
         folder.mkdir()
         yield folder
@@ -260,37 +242,23 @@ def written(into: Path | None) -> Iterator[Path]:
             replace_directory(folder, into)
 
 
-def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable[[str], None]) -> Iterator[str]:
-    """Yield every training text of some files and folders; raises DataError.
-
-    ``say`` gets a message about files in the folders that look like data and have no split.
-    """
+def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[str]:
+    """Yield every training text of some files and folders, a few lines at a time; raises DataError."""
+    findings, sets = Findings(), list[DataFiles]()
     for source in paths:
         if corpus_of(source):
-            raise DataError(
-                "This is a tokenized corpus: it has no text to train a tokenizer on.",
-                where=str(source),
-                do="safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus",
-            )
-        files = data_files_of(source, documents=True)
-        if files.unread:
-            more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
-            say(f"{files.unread[0]}{more} in {source} is not read: its name gives no split")
-        for split, path in zip(files.names, files.paths, strict=True):
-            if split == "train":
-                yield from _texts_in(path, columns)
-
-
-def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
-    is_plain, findings = suffix_of(path) in PLAIN, Findings()
-    for place, value in texts_of(path) if is_plain else rows_of(path):
-        try:
-            row = parse_row(value, None if is_plain else columns)
-        except RowError as error:
-            findings.add_unreadable(Spot(str(path), place), error)
-            continue
-        for text in (row.text, *(message.content for message in row.messages)):
-            yield from _pieces(text)
+            do = "safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus"
+            raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=str(source), do=do)
+        sets.append(data_files_of(source, documents=True))
+    for path in [path for each in sets for split, path in zip(each.names, each.paths, strict=True) if split == "train"]:
+        for place, value in rows_of(path, documents=True):
+            try:
+                row = parse_row(value, columns)
+            except RowError as error:
+                findings.add_error(Spot(str(path), place), error)
+                continue
+            for text in (row.text, *(message.content for message in row.messages)):
+                yield from _pieces(text)
     findings.refuse_errors()
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
-from safetrain.data.render import RenderedRow, Renderer, RenderError
+from safetrain.data.render import RenderedRow, Renderer
+from safetrain.data.rows import RowError
 from safetrain.data.tokenize import labelled
 from tests.conftest import EMBEDDED
 
@@ -96,5 +97,5 @@ def remarks(model: Path, messages: list[Message], **more: object) -> set[str]:
     """The ids of what is told of a chat; of the error, if it cannot be trained."""
     try:
         return {identifier for identifier, _ in rendered(model, messages, **more)[0].remarks}
-    except RenderError as error:
+    except RowError as error:
         return {error.id}

@@ -10,8 +10,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport, Finding
 from safetrain.data.files import rows_of
 from safetrain.data.forms import Columns, parse_row
-from safetrain.data.json_rows import RowError
-from safetrain.data.rows import Row
+from safetrain.data.rows import Row, RowError
 from safetrain.data.tokenize import DataSettings
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED

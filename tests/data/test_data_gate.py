@@ -11,9 +11,8 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data import compare
 from safetrain.data.checks import is_refusal, text_findings
-from safetrain.data.findings import Findings, Spot, summary
+from safetrain.data.findings import Findings, Place, Spot, summary
 from safetrain.data.forms import parse_row
-from safetrain.data.json_rows import Place
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, chat
 from tests.corpora import clean_rows as clean
@@ -86,7 +85,7 @@ def test_what_rows_repeat_is_found_with_what_they_repeat(write_jsonl: Write, mon
 def test_hardly_any_clean_row_is_warned_of(write_jsonl: Write) -> None:
     assert set(found_in(write_jsonl("a.jsonl", clean(200)))) <= CONTEXT
     controls = Controls(None, frozenset())
-    assert sum(len(text_findings(parse_row(row), controls)) for row in clean(600, 2)) < 2
+    assert sum(len(list(text_findings(parse_row(row), controls))) for row in clean(600, 2)) < 2
 
 
 def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:
@@ -157,14 +156,14 @@ def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
     findings.add("NEAR-COPIES")
     findings.add("MOJIBAKE", "x", 3, [spot])
     findings.add("NO-LABELS", "none", 1, [spot])
-    lines = summary(findings.listed(), "--json lists all").splitlines()
+    lines = summary(list(findings.found()), "--json lists all").splitlines()
     assert lines[0] == "error: no token to train on in 1 row: none [NO-LABELS]"
     assert lines[1] == "  where:    a.jsonl:9"
     assert lines[3].startswith("warning: text that was decoded wrongly in 3 rows")
     assert lines[6:] == ["2 notes: COLUMNS-TAKEN, NEAR-COPIES (--json lists all)"]
     for number in range(50):
         findings.add("TEXT-LOST", f"key {number}", where=[spot])
-    text = summary(findings.listed(), "all.json")
+    text = summary(list(findings.found()), "all.json")
     assert (text.count("\n") < 31, "more findings (all.json)" in text) == (True, True)
 
 
@@ -218,7 +217,7 @@ CLEAN = [
 def faults(text: str, marker: str = "") -> list[tuple[str, str]]:
     """What is found in a question, for a tokenizer whose stop token is ``marker``."""
     row = parse_row({"prompt": text, "completion": "Yes."})
-    return text_findings(row, Controls(None, frozenset([marker] if marker else [])))
+    return list(text_findings(row, Controls(None, frozenset([marker] if marker else []))))
 
 
 @pytest.mark.parametrize(("text", "identifier", "detail"), FAULTY)

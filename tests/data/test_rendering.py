@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.data.forms import parse_row
-from safetrain.data.render import RenderError
+from safetrain.data.rows import RowError
 from safetrain.data.tokenize import text_ids
 from tests.conftest import EMBEDDED
 from tests.data.models import Message, model_with, remarks, rendered, renderer, trained, turns
@@ -256,7 +256,7 @@ USER: Message = {"role": "user", "content": "q"}
 def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message], hint: str) -> None:
     """They are often about something else, so what the row has is named with them."""
     folder = model(loop(TURN, before="{{ raise_exception('roles must alternate') }}"))
-    with pytest.raises(RenderError) as caught:
+    with pytest.raises(RowError) as caught:
         rendered(folder, chat)
     assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", f"roles must alternate{hint}")
 

@@ -101,7 +101,7 @@ def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     for name in (Path(), tmp_path / "b.xlsx"):
         with pytest.raises(ConfigError, match=r"cannot be written in the format(.|\n)*\.tsv or \.parquet"):
             Repair(tmp_path / "a.jsonl", name)
-    for content, says in (("{}\n", "No row is left"), ("%PDF-1", "a PDF")):
+    for content, says in (("{}\n", "No row is left"), ("%PDF-1", "a binary file")):
         (tmp_path / "a.jsonl").write_text(content)
         with pytest.raises(DataError, match=says):
             Repair(tmp_path / "a.jsonl", tmp_path / "b.jsonl", drop_bad=True)

@@ -8,8 +8,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.data.forms import checked_columns, named_columns, parse_row
-from safetrain.data.json_rows import RowError, load
-from safetrain.data.rows import Row
+from safetrain.data.rows import Row, RowError, load
 from tests.conftest import chat
 from tests.data.reading import settings_in
 
@@ -136,7 +135,7 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (of(turn("robot", "q")), "messages[0].role is 'robot'; expected one of system"),
+        (of(turn("robot", "q")), "messages[0].role is robot; expected one of system"),
         (of(turn("user", 3)), "messages[0].content must be a string or {"),
         (of(turn("assistant", " ")), "messages[0] is an empty assistant turn"),
         (of(turn("user", [{"type": "image_url", "image_url": {}}])), "a part of type 'image_url': only text can be"),
@@ -145,8 +144,8 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
         (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
         (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained on) or 1"),
         (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
-        (calling({"function": {"arguments": "{}"}}), "tool_calls[0] is an object with the keys arguments; expected {"),
-        (calling({"name": "f", "parameters": {}}), "tool_calls[0] is an object with the keys name, parameters; exp"),
+        (calling({"function": {"arguments": "{}"}}), "tool_calls[0] must be {"),
+        (calling({"name": "f", "parameters": {}}), "tool_calls[0] must be {"),
         (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] holds half a surrogate pair"),
         ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, not an object"),
         ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
@@ -256,7 +255,6 @@ def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, 
     with pytest.raises(RowError, match="can be read in two ways") as caught:
         parse_row(value)
     assert settings_in(caught.value) == [f"{{{way}}}" for way in ways]
-    assert all(f"data.columns={{{way}}}" in str(caught.value) for way in ways)
     for way in ways:
         assert parse_row(value, checked_columns(columns_of(way))).format in ("chat", "completions", "text")
 

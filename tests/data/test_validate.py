@@ -172,8 +172,6 @@ def test_a_corpus_of_tokens_is_validated_alone_and_its_faults_are_findings(tmp_p
     for named in (path, path.parent):
         done = run(named, "--model", EMBEDDED)
         assert (done.exit_code, said in done.stdout) == (0, True)
-    several = run(path, path, "--model", EMBEDDED)
-    assert (several.exit_code, "must be validated alone" in several.stderr) == (2, True)
     write_ds(path, [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
     found = validate([path], EMBEDDED)
     assert [(each.id, each.severity) for each in found.findings] == [

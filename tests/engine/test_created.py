@@ -19,7 +19,7 @@ QUANTIZED = ("quantization", "quantization_config")  # in config.json
 
 
 def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path) -> None:
-    texts = training_texts([ROOT / "data/example/train.jsonl"], None, print)
+    texts = training_texts([ROOT / "data/example/train.jsonl"], None)
     create_model(tmp_path / "new", ShapeRequest(127_000, 64, 320), 1, texts=texts)
     model, _ = load(tmp_path / "new")
     logits = np.array(model(mx.array([[5, 9, 40, 300, 7]])).astype(mx.float32))[0]

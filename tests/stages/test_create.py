@@ -58,5 +58,5 @@ def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace)
     assert read_model_files(folder).fingerprint == before
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"  # these alone
-    create_model(folder, preset("10m"), 7, texts=training_texts([rows], None, print))
+    create_model(folder, preset("10m"), 7, texts=training_texts([rows], None))
     assert read_model_files(folder).fingerprint == before
