@@ -9,6 +9,7 @@ from safetrain.engine.cpu.blas import load_fast_blas
 
 ROWS, WIDTH, HIDDEN, INNER, HEADS, SIZE, VOCABULARY = 8, 160, 768, 2048, 12, 64, 8192
 TOKENS, LABELS = ROWS * WIDTH, 640
+LARGE, FEW = (4096, 14336), 256  # inputs and outputs of a 7B's largest layers; tokens
 
 
 def main() -> None:
@@ -18,7 +19,8 @@ def main() -> None:
     import mlx.nn as nn
     from mlx_lm.models.activations import swiglu as stock_swiglu
 
-    from safetrain.engine.cpu.kernels import cross_entropy, dequantize_per_use, swiglu
+    from safetrain.engine.cpu.kernels import cross_entropy, dequantize_per_use, dequantizing_twice, swiglu
+    from safetrain.engine.layers import dequantized
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.adaptation import PackedRowsCache, packed_attention
 
@@ -28,6 +30,8 @@ def main() -> None:
     quantized = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
     per_use = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
     dequantize_per_use(per_use)
+    large, some = nn.QuantizedLinear.from_linear(nn.Linear(*LARGE, bias=False), 64, 4), normal((FEW, LARGE[0]))
+    dequantize_per_use(large)
     q, k, v = (normal((ROWS, HEADS, WIDTH, SIZE)) for _ in range(3))
     along_q = normal((ROWS, HEADS, WIDTH, SIZE))
     listed = [part.transpose(0, 2, 1, 3).reshape(TOKENS, HEADS, 1, SIZE) for part in (q, k, v, along_q)]
@@ -57,6 +61,9 @@ def main() -> None:
          both_ways(lambda z: cross_entropy(z, targets), logits, along=ones)),
         (f"a 4-bit weight times {TOKENS // 8} tokens",
          lambda: quantized(x[: TOKENS // 8]), lambda: per_use(x[: TOKENS // 8])),
+        (f"a 4-bit weight of {LARGE[1]} x {LARGE[0]} and {FEW} tokens, both ways; stock: dequantized whole",
+         both_ways(dequantizing_twice(lambda x: x @ dequantized(large).T), some, along=mx.ones((FEW, LARGE[1]))),
+         both_ways(large, some, along=mx.ones((FEW, LARGE[1])))),
     ]  # fmt: skip
     rows: list[list[object]] = []
     for name, stock, ours in pairs:

@@ -18,8 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.errors import ModelError
-from safetrain.engine.cpu.kernels import LinearDequantizedInTurn, LinearDequantizedPerUse
-from safetrain.engine.layers import change_classes, give
+from safetrain.engine.layers import give
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.adaptation import Refusal, asked, call_packed, refusals, through_few_blocks
 
@@ -48,7 +47,6 @@ class Blocks:
         self._noted: list[tuple[int, mx.array, Call]] | None = None
         self._output: mx.array | None = None
         for number, part in enumerate(self.parts):
-            change_classes(part, {LinearDequantizedPerUse: LinearDequantizedInTurn})  # memory for few matrices
             give(part, {"__call__": self._stub(number)})
 
     def compute(self, number: int, state: mx.array, call: Call) -> mx.array:

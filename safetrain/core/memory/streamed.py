@@ -9,7 +9,7 @@ from safetrain.core.memory.terms import (
     activation_bytes,
     adapter_activation_bytes,
     base_bytes,
-    dequantizes_per_use,
+    dequantized_bytes,
     head_bytes,
     kept_score_bytes,
     logit_bytes,
@@ -29,7 +29,7 @@ COEFFICIENTS = {
     "two blocks of the base": 1.0,
     "block in its backward pass": 1.2,  # without a limit, on a GPU, its gradients too
     "attention scores": 1.3,
-    "matrices, dequantized": 2.0,
+    "a block's weights, dequantized": 1.5,
     "gradient": 1.0,
     "head of the base": 1.0,
     "head, dequantized": 1.0,
@@ -61,7 +61,6 @@ def streamed_phases(
     labels = shape.total if shape.labels is None else shape.labels
     if head and slices_head(labels, model.hidden_size):
         logits, head = FLOAT32 * labels * model.vocab_size // shards, head // HEAD_SLICES * SLICES_ALIVE
-    matrix = max((tensor.weights for _, _, tensor in in_blocks(model) if tensor.bits), default=0)
     loss = {
         "inputs of blocks": kept,
         "head of the base": _head_of_base(model, backend, blocks),
@@ -74,7 +73,7 @@ def streamed_phases(
         "two blocks of the base": 2 * max(blocks.values(), default=0),
         "block in its backward pass": activations if backend.computes_in_float32 else 2 * activations,
         "attention scores": kept_score_bytes(model, shape) + tiles_bytes(model, shape, backend),
-        "matrices, dequantized": shards * FLOAT32 * matrix if dequantizes_per_use(model, backend) else 0,
+        "a block's weights, dequantized": dequantized_bytes(model, shape, backend),
         "gradient": gradient + shards * gradient // lora.num_layers,
     }
     return tuple(

@@ -26,6 +26,8 @@ NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "F16", "BF16")  # names in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that the optimizer keeps per trained number
 LEAST_WIDTH = 64  # smallest width of a model's matrices
+# Of a weight that a CPU dequantizes at each use, a slice of rows in float32; more where rows are long (bench_cpu)
+DEQUANTIZED_BYTES, LEAST_DEQUANTIZED_ROWS = 2**23, 256
 
 
 @dataclass(frozen=True)
@@ -217,14 +219,21 @@ def head_bytes(model: ModelFiles, backend: Backend) -> int:
     return matrix_bytes(model) if dequantizes_per_use(model, backend) else 0
 
 
+def rows_dequantized_together(inputs: int) -> int:
+    """Rows of a weight that a CPU dequantizes and multiplies before it dequantizes the next ones."""
+    return max(LEAST_DEQUANTIZED_ROWS, DEQUANTIZED_BYTES // (FLOAT32 * inputs))
+
+
 def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Size of one block's weights in float32 for all shards: each shard dequantizes its own copy."""
+    """Size of one block's dequantized weights for all shards: a slice of each matrix, but experts as a whole."""
     if not dequantizes_per_use(model, backend):
         return 0
     blocks = Counter[int]()  # in a mixture of experts, the first blocks may have none
     for block, _, tensor in in_blocks(model):
         if tensor.bits:
-            blocks[block] += tensor.weights
+            *experts, _, inputs = tensor.dequantized_shape
+            slice_weights = rows_dequantized_together(inputs) * inputs
+            blocks[block] += tensor.weights if experts else min(tensor.weights, slice_weights)
     return shards_of(model, shape, backend) * FLOAT32 * max(blocks.values(), default=0)
 
 

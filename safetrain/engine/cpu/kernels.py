@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from safetrain.core.memory.terms import rows_dequantized_together
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads
-from safetrain.engine.layers import Arrays, change_classes, dequantized, with_gradient
+from safetrain.engine.layers import Arrays, change_classes, dequantized, inputs_of, with_gradient
 
 LOG2_E = 1.4426950408889634
 LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 counts as 0
-PARTS = 64  # of a weight, dequantized one after the other
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -69,23 +69,43 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     return _cross_entropy(logits, targets)[0]
 
 
-def dequantizing_twice(plain: Callable[[mx.array], mx.array], *, in_turn: bool = False) -> Any:
-    """``plain``, with a backward pass that recomputes it, so that no dequantized weight outlives its product.
+def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
+    """``plain``, with a backward pass that recomputes it, so that no dequantized weight outlives its product."""
 
-    ``in_turn``: not before its gradient is there.
-    """
-
-    def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
+    def backward(x: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
         del output
-        x = mx.depends([primals], [cotangent])[0] if in_turn else primals
         return mx.vjp(plain, [x], [cotangent])[1][0]
 
     return with_gradient(plain, backward)
 
 
 def _product(x: mx.array, layer: Any) -> mx.array:
-    """``x @ weight.T`` in the dtype of ``x``; only ``x`` gets a gradient."""
-    return dequantizing_twice(lambda x: x @ dequantized(layer).astype(x.dtype).T)(x)
+    """``x @ weight.T`` in the dtype of ``x``; only ``x`` gets a gradient.
+
+    Each slice of the weight's rows is dequantized when the product before it is there, and multiplied while the
+    processor's cache still holds it: a 7B's layers take 0.4 to 0.9 of the time of whole weights, and a twentieth of
+    their memory.
+    """
+    outputs, inputs = layer.weight.shape[0], inputs_of(layer)
+    step = rows_dequantized_together(inputs)
+    slices = [slice(start, start + step) for start in range(0, outputs, step)]
+
+    def forward(x: mx.array) -> mx.array:
+        parts = [x]
+        for rows in slices:
+            parts.append(x @ dequantized(layer, rows, after=parts[-1]).astype(x.dtype).T)
+        return parts[1] if len(slices) == 1 else mx.concatenate(parts[1:], axis=-1)
+
+    def backward(x: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
+        del x, output
+        total: Any = None
+        for rows in slices:
+            weight = dequantized(layer, rows, after=cotangent if total is None else total)
+            own = cotangent[..., rows] @ weight.astype(cotangent.dtype)
+            total = own if total is None else total + own
+        return total
+
+    return with_gradient(forward, backward)(x)
 
 
 class LinearDequantizedPerUse(nn.QuantizedLinear):
@@ -94,24 +114,6 @@ class LinearDequantizedPerUse(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         y = _product(x, self)
         return y + self["bias"] if "bias" in self else y
-
-
-class LinearDequantizedInTurn(LinearDequantizedPerUse):
-    """The same with memory for one weight: part by part, when the input, or its gradient, is there.
-
-    mlx unpacks what it dequantizes into 32-bit numbers first (measured: 560 MiB for a weight of 224, in parts 340).
-    """
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = dequantizing_twice(lambda x: x @ self._dequantized(mx.stop_gradient(x)).T, in_turn=True)(x)
-        return y + self["bias"] if "bias" in self else y
-
-    def _dequantized(self, x: mx.array) -> mx.array:
-        rows, parts = self.weight.shape[0], [x]
-        size = max(1, rows // PARTS)
-        for start in range(0, rows, size):
-            parts.append(dequantized(self, slice(start, start + size), after=parts[-1]))
-        return mx.concatenate(parts[1:]).astype(x.dtype)
 
 
 class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
