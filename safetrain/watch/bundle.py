@@ -1,5 +1,6 @@
 """A zip for a bug report: numbers of a run, and words from fixed lists. No free text, so there is nothing to redact."""
 
+import contextlib
 import json
 import platform
 import re
@@ -88,19 +89,20 @@ def _numbers(value: Any, name: str = "") -> Any:
 
 
 def _machine() -> dict[str, Any]:
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    release = re.match(VERSION, platform.mac_ver()[0] or platform.release())
-    packages = dict[str, str]()
+    memory, swap, packages = psutil.virtual_memory(), psutil.swap_memory(), dict[str, str]()
     for name in PACKAGES:
-        try:
-            number = re.match(VERSION, version(name))
-        except PackageNotFoundError:
-            continue
-        packages[name] = number[0] if number else ""
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = _number(version(name))
     return {
-        "system": platform.system(), "release": release[0] if release else "", "architecture": platform.machine(),
-        "python": platform.python_version(), "cores": psutil.cpu_count(logical=False), "memory_bytes": memory.total,
-        "available_bytes": memory.available, "swap_bytes": swap.total, "used_swap_bytes": swap.used,
-        "container_limit_bytes": memory_limit_bytes(memory_groups()), "free_disk_bytes": shutil.disk_usage(".").free,
-        "packages": packages,
+        "system": platform.system(), "release": _number(platform.mac_ver()[0] or platform.release()),
+        "architecture": platform.machine(), "python": platform.python_version(), "packages": packages,
+        "cores": psutil.cpu_count(logical=False), "memory_bytes": memory.total, "available_bytes": memory.available,
+        "swap_bytes": swap.total, "used_swap_bytes": swap.used, "free_disk_bytes": shutil.disk_usage(".").free,
+        "container_limit_bytes": memory_limit_bytes(memory_groups()),
     }  # fmt: skip
+
+
+def _number(text: str) -> str:
+    """The number at the start of a version."""
+    found = re.match(VERSION, text)
+    return found[0] if found else ""

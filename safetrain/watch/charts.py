@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.events import Begun
+from safetrain.core.formatting import printable
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run
@@ -44,7 +45,7 @@ def pictures(run: Run) -> dict[str, bytes]:
         return {}
     drawn = {
         "loss": _draw("Loss", "nats per label", partial(_add_loss, run)),
-        "memory_usage": _draw("Memory", "", partial(_add_memory, run)),
+        "memory_usage": _draw("Memory", "GiB", partial(_add_memory, run)),
     }
     for name, (title, unit, field) in CURVES.items():
         if points := points_of(run.steps, field):
@@ -58,7 +59,7 @@ def comparison(first: Run, second: Run) -> bytes:
 
     def add(axes: Any) -> None:
         for run, colour in ((first, BLUE), (second, ORANGE)):
-            name = "".join(letter if letter.isprintable() else "?" for letter in run.name.replace("$", r"\$"))
+            name = printable(run.name).replace("$", r"\$")
             for field, dashes in (("train_loss", ":"), ("valid_loss", "-")):
                 points = points_of(run.steps, field)
                 label = f"{name[:MOST_LETTERS]}, {field.partition('_')[0]}"
@@ -121,28 +122,23 @@ def predicted_peak(run: Run) -> int:
 
 
 def _add_loss(run: Run, axes: Any) -> None:
-    """Training and validation loss; the best validation and each continuation are marked."""
+    """Training and validation loss; the best validation is named, each continuation is marked."""
     valid = points_of(run.steps, "valid_loss")
+    tuned = [(loss, step) for step, loss in valid if step]  # before the first update it is the base
+    best = f", best {min(tuned)[0]:.4g} at step {min(tuned)[1]:,.0f}" if tuned else ""
     _plot(axes, points_of(run.steps, "train_loss"), BLUE, "training", smooth=True)
-    _plot(axes, valid, ORANGE, "validation")
+    _plot(axes, valid, ORANGE, f"validation{best}")
     starts = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
     starts |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
     for number, mark in enumerate(sorted(starts - {0})):
         axes.axvline(mark, color=DIM, linestyle="--", linewidth=1, label=None if number else "continued")
-    if tuned := [point for point in valid if point[0]]:  # before the first update it is the base
-        step, loss = min(tuned, key=lambda point: (point[1], point[0]))
-        side = "right" if step > run.steps[-1].step / 2 else "left"
-        axes.annotate(f"best {loss:.4g} at step {step:,.0f}", (step, loss), xytext=(0, 34), ha=side,
-                      textcoords="offset points", arrowprops={"arrowstyle": "->", "color": DIM})  # fmt: skip
 
 
 def _add_memory(run: Run, axes: Any) -> None:
     """mlx's peak and the process's memory next to the prediction and, where it is within sight, the limit."""
     process, peak = points_of(run.steps, "footprint_bytes"), points_of(run.steps, "peak_memory_bytes")
     predicted, limit = predicted_peak(run), run.plan.memory_budget_bytes if run.plan is not None else 0
-    highest = max([predicted, *(value for _, value in process + peak)])
-    size, unit = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
-    axes.set_ylabel(unit)
+    highest, size = max([predicted, *(value for _, value in process + peak)]), 2**30
     for points, colour, label in ((process, BLUE, "process"), (peak, ORANGE, "mlx's peak so far")):
         _plot(axes, tuple((step, value / size) for step, value in points if value), colour, label)
     if predicted:

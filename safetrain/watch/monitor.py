@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 
 from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Progress, Said, Started
 from safetrain.core.formatting import counted
-from safetrain.core.recorder import FlightRecord, Phase
+from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import PostMortem
 from safetrain.core.records.settings import TrainJob
@@ -284,15 +284,10 @@ def phase_of(run: Run) -> dict[str, Any]:
 
     ``age_seconds``: None if it has ended; ``longest_seconds``: None for its first time.
     """
-    last, starts = run.flight[-1], list[FlightRecord]()
-    for record in run.flight:
-        if not starts or (record.phase, record.work.step) != (starts[-1].phase, starts[-1].work.step):
-            starts.append(record)
-    earlier = [
-        after.monotonic_seconds - before.monotonic_seconds
-        for before, after in pairwise(starts)
-        if before.phase is last.phase
-    ]
+    last = run.flight[-1]
+    starts = [next(records) for _, records in groupby(run.flight, lambda record: (record.phase, record.work.step))]
+    pairs = [(before, after) for before, after in pairwise(starts) if before.phase is last.phase]
+    earlier = [after.monotonic_seconds - before.monotonic_seconds for before, after in pairs]
     age = run.read_at_monotonic_seconds - starts[-1].monotonic_seconds
     return {
         "label": last.phase_label,

@@ -1,8 +1,8 @@
 """The monitor's screen: words and curves that rich lays out for a terminal of any size, or a plain line."""
 
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
@@ -164,37 +164,31 @@ class MonitorScreen:
 
 def plot_of(curve: Points, marks: Points, width: int, height: int) -> Text:
     """A curve of braille letters and single points, in so many columns and lines; empty for one point."""
-    columns, lines, points = width - LABEL_CELLS - 1, height - 2, [*curve, *marks]
+    columns, lines, points = width - LABEL_CELLS - 1, height - 2, np.array([*curve, *marks])
     if columns < 8 or len(points) < 2:
         return Text()
-    first, last, low = min(points)[0], max(points)[0], min(value for _, value in points)
+    (first, low), (last, _) = points.min(axis=0), points.max(axis=0)
     early = first + EARLY_SHARE * (last - first) if len(points) >= MANY_POINTS else first
-    high = max(value for step, value in points if step >= early)
+    high = points[points[:, 0] >= early, 1].max()
     high = high if high > low else low + abs(low) / 10 + 1e-12
 
-    def places(points: Points, across: int, down: int) -> list[tuple[int, int]]:
-        shares = [((x - first) / max(1.0, last - first), (high - y) / (high - low)) for x, y in points]
-        return [(round(x * (across - 1)), round(max(0.0, y) * (down - 1))) for x, y in shares]
+    def lines_of(values: np.ndarray, count: int) -> list[int]:
+        return [round(share * (count - 1)) for share in np.clip((high - values) / (high - low), 0, 1)]
 
-    letters = _braille_line(places(curve, 2 * columns, 4 * lines))
-    letters |= dict.fromkeys(places(marks, columns, lines), MARK)
+    line = np.interp(
+        np.linspace(first, last, 2 * columns), *np.array(curve or marks).T
+    )  # a letter has 4 rows of 2 dots
+    bits = np.zeros((lines, columns), np.int64)
+    for place, row in enumerate(lines_of(line, 4 * lines)):
+        bits[row // 4, place // 2] |= DOTS[row % 4][place % 2]
+    letters = np.where(bits, 0x2800 + bits, ord(" "))
+    for (step, _), row in zip(marks, lines_of(np.array([value for _, value in marks]), lines), strict=True):
+        letters[row, round((step - first) / max(1.0, last - first) * (columns - 1))] = ord(MARK)
     text = Text.assemble(("loss", "bold"), f"  line: training, {MARK}: validation\n")
     for row in range(lines):
         is_labelled = row in (0, lines - 1) or (lines >= 7 and row == lines // 2)
         label = f"{high - (high - low) * row / (lines - 1):.4g}" if is_labelled else ""
-        text.append(f"{label:>{LABEL_CELLS}} " + "".join(letters.get((x, row), " ") for x in range(columns)) + "\n")
+        text.append(f"{label:>{LABEL_CELLS}} {''.join(map(chr, letters[row]))}\n")
     text.highlight_words([MARK], MARK_STYLE)
     axis = f"{' ' * LABEL_CELLS}└{first:.0f}"
     return text.append(axis + f"{last:.0f}".rjust(width - len(axis), "─"))
-
-
-def _braille_line(places: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """The letters of a line through these dots, by column and row; a letter has 2 x 4 dots."""
-    dots = set(places)
-    for (x, y), (to_x, to_y) in pairwise(places):
-        count = max(abs(to_x - x), abs(to_y - y))
-        dots |= {(x + (to_x - x) * n // count, y + (to_y - y) * n // count) for n in range(1, count)}
-    bits = dict[tuple[int, int], int]()
-    for x, y in dots:
-        bits[x // 2, y // 4] = bits.get((x // 2, y // 4), 0) | DOTS[y % 4][x % 2]
-    return {cell: chr(0x2800 + bit_mask) for cell, bit_mask in bits.items()}

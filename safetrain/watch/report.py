@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -11,11 +10,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.events import Begun, Died
+from safetrain.core.events import Died
 from safetrain.core.formatting import counted, duration_text, override, printable, size_text
 from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
-from safetrain.core.records.run_state import describe_memory, describe_place
+from safetrain.core.records.run_state import PostMortem, describe_memory, describe_place
 from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run, RunReader
@@ -59,8 +58,8 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        command_of, configuration_of, describe_forgetting, describe_memory,
-        describe_place, describe_proof, environment_of, exact_text, has_death, was_continued, history_of,
+        command_of, configuration_of, death_of, describe_forgetting, describe_memory,
+        describe_place, describe_proof, environment_of, exact_text, history_of,
         memory_sizes, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
@@ -110,11 +109,9 @@ def verdict_of(run: Run) -> tuple[str, str]:
         return f"{describe_loss(scores)}. But {empty}.", OPEN if tone == GOOD else tone
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
-    if run.has_stale_evaluation:
-        return "The result is unknown: this adapter has not been evaluated.", OPEN
     metrics, before = run.summary.metrics, run.summary.outcome.base_valid_loss
     losses = f"{before:.3f} before, {metrics.best_valid_loss:.3f} at step {metrics.best_step:,}"
-    return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
+    return f"This adapter has not been evaluated yet. Validation loss: {losses}.", OPEN
 
 
 def exact_text(score: Score) -> str:
@@ -125,18 +122,9 @@ def exact_text(score: Score) -> str:
     return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
 
 
-def was_continued(run: Run) -> bool:
-    """Whether another training process began after the one that the post-mortem explains."""
-    death = run.postmortem
-    last_start = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
-    went_on = death is not None and (death.went_on or death.ended_seconds < last_start)
-    return went_on or run.summary is not None or run.marker is not None
-
-
-def has_death(run: Run) -> bool:
-    """Whether the post-mortem is about this run, not about an earlier one in the same folder."""
-    death, began = run.postmortem, run.journal[0].wall_seconds if run.journal else math.inf
-    return death is not None and (not was_continued(run) or death.ended_seconds >= began)
+def death_of(run: Run) -> PostMortem | None:
+    """Why the run ended; None if it went on."""
+    return run.postmortem if run.summary is None and state_of(run) in (State.DIED, State.STOPPED) else None
 
 
 def history_of(run: Run) -> list[str]:
@@ -161,16 +149,14 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
     plan, predicted = run.plan, predicted_peak(run)
     if plan is None:
         return []
-    peaks = [each.peak_memory_bytes for each in run.steps]
-    footprints = [each.footprint_bytes for each in run.steps]
+    peak = max((each.peak_memory_bytes for each in run.steps), default=0)
+    footprint = max((each.footprint_bytes for each in run.steps), default=0)
     if run.summary is not None:
-        peaks = [run.summary.outcome.peak_memory_bytes]
-        footprints.append(run.summary.outcome.peak_footprint_bytes)
-    peak = max(peaks, default=0)
+        peak, footprint = run.summary.outcome.peak_memory_bytes, run.summary.outcome.peak_footprint_bytes
     sizes = [
         ("predicted peak of mlx", predicted, f"basis: {plan.basis}, {'' if plan.verified else 'not '}verified"),
         ("measured peak of mlx", peak, f"{100 * peak / predicted:.0f} % of the prediction" if predicted else ""),
-        ("peak of the process", max(footprints, default=0), f"Python: {size_text(plan.process_memory_bytes)} expected"),
+        ("peak of the process", footprint, f"Python: {size_text(plan.process_memory_bytes)} expected"),
         ("limit", plan.memory_budget_bytes, "for the training process"),
     ]
     return [each for each in sizes if each[1]]
@@ -298,13 +284,9 @@ def write_comparison(first: Run, second: Run, target: Path) -> None:
 
 def _absent(run: Run) -> list[tuple[str, str]]:
     """Parts that a run lacks, each with the command that makes it."""
-    parts = list[tuple[str, str]]()
-    if run.evaluation is None:
-        why = "its evaluation measured another adapter" if run.has_stale_evaluation else "it has no evaluation"
-        parts.append((f"{run.name}: {why}.", "safetrain stage evaluate"))
-    if run.summary is None:
-        parts.append((f"{run.name}: no training has finished ({status_of(run)[0]}).", "dvc repro"))
-    return parts + [(cut(f"{run.name}: {file} is unreadable: {why}."), "dvc repro") for file, why in run.unreadable]
+    parts = (run.evaluation, "no evaluation", "safetrain stage evaluate"), (run.summary, "not finished", "dvc repro")
+    missing = [(f"{run.name}: {what}.", command) for record, what, command in parts if record is None]
+    return missing + [(cut(f"{run.name}: {file} is unreadable: {why}."), "dvc repro") for file, why in run.unreadable]
 
 
 def _values(run: Run) -> Iterator[tuple[str, str]]:
