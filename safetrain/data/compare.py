@@ -244,7 +244,7 @@ def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
     padded = np.concatenate([words.hashes, np.zeros(SHINGLE_WORDS, dtype=np.uint64)])
     powers = SHINGLE_BASE ** np.arange(SHINGLE_WORDS, dtype=np.uint64)
     sums = np.where(places < last[:, None], padded[places], np.uint64(0)) @ powers
-    numbered = np.unique((of_text.astype(np.uint64) << HALF) | (mixed(sums) >> HALF))
+    numbered = np.unique(_joined(of_text, mixed(sums) >> HALF))
     bounds = np.searchsorted(numbered, np.arange(len(counts) + 1, dtype=np.uint64) << HALF)
     return numbered.astype(np.uint32), bounds
 
@@ -286,7 +286,7 @@ class _CandidateSearch:
             prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
             order = np.lexsort((frequency[values & mask], of_text))  # stable: equally rare runs are in order of hash
             order = order[_inside(sizes) < prefix_sizes[of_text]]
-            yield (values[order].astype(np.uint64) << HALF) | (of_text[order] + batch.start).astype(np.uint64)
+            yield _joined(values[order], of_text[order] + batch.start)
 
     def _runs(self, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The runs of ``texts``, and the index of the text that each belongs to."""
@@ -299,7 +299,7 @@ class _CandidateSearch:
         sizes = self._sizes[first], self._sizes[second]
         open_pairs = self._labels[first] != self._labels[second]
         open_pairs &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
-        codes = np.unique((first[open_pairs].astype(np.uint64) << HALF) | second[open_pairs].astype(np.uint64))
+        codes = np.unique(_joined(first[open_pairs], second[open_pairs]))
         first, second = (codes >> HALF).astype(np.int64), (codes & LOW).astype(np.int64)
         for batch in batches(self._sizes[first] + self._sizes[second], BLOCK):
             near = self._are_near(first[batch], second[batch])
@@ -308,8 +308,7 @@ class _CandidateSearch:
 
     def _are_near(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         (values, pair), (others, other_pair) = self._runs(first), self._runs(second)
-        keys = np.concatenate([pair, other_pair]).astype(np.uint64) << HALF | np.concatenate([values, others])
-        keys.sort()
+        keys = np.sort(_joined(np.concatenate([pair, other_pair]), np.concatenate([values, others])))
         twice = keys[1:][keys[1:] == keys[:-1]] >> HALF
         common = np.bincount(twice.astype(np.int64), minlength=len(first))
         together = self._sizes[first] + self._sizes[second]
@@ -337,3 +336,9 @@ def batches(sizes: np.ndarray, most: int) -> Iterator[slice]:
 def _inside(sizes: np.ndarray) -> np.ndarray:
     """The index of each member within its group, for groups of these ``sizes`` in sequence."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def _joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Two 32-bit numbers as one."""
+    codes: np.ndarray = (high.astype(np.uint64) << HALF) | low.astype(np.uint64)
+    return codes

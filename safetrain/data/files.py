@@ -60,7 +60,7 @@ def rows_of(path: Path, *, documents: bool = False) -> Iterator[Placed]:
 
 
 def _rows(path: Path) -> Iterator[Placed]:
-    head, packing, encoding = _start(path)
+    head, encoding = _start(path)
     if not encoding:
         return _columnar_rows(path, head)
     start = head.decode(encoding, errors="replace").lstrip()
@@ -72,17 +72,16 @@ def _rows(path: Path) -> Iterator[Placed]:
         what = "The first JSON object does not end on its line: it is cut off, or spans several lines."
         raise DataError(what, where=f"{path}:1", do=ONE_LINE_EACH)
     if start.startswith("["):
-        return _array_rows(_lines(path, packing, encoding, in_pieces=True), path)
+        return _array_rows(_lines(path, encoding, in_pieces=True), path)
     separator = "" if start.startswith("{") or not start else _separator(start, first.rstrip("\r"), path)
-    lines = _lines(path, packing, encoding)
+    lines = _lines(path, encoding)
     return _table_rows(lines, separator, path) if separator else _line_rows(lines)
 
 
 def _texts(path: Path) -> Iterator[Placed]:
     """Yield the documents of a plain text file as rows; lines of <|endoftext|> separate them."""
-    _, packing, encoding = _start(path)
     parts, size, first = list[str](), 0, 1
-    lines = _lines(path, packing, encoding or "utf-8-sig")
+    lines = _lines(path, _start(path)[1] or "utf-8-sig")
     for number, line in enumerate(itertools.chain(lines, [TEXT_END]), start=1):
         if line.strip() == TEXT_END:
             document = "".join(parts).strip("\r\n")
@@ -99,19 +98,12 @@ def _texts(path: Path) -> Iterator[Placed]:
             first = number + 1
 
 
-def _start(path: Path) -> tuple[bytes, str, str]:
-    """A file's first bytes, decompressed, its compression, and its encoding, empty for a columnar table.
-
-    Raises DataError if it is neither text nor a table.
-    """
-    with _opened(path, "") as (_, file):
-        head = file.read(HEAD_BYTES)
+def _start(path: Path) -> tuple[bytes, str]:
+    """A file's first bytes, decompressed, and its encoding, empty for a columnar table; raises DataError for others."""
+    with _opened(path) as (_, stream):
+        head = stream.read(HEAD_BYTES)
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
-        return head, "", ""
-    packing = next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
-    if packing:
-        with _opened(path, packing) as (_, file):
-            head = file.read(HEAD_BYTES)
+        return head, ""
     is_wide = head.startswith(WIDE)
     if head.startswith(LFS_POINTER):
         what, do = "a Git LFS pointer", FETCH_LFS
@@ -119,7 +111,7 @@ def _start(path: Path) -> tuple[bytes, str, str]:
         what = "a binary file, an archive, or text without a byte order mark"
         do = "unpack it, or export its rows as JSON lines or CSV in UTF-8"
     else:
-        return head, packing, "utf-16" if is_wide else "utf-8-sig"
+        return head, "utf-16" if is_wide else "utf-8-sig"
     expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
     raise DataError(f"The data file is {what}, not rows of text.", where=str(path), expected=expected, do=do)
 
@@ -144,13 +136,14 @@ def _separator(start: str, first: str, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, packing: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file as it is, and decompressed; raises DataError if it is missing, damaged or cannot be read."""
     if not path.is_file():
         what = "The data file does not exist, or is not a regular file."
         raise DataError(what, where=str(path), do="correct data.path in params.yaml")
     try:
         with path.open("rb") as file:
+            packing = next((name for magic, name in PACKINGS.items() if file.peek(4).startswith(magic)), "")
             if packing:
                 import pyarrow
 
@@ -163,14 +156,14 @@ def _opened(path: Path, packing: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         raise DataError(f"The data file is damaged or cannot be read: {error}.", where=str(path), do=do) from None
 
 
-def _lines(path: Path, packing: str, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
+def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
     """Yield each line with its end, or ``in_pieces`` if it is longer than a row may be; raises DataError."""
     number, size = 1, 0
     try:
-        with _opened(path, packing) as (file, stream), io.TextIOWrapper(stream, encoding, newline="\n") as text:
+        with _opened(path) as (file, stream), io.TextIOWrapper(stream, encoding, newline="\n") as text:
             while line := text.readline(MOST_ROW_BYTES + 1):
                 size += len(line)
-                if packing and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
+                if stream is not file and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
                     what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
                     do = "do not use it; if it is yours, decompress it and use the result"
                     raise DataError(what, where=str(path), do=do)

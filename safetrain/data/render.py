@@ -42,7 +42,7 @@ class ChatForm:
 
     def of(self, chat: Chat) -> Chat:
         """Return the chat in the given form."""
-        return chat if self == ChatForm() else [self._message(dict(message)) for message in chat]
+        return [self._message(dict(message)) for message in chat]
 
     def _message(self, value: dict[str, Any]) -> dict[str, Any]:
         if self.developer_as_system and value["role"] == "developer":

@@ -104,8 +104,7 @@ def read_held_out(
         for _, block in reader.blocks():
             writer.add(stored_rows(block, 0))
         findings.refuse_errors()
-        provenance = Provenance(tokenizer_hash(model), "", today().isoformat(), (), "")
-        writer.finish(reader.provenance(provenance), [path])
+        writer.finish(reader.provenance(_provenance(model, None, "")), [path])
         store = open_store(store_path(folder, "test"))  # stays open when its file is removed
     return held_out_in(store, max_examples, max_seq_length)
 
