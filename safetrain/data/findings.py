@@ -12,7 +12,7 @@ from safetrain.data.rows import RowError
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
-SCREEN_FINDINGS, MOST_ERRORS, MOST_LETTERS = 9, 20, 600
+SCREEN_FINDINGS, MOST_LETTERS = 9, 600
 MOST_DETAILS, OTHERS = 50, "and others, for different reasons"
 FIX = "safetrain validate FILE --fix OUT.jsonl"
 DROP = FIX + " --drop {id} writes a copy without these rows"
@@ -224,10 +224,8 @@ class Findings:
     def refuse_errors(self) -> None:
         """Raise one DataError that lists all errors, if there are any and they may be raised."""
         errors = [finding for finding in self.found() if finding.severity == ERROR]
-        lines = [f"  {_places(each)}: {each.message} [{each.id}]\n    do: {each.remedy}" for each in errors]
-        lines[MOST_ERRORS:] = [f"  and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
         if errors and self._may_refuse:
-            what = "The data has errors:\n" + "\n".join(lines)
+            what = f"The data has errors:\n{summary(errors, 'correct these first')}"
             raise DataError(what, do="see above; nothing was written")
 
 
@@ -238,7 +236,8 @@ def summary(findings: Sequence[Finding], all_in: str) -> str:
     lines = list[str]()
     for finding in grave[:SCREEN_FINDINGS]:
         lines.append(_one_line(f"{finding.severity}: {finding.message} [{finding.id}]"))
-        lines += [_one_line(f"  where:    {_places(finding)}")] if finding.where else []
+        where, more = "; ".join(finding.where[:3]), "; …" if finding.count > 3 else ""
+        lines += [_one_line(f"  where:    {where}{more}")] if where else []
         lines.append(f"  do:       {printable(finding.remedy)}")
     if len(grave) > SCREEN_FINDINGS:
         lines.append(f"and {counted(len(grave) - SCREEN_FINDINGS, 'more finding')} ({all_in})")
@@ -252,9 +251,3 @@ def _one_line(text: str) -> str:
     """Shorten text from data to one printable line, without terminal escapes."""
     safe = printable(text).replace("\n", r"\n").replace("\t", r"\t")
     return safe if len(safe) <= MOST_LETTERS else f"{safe[: MOST_LETTERS - 1]}…"
-
-
-def _places(finding: Finding) -> str:
-    """The first three places of a finding; empty if none is known."""
-    places = finding.where[:3]
-    return "; ".join(places) + ("; …" if 0 < len(places) < finding.count else "")

@@ -31,8 +31,7 @@ Remark = tuple[str, str]  # a finding's id and detail
 Tools = Sequence[Any] | None
 
 
-@dataclass(frozen=True)
-class ChatForm:
+class ChatForm(NamedTuple):
     """One of the ways to pass a chat to a template: published templates expect different ones."""
 
     content_as_parts: bool = False
@@ -90,8 +89,8 @@ class PlacedChat:
 
         The length matters because some templates write null content as ``None``, and others empty content as an answer.
         """
-        form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
-        return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
+        losses = len(self.layout.lost) + self.layout.tools_lost
+        return losses, *self.layout.form[:3], len(self.text)
 
     def span(self, turn: Turn) -> Span:
         """The span of a turn in the text; its labels begin in the literal text before its words."""

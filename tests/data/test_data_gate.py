@@ -129,7 +129,7 @@ def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Wri
     path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *train, chat(f"{LONG} or what?", "Yes.")])
     write_jsonl("d/valid.jsonl", valid)
     write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin."), chat(f"{LONG} or not?", "No.")])
-    with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row in test .*\[QUESTION-IN"):
+    with pytest.raises(DataError, match=r"1 row in test .*\[QUESTION-IN.*\n.*test\.jsonl:6 matches .*train\.jsonl:1\n"):
         gated(path.parent, tmp_path)
     report = gate(path.parent, tmp_path, downgrade=("QUESTION-IN-TEST",))
     assert by_id(report.findings)["QUESTION-IN-TEST"].severity == "warning"

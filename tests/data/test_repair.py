@@ -27,9 +27,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     text = "question,answer\n" + "".join(f'"{question}","{answer}"\n' for question, answer in cells)
     source.write_bytes(text.encode("utf-16"))
-    with pytest.raises(
-        DataError, match=r"a\.csv, row 3 \(line 4\): 1 row cannot be read(.|\n)*--drop-bad(.|\n)*nothing was written"
-    ):
+    with pytest.raises(DataError, match=r"1 row cannot be read.*\n.*a\.csv, row 3 \(line 4\)\n.*--drop-bad"):
         Repair(source, into)
     assert not into.parent.exists() or not list(into.parent.iterdir())
     done = Repair(source, into, drop_bad=True)

@@ -83,7 +83,7 @@ def test_bad_data_and_bad_models_have_exit_codes(workspace: Workspace, write_jso
     bad = write_jsonl("bad.jsonl", [chat("q", "a"), "{"])
     (tmp_path / "empty.jsonl").touch()
     cases = {
-        f"data.path={bad}": (3, f"{bad}:2:2: 1 row cannot be read: not valid JSON"),
+        f"data.path={bad}": (3, f"where:    {bad}:2:2\n"),
         f"data.path={tmp_path}/empty.jsonl": (3, "has no rows"),
         f"data.path={tmp_path}/none.jsonl": (3, "does not exist"),
         f"model.path={tmp_path}": (4, "has no config.json"),
