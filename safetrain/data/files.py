@@ -175,10 +175,8 @@ def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[st
     except UnicodeDecodeError as error:
         where = f"{path}:{number + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
         what = f"The data file is not {encoding.removesuffix('-sig').upper()} throughout."
-        do = "correct that byte; or, if the file has another encoding, such as WINDOWS-1252, convert it: "
+        do = "correct that byte, or copy the file again if it ends there; for another encoding, such as WINDOWS-1252: "
         do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
-        if error.reason in ("unexpected end of data", "truncated data"):
-            what, do = "The data file ends inside a character: it is cut off.", "copy or download the file again"
         raise DataError(what, where=where, do=do) from None
 
 
@@ -241,10 +239,9 @@ def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Pl
                     what = f"The table has two columns named {shown(name)}."
                     raise DataError(what, where=f"{path}:{begin}", do="rename one")
     except csv.Error as error:
-        why = TOO_LONG if "field limit" in str(error) else error
         do = "correct that line: quote a cell with separators, quotes or line ends, and double the quotes in it"
         where = Place(line, row + 1).of(str(path))
-        raise DataError(f"The table cannot be read: {why}.", where=where, do=do) from None
+        raise DataError(f"The table cannot be read: {error}.", where=where, do=do) from None
 
 
 def _table_row(names: list[str], cells: list[str]) -> object:

@@ -21,7 +21,6 @@ ROLE_NAMES = {  # other names of the roles, in lower case
 CALL_ROLES = ("function_call", "tool_call")
 WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")  # in OpenAI's, LLaMA-Factory's and Axolotl's formats
 MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
-THINKING = ("thinking", "reasoning")  # types of parts
 ONLY_TEXT = "only text can be trained on: leave the row out"
 CALL = '{"type": "function", "function": {"name": …, "arguments": {…}}}'
 TOOL = '{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}'
@@ -248,7 +247,7 @@ def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Prepend the system prompt that a row has next to its messages (Bedrock, LLaMA-Factory)."""
-    if text is None or text == "":
+    if text in (None, ""):
         return messages
     system = Message("system", _text(text, "system"))
     if messages[0].role not in ("system", "developer"):
@@ -334,8 +333,7 @@ def _text_of(content: object, place: str) -> str:
         if isinstance(part, dict):
             text = part.get("text", part.get("value"))  # value: LLaMA-Factory
             text = text if part.get("type", "text") in ("text", "input_text", "output_text") else None
-            do = "write it in the message's key reasoning_content" if part.get("type") in THINKING else ONLY_TEXT
-            got = f"a part of type '{shown(part.get('type'))}': {do}"
+            got = f"a part of type '{shown(part.get('type'))}': {ONLY_TEXT} (thinking: use the key reasoning_content)"
         if not isinstance(text, str):
             own = f"{place}[{index}]" if isinstance(content, list) else place
             raise RowError(f'{own} must be a string or {{"type": "text", "text": "…"}}, not {got}')

@@ -49,22 +49,19 @@ def split_off(
     if not missing:
         return parts, "using the given train, valid and test files"
     in_train = parts == TRAIN
-    smallest = np.full(len(parts), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
-    np.minimum.at(smallest, clusters[in_train], digests[in_train])
-    there = np.zeros(len(parts), dtype=np.bool_)
-    there[clusters[in_train]] = True
-    if there.sum() < MIN_GROUPS:
-        expected = f"at least {MIN_GROUPS} rows with different questions"
+    there, of_row = np.unique(clusters[in_train], return_inverse=True)  # clusters, and the index of each row's
+    if len(there) < MIN_GROUPS:
+        what, expected = "Too few different rows to split.", f"at least {MIN_GROUPS} rows with different questions"
         do = "add rows (lines of <|endoftext|> divide a text), or name a folder with train, valid and test files"
-        what, got = "Too few different rows to split.", str(there.sum())
-        raise DataError(what, where=str(path), expected=expected, got=got, do=do)
-    free = there.copy()  # clusters without a row in a given file
-    free[clusters[~in_train]] = False
+        raise DataError(what, where=str(path), expected=expected, got=str(len(there)), do=do)
+    smallest = np.full(len(there), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
+    np.minimum.at(smallest, of_row, digests[in_train])
+    free = ~np.isin(there, clusters[~in_train])  # clusters without a row in a given file
     if free.sum() <= len(missing):
-        free = there
-    of_cluster = np.full(len(parts), TRAIN, dtype=np.uint8)
+        free[:] = True
+    of_cluster = np.full(len(there), TRAIN, dtype=np.uint8)
     of_cluster[free], changed = _deal(mixed(smallest[free]), missing)  # mixed: the smallest of many digests is small
-    parts[in_train] = of_cluster[clusters[in_train]]
+    parts[in_train] = of_cluster[of_row]
     sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), 'row')})" for name in missing]
     text = f"{' and '.join(sizes)} split off train by content"
     if changed:

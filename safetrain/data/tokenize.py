@@ -202,10 +202,10 @@ class RowReader:
         size, last = self._vocabulary, int(tokens.ids.max())
         if size is not None and last >= size:
             return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {size})"
-        if self.context is not None and runs[0][0] >= self.context:
-            return "NO-LABELS", f"the answer begins beyond the model's context ({self.context} tokens)"
-        is_cut = self.context is not None and len(tokens) > self.context
-        return ("BEYOND-CONTEXT", f"everything beyond {self.context} tokens is lost") if is_cut else None
+        limit = self.context or len(tokens)
+        if runs[0][0] >= limit:
+            return "NO-LABELS", f"the answer begins beyond the model's context ({limit} tokens)"
+        return ("BEYOND-CONTEXT", f"everything beyond {limit} tokens is lost") if len(tokens) > limit else None
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
