@@ -112,7 +112,7 @@ class Heartbeat:
         self._longest: dict[tuple[Phase, Edge], float] = {}
         self._last: FlightRecord | None = None
         self._since = time.monotonic()
-        self._pauses: list[tuple[float, float]] = []  # start and end; in order, without overlap
+        self._pause = 0.0, 0.0  # start and end of the last one
 
     def feed(self, records: list[FlightRecord]) -> None:
         """Process new records, oldest first."""
@@ -121,16 +121,16 @@ class Heartbeat:
                 key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._since
                 self._longest[key] = max(self._longest.get(key, 0.0), took)
             self._last, self._since = record, record.monotonic_seconds
-            self._pauses = [pause for pause in self._pauses if pause[1] > self._since]
 
     def forgive(self, start_seconds: float, end_seconds: float) -> None:
-        """Ignore a period in which the process or the supervisor was stopped.
+        """Ignore a period in which the process or the supervisor was stopped; it may be seen twice, or in parts.
 
         A record from before the pause may arrive after it, because it waits in the ring.
         """
-        start_seconds = max([start_seconds, *(end for _, end in self._pauses[-1:])])  # the same pause, seen twice
-        if start_seconds < end_seconds:
-            self._pauses.append((start_seconds, end_seconds))
+        start, end = self._pause
+        if start_seconds > end:  # another pause
+            self._since, start = self._since + self._paused_seconds(start_seconds), start_seconds
+        self._pause = start, max(end, end_seconds)
 
     def allowed_seconds(self) -> float | None:
         """Time limit of the current phase; None while it waits for disk space, which has its own time limit."""
@@ -147,8 +147,9 @@ class Heartbeat:
         return waited if allowed is not None and waited > allowed else 0.0
 
     def _paused_seconds(self, until_seconds: float) -> float:
-        """Pauses since the last record."""
-        return sum(max(0.0, min(end, until_seconds) - max(start, self._since)) for start, end in self._pauses)
+        """The last pause, as far as it is after the last record."""
+        start, end = self._pause
+        return max(0.0, min(end, until_seconds) - max(start, self._since))
 
 
 class Sampler:

@@ -45,41 +45,30 @@ WATCHDOG = (
 SHORTER = "a smaller train.batch_size or train.max_seq_length makes each piece of GPU work shorter"
 OTHER_PROGRAM = "run the same command again; if it happens again, close the program that used the GPU"
 LARGER = "use fewer, larger buffers: a larger train.batch_size, or fewer adapted layers (lora.targets)"
-MESSAGES = (  # messages of mlx, the driver or the C library, and their causes, without evidence
-    (  # the first four are Metal's names for how a command buffer failed (mlx raises or aborts with them)
-        r"ImpactingInteractivity|Impacting Interactivity",
-        Cause("gpu_watchdog", "the GPU watchdog ended it", advice=WATCHDOG),
+BY_WATCHDOG, TOO_LONG = "the GPU watchdog ended it", "the GPU took too long for one piece of work"
+MESSAGES = {  # of mlx, the driver or the C library: their causes, without evidence
+    # The first four are Metal's names for how a command buffer failed (mlx raises or aborts with them).
+    r"ImpactingInteractivity|Impacting Interactivity": Cause("gpu_watchdog", BY_WATCHDOG, advice=WATCHDOG),
+    r"kIOGPUCommandBufferCallbackError(Timeout|Hang)|GPU Timeout": Cause("gpu_timeout", TOO_LONG, advice=SHORTER),
+    r"kIOGPUCommandBufferCallbackErrorInnocentVictim|victim of GPU error": Cause(
+        "gpu_victim", "another program's GPU fault ended it too", advice=OTHER_PROGRAM
     ),
-    (
-        r"kIOGPUCommandBufferCallbackErrorTimeout|GPU Timeout|kIOGPUCommandBufferCallbackErrorHang",
-        Cause("gpu_timeout", "the GPU took too long for one piece of work", advice=SHORTER),
+    # The watchdog's code before macOS 26 (mlx#1335, mlx-examples#664, #866)
+    r"0000000e:Internal Error": Cause("gpu_watchdog", BY_WATCHDOG, LIKELY, advice=WATCHDOG),
+    r"Resource limit \(\d+\)": Cause("resource_limit", "mlx ran out of buffer handles, not of bytes", advice=LARGER),
+    # Messages of the allocators themselves, in an exception or an abort
+    r"ErrorOutOfMemory|Insufficient Memory|\[malloc|\[metal::malloc\]|maximum allowed buffer size|cudaMalloc\w*\(.*"
+    r"out of memory|std::bad_alloc|^[\w.]*MemoryError|Memory allocation (?:still )?failed": Cause(
+        "out_of_memory", "out of memory", is_memory=True
     ),
-    (
-        r"kIOGPUCommandBufferCallbackErrorInnocentVictim|victim of GPU error",
-        Cause("gpu_victim", "another program's GPU fault ended it too", advice=OTHER_PROGRAM),
+    r"No space left on device|Disk quota exceeded": Cause(
+        "disk_full", "the disk is full", advice="free some space first"
     ),
-    (  # the watchdog's code before macOS 26 (mlx#1335, mlx-examples#664, #866)
-        r"0000000e:Internal Error",
-        Cause("gpu_watchdog", "the GPU watchdog ended it", LIKELY, advice=WATCHDOG),
-    ),
-    (
-        r"Resource limit \(\d+\)",
-        Cause("resource_limit", "mlx ran out of buffer handles, not of bytes", advice=LARGER),
-    ),
-    (  # messages of the allocators themselves, in an exception or an abort
-        r"ErrorOutOfMemory|Insufficient Memory|\[malloc|\[metal::malloc\]|maximum allowed buffer size"
-        r"|cudaMalloc\w*\(.*out of memory|std::bad_alloc|^[\w.]*MemoryError|Memory allocation (?:still )?failed",
-        Cause("out_of_memory", "out of memory", is_memory=True),
-    ),
-    (
-        r"No space left on device|Disk quota exceeded",
-        Cause("disk_full", "the disk is full", advice="free some space first"),
-    ),
-)
+}
 # Any program may print these for other reasons: they count only if memory readings agree.
-MENTIONS_MEMORY = re.compile(r"out of memory|Unable to allocate|Cannot allocate memory", re.IGNORECASE)
+MENTIONS_MEMORY = r"(?i:out of memory|unable to allocate|cannot allocate memory)"
 # No thread was started, no library loaded: under a limit on private memory, for lack of it.
-NO_ROOM = re.compile(r"Resource temporarily unavailable|failed to map segment from shared object")
+NO_ROOM = r"Resource temporarily unavailable|failed to map segment from shared object"
 
 
 def judge(ending: Ending) -> Cause:
@@ -134,15 +123,15 @@ def _text_says(ending: Ending) -> Cause | None:
     failed = ending.failed
     last_lines = "\n".join(ending.stderr_tail.splitlines()[-LAST_LINES:])
     text = (failed.message if failed is not None else "") + "\n" + last_lines
-    for pattern, cause in MESSAGES:
-        if (place := re.search(pattern, text, re.MULTILINE)) is not None:
-            return dataclasses.replace(cause, evidence=(_line_around(text, place.start()),))
-    own = MENTIONS_MEMORY.search(failed.message) if failed is not None else None  # mlx's own exception
-    memory = own or (MENTIONS_MEMORY.search(text) if _was_short_of_memory(ending) else None)
-    memory = memory or (NO_ROOM.search(text) if ending.limit.name == OWN_LIMIT else None)
-    if memory is not None:
-        evidence = (_line_around(memory.string, memory.start()), *_memory_readings(ending))
-        return Cause("out_of_memory", "out of memory", CONFIRMED if own is not None else LIKELY, evidence, True)
+    for pattern, cause in MESSAGES.items():
+        if line := _line_with(pattern, text):
+            return dataclasses.replace(cause, evidence=(line,))
+    own = _line_with(MENTIONS_MEMORY, failed.message) if failed is not None else ""  # mlx's own exception
+    line = own or (_line_with(MENTIONS_MEMORY, text) if _was_short_of_memory(ending) else "")
+    line = line or (_line_with(NO_ROOM, text) if ending.limit.name == OWN_LIMIT else "")
+    if line:
+        evidence = (line, *_memory_readings(ending))
+        return Cause("out_of_memory", "out of memory", CONFIRMED if own else LIKELY, evidence, True)
     if failed is not None:
         first, *rest = failed.message.splitlines()
         traceback = [line.strip() for line in rest if line.strip().startswith("traceback:")]
@@ -254,6 +243,7 @@ def _name_of(number: int) -> str:
     return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
-def _line_around(text: str, place: int) -> str:
-    start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
-    return text[start : end if end >= 0 else len(text)].strip()[:300]
+def _line_with(pattern: str, text: str) -> str:
+    """The first line with this pattern; empty without one."""
+    found = re.search(rf"^.*(?:{pattern}).*$", text, re.MULTILINE)
+    return found[0].strip()[:300] if found else ""

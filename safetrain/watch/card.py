@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import dvc, size_text
@@ -16,7 +15,7 @@ from safetrain.core.storage.files import json_object, read_result, write_text
 from safetrain.watch.result import describe_scores
 
 CARD = "README.md"
-AGAIN = {"mlx": "fuse OUT", "peft": "export peft OUT", "gguf": "export gguf OUT.gguf"}  # makes a kind of folder anew
+AGAIN = "fuse or export it again, into another folder"
 
 
 def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, *, replace: bool = False) -> list[str]:
@@ -36,18 +35,15 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     if scores is not None and scores.adapter != fingerprint(own):
         scores = None
     license_of_base = _license(base)
+    lines = [*describe_scores(scores), f"{describe_forgetting(scores.forgetting)}."] if scores is not None else []
     environment = Environment(
         loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    values = dict[str, Any]()
-    if scores is not None:
-        values["lines"] = [*describe_scores(scores), f"{describe_forgetting(scores.forgetting)}."]
-    if run.summary is not None:
-        values |= {part: getattr(run.summary, part) for part in ("settings", "metrics", "outcome")}
     text = environment.get_template("card.md").render(
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=adapter_method(own),
         title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
-        fused=reports[0] if kind == "mlx" else None, size_text=size_text, quoted=json.dumps, **values,
+        summary=run.summary, lines=lines, fused=reports[0] if kind == "mlx" else None, size_text=size_text,
+        quoted=json.dumps,
     )  # fmt: skip
     write_text(path, text)
     remarks = [] if license_of_base else ["the card has no licence: add the base model's"]
@@ -77,8 +73,7 @@ def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
     files = {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
     if kind == "gguf":  # each file has its own
         files = [path.with_name(f"{path.name}.json") for path in sorted(folder.glob("*.gguf"))]
-    again = f"make it again, under another name: safetrain {AGAIN.get(kind, '')}"
-    return [read_result(path, "", ExportReport, again) if path.is_file() else None for path in files]
+    return [read_result(path, "", ExportReport, AGAIN) if path.is_file() else None for path in files]
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str]) -> Path:
