@@ -1,7 +1,4 @@
-"""Time and memory of attention in an update, with probabilities kept for the backward pass and with them made again.
-
-The former is what this engine did until attention kept log-sum-exps: tests/support/kept_attention.py.
-"""
+"""Time and memory of attention in an update, with probabilities kept for the backward pass and with them made again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +6,8 @@ from typing import Any
 from benchmarks.machine import write_result
 from benchmarks.timing import fastest
 from safetrain.engine.cpu.blas import blas_threads, load_fast_blas
-from tests.support.kept_attention import Attention, kept_probabilities
 
+Attention = Callable[[Any, Any, Any], Any]  # of arrays (tokens, heads, 1, size)
 HEADS, SIZE, BLOCKS = 12, 64, 12  # of the 91M Llama of benchmarks/throughput_cases.py
 SHAPES = ((1, 512), (4, 512), (8, 128), (1, 2048), (1, 4096), (1, 8192))  # rows and tokens
 LONG = 4096  # from here on measured once
@@ -67,6 +64,20 @@ def measure(make: Callable[[int, int, float], Attention], rows: int, tokens: int
     if tokens < LONG:
         seconds = fastest(lambda: both_passes(1))
     return seconds, peaks[1] + (BLOCKS - 1) * (peaks[0] - peaks[1])
+
+
+def kept_probabilities(rows: int, tokens: int, scale: float) -> Attention:
+    """Attention as it is usually written; mlx keeps what its gradient needs."""
+    import mlx.core as mx
+
+    hidden = mx.triu(mx.full((tokens, tokens), -1e30), k=1)
+
+    def attend(*given: Any) -> Any:
+        q, k, v = (part.reshape(rows, tokens, HEADS, SIZE).swapaxes(1, 2) for part in given)
+        found = mx.softmax(scale * q @ k.swapaxes(2, 3) + hidden, axis=-1) @ v
+        return found.swapaxes(1, 2).reshape(rows * tokens, HEADS, 1, SIZE)
+
+    return attend
 
 
 def made_again(rows: int, tokens: int, scale: float) -> Attention:

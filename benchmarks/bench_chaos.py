@@ -8,25 +8,16 @@ with one that nobody killed.
 """
 
 import argparse
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.chaos.deaths import deaths
-from benchmarks.chaos.memory import memory
 from benchmarks.machine import write_result
-from tests.support.chaos.above import above
-from tests.support.chaos.disk import disk
-from tests.support.chaos.ending import Ending, Ground
+from tests.support.chaos.ending import Ending, Ground, through_mlx_launch
 from tests.support.chaos.inject.chaos_sites import PHASES
 from tests.support.chaos.kills import RANKS, SIGNALS, Outcome, make_reference, run_chains
 from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
-from tests.support.chaos.ranks import endings_of_ranks
-
-KINDS: dict[str, Callable[[Ground], Iterator[Ending]]] = {
-    "deaths": deaths, "above": above, "disk": disk, "memory": memory,
-}  # fmt: skip
 
 
 def main() -> None:
@@ -46,8 +37,8 @@ def main() -> None:
         project.plan()
         reference = make_reference(project)
         say("the training that nobody kills is made, twice alike")
-        ground = Ground(project, reference, folder, random.Random(asked.seed))
-        endings = stage_all(ground, {"ranks": endings_of_ranks} if asked.ranks else KINDS, say)
+        ground = Ground(project, reference, folder)
+        endings = stage_all(of_ranks(ground) if asked.ranks else deaths(ground), say)
         least = asked.kills or (60 if asked.ranks else 200)
         outcomes = run_chains(project, reference, least, asked.seed, say, RANKS if asked.ranks else 1)
     wrong = [f"{o.text}: {'; '.join(o.faults)}" for o in outcomes if o.faults]
@@ -56,20 +47,20 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def stage_all(
-    ground: Ground, kinds: Mapping[str, Callable[[Ground], Iterator[Ending]]], say: Callable[[str], None]
-) -> list[Ending]:
-    """The other endings; one that cannot be staged to its end is wrong too, and the next is tried."""
+def of_ranks(ground: Ground) -> Iterator[Ending]:
+    """Each of two ranks is killed, started as on several machines."""
+    yield from (through_mlx_launch(ground, rank) for rank in range(RANKS))
+
+
+def stage_all(endings: Iterator[Ending], say: Callable[[str], None]) -> list[Ending]:
+    """The other endings; when one cannot be staged to its end, that is wrong too."""
     found: list[Ending] = []
-    for name, kind in kinds.items():
-        try:
-            for ending in kind(ground):
-                found.append(ending)
-                told = f"skipped: {ending.skipped}" if ending.skipped else ending.verdict
-                say(f"{ending.what}: {told}; {ending.resumed}; {ending.faults or 'right'}")
-        except (RuntimeError, OSError) as error:
-            found.append(Ending(f"the rest of '{name}'", faults=[str(error)]))
-            say(f"{name}: {error}")
+    try:
+        for ending in endings:
+            found.append(ending)
+            say(f"{ending.what}: {ending.verdict}; {ending.resumed}; {ending.faults or 'right'}")
+    except (RuntimeError, OSError) as error:
+        found.append(Ending("the rest", faults=[str(error)]))
     return found
 
 
@@ -80,7 +71,7 @@ def write_tables(
     header, rows = table_of(outcomes)
     lines = ["| other ending | verdict | phase | continued | |", "|---|---|---|---|---|"]
     for ending in endings:
-        state = "skipped: " + ending.skipped if ending.skipped else "wrong" if ending.faults else "right"
+        state = "wrong" if ending.faults else "right"
         cells = [ending.what, ending.verdict or "–", ending.phase, ending.resumed, state]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ")[:300] for cell in cells) + " |")
     setting = (

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pty
-import random
 import select
 import signal
 import subprocess
@@ -36,7 +35,7 @@ def ground(shared_cache: Path) -> Iterator[Ground]:
         project = Project(folder / "main", cache=shared_cache)
         project.pin(preflight={"level": "quick"})
         project.plan()
-        yield Ground(project, undisturbed(project), folder, random.Random(1))
+        yield Ground(project, undisturbed(project), folder)
 
 
 def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: Ground) -> None:

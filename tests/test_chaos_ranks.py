@@ -1,17 +1,15 @@
 """A few of the deaths of one rank among two that `benchmarks.bench_chaos --ranks` stages by the dozen."""
 
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.chaos.ending import Ground
+from tests.support.chaos.ending import Ground, through_mlx_launch
 from tests.support.chaos.inject.chaos_sites import SITES
 from tests.support.chaos.kills import RANKS, Chain, Kill, finish_chain, kill_once, undisturbed
 from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
-from tests.support.chaos.ranks import through_mlx_launch
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def ground(shared_cache: Path) -> Iterator[Ground]:
         project = Project(folder / "main", train={"ranks": RANKS, "max_steps": 12}, cache=shared_cache)
         project.pin(preflight={"level": "quick"})
         project.plan()
-        yield Ground(project, undisturbed(project), folder, random.Random(1))
+        yield Ground(project, undisturbed(project), folder)
 
 
 def test_a_training_of_which_a_rank_is_killed_ends_as_if_nothing_had_happened(ground: Ground) -> None:

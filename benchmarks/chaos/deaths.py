@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
-from tests.support.chaos.project import NO_LEARNING, Project, chat, difference_of_movement, sums
+from tests.support.chaos.project import Project, chat, sums
 
 DAY_SECONDS = 86_400.0
 METAL = "[METAL] Command buffer execution failed: "
-OUT_OF_MEMORY = METAL + "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 WATCHDOG = METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
 HANDLES = "[metal::malloc] Resource limit (499000) exceeded."
-MOST_DIFFERENCE = 1e-4  # of the way that the weights go, after a smaller micro-batch
 RARE = "ß"  # in one training row alone
 
 
@@ -24,7 +22,6 @@ def deaths(ground: Ground) -> Iterator[Ending]:
     yield named_command(ground)
     yield driver_abort(ground, WATCHDOG, "gpu_watchdog", goes_on=True)
     yield driver_abort(ground, HANDLES, "resource_limit", goes_on=False)
-    yield driver_out_of_memory(ground)
     yield from (clock_jump(ground, days) for days in (1, -1))
     yield bad_numbers(ground)
 
@@ -84,29 +81,6 @@ def driver_abort(ground: Ground, text: str, cause: str, *, goes_on: bool) -> End
         return ending
     ending.require("going on by itself" not in done.out, "it started again by itself")
     go_on(ground, ending)
-    return ending
-
-
-def driver_out_of_memory(ground: Ground) -> Ending:
-    """Last words that do: it goes on by itself with less at a time, to the same weights but for rounding."""
-    project = ground.project
-    initial = project.adapter_after(f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
-    undisturbed = project.adapter_after()
-    ending = Ending(f"stderr says '{OUT_OF_MEMORY}', then abort")
-    done, truth, told = train_hit(project, hit("last words", text=OUT_OF_MEMORY))
-    ending.expect(
-        told, cause="out_of_memory", confidence="confirmed", is_memory=True, exit_code=134, phase="gradient",
-        step=truth["step"] + 1,
-    )  # fmt: skip
-    summary = project.json("training_summary.json")
-    ending.require(done.code == 0, f"exit code {done.code}: {done.last_line}")
-    ending.require(len(summary.get("memory_rungs", [])) == 1, f"memory_rungs is {summary.get('memory_rungs')}")
-    shape = summary.get("batch_size"), summary.get("gradient_accumulation")
-    ending.require(shape == (1, 4), f"it went on with {shape} rows per update")
-    ending.require(summary.get("resumed_from_step", 0) > 0, "it began anew")
-    part = difference_of_movement(project.adapter(), undisturbed, initial)
-    ending.resumed = f"by itself with 1 x 4 rows; weights differ by {part:.1e} of their movement"
-    ending.require(part <= MOST_DIFFERENCE, ending.resumed)
     return ending
 
 

@@ -8,14 +8,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 
-import psutil
 import pytest
 
 from safetrain.core.recorder import read_flight
 from tests.pipeline.workspace import SMALL, Workspace
+from tests.support.chaos.project import left_over, wait_for
 
 STEPS = 120
 SHORT = {"max_steps": STEPS, "num_epochs": 30, "save_steps": 10, "eval_steps": 60, "log_steps": 1, "max_examples": 160}
@@ -40,34 +38,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return made
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def has_checkpoint(workspace: Workspace) -> bool:
     pointer = workspace.folder / "checkpoints_qlora/training_state.json"
     return pointer.is_file() and not json.loads(pointer.read_text())["finished"]
 
 
-def processes_of(workspace: Workspace) -> list[str]:
-    """Command lines of live processes that work in the clone."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        try:
-            if process.cwd() == str(workspace.folder) and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.info["cmdline"]))
-        except psutil.Error:
-            continue
-    return found
-
-
 def start_training(workspace: Workspace, *command: str) -> subprocess.Popen[str]:
     """Start a command that trains, and wait for its first checkpoint."""
     process = workspace.start(*command)
-    wait_for(lambda: has_checkpoint(workspace) or process.poll() is not None, PLAN_SECONDS)
+    wait_for(lambda: has_checkpoint(workspace) or process.poll() is not None, "the first checkpoint", PLAN_SECONDS)
     assert process.poll() is None, process.communicate()
     return process
 
@@ -76,7 +55,7 @@ def test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues(works
     dvc = start_training(workspace, "dvc", "repro", "train")
     os.kill(dvc.pid, signal.SIGKILL)
     dvc.communicate(timeout=60)
-    wait_for(lambda: not processes_of(workspace), 5)
+    assert left_over(workspace.folder) == []
     told = workspace.json("postmortem.json")
     assert (told["cause"], told["confidence"]) == ("orphaned", "confirmed")
     assert told["resumes_from_step"] > 0
@@ -93,7 +72,7 @@ def test_kill_9_of_the_supervisor_is_told_at_the_next_start(workspace: Workspace
     train = start_training(workspace, "python", "-m", "stages.train")
     os.kill(train.pid, signal.SIGKILL)
     train.communicate(timeout=60)
-    wait_for(lambda: not processes_of(workspace), 5)
+    assert left_over(workspace.folder) == []
     again = workspace.run("python", "-m", "stages.train")
     assert again.returncode == 0
     assert "it was killed together with its supervisor" in again.stdout

@@ -1,10 +1,13 @@
 """One way for a training to end that is staged once, and what all of them need."""
 
-import random
+import json
+import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.chaos.kills import RANKS
 from tests.support.chaos.project import Done, Fingerprint, Project, left_over
 
 LATE_CALL = 16  # of "micro-batch": somewhere in the middle of the training, with two checkpoints behind it
@@ -17,7 +20,6 @@ class Ground:
     project: Project
     reference: Fingerprint
     folder: Path  # for projects of another kind
-    source: random.Random
 
 
 @dataclass
@@ -29,7 +31,6 @@ class Ending:
     phase: str = "–"
     resumed: str = "–"
     faults: list[str] = field(default_factory=list)
-    skipped: str = ""  # why it was not staged
 
     def expect(self, told: dict[str, Any], **expected: object) -> None:
         """Compare a post-mortem with what it has to say."""
@@ -81,3 +82,38 @@ def go_on(ground: Ground, ending: Ending, *overrides: str) -> Done:
     found = project.json("training_summary.json").get("resumed_from_step")
     ending.require(found == promised and bool(found), f"continued from step {found}, promised was {promised}")
     return done
+
+
+MIDDLE = 8  # call of "micro-batch" of a rank, with two checkpoints behind it
+THROUGH_MLX_LAUNCH = """
+import sys
+from safetrain.core.records.hostfile import Hosts
+Hosts.all_here = property(lambda _self: False)
+sys.argv = ["stages.train", *sys.argv[1:]]
+from stages.train import main
+main()
+"""
+
+
+def through_mlx_launch(ground: Ground, rank: int) -> Ending:
+    """The ranks are started as on several machines, all of which are this one; one is killed, then all goes on."""
+    project = ground.project
+    ending = Ending(f"SIGKILL of rank {rank}, started by mlx.launch")
+    hostfile = project.parent / "hosts.json"
+    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * RANKS))
+    command = (sys.executable, "-c", THROUGH_MLX_LAUNCH, f"train.hostfile={hostfile}")
+    project.truth.unlink(missing_ok=True)
+    plan = hit("signal", occurrence=MIDDLE, signal=int(signal.SIGKILL), rank=rank) | {"truth": str(project.truth)}
+    project.discard()
+    done = project.finish(project.start(*command, plan=plan))
+    truth = project.read_truth() or {"step": -1}
+    ending.expect(
+        project.json("postmortem.json"), cause="killed", rank=rank, ranks=RANKS, phase="gradient",
+        step=truth["step"] + 1, exit_code=137,
+    )  # fmt: skip
+    ending.require(done.code == 137, f"exit code {done.code}: {done.last_line}")
+    ending.require(not (left := left_over(project.folder)), f"still there: {left}")
+    again = project.finish(project.start(*command))
+    ending.compare(project, ground.reference, again)
+    ending.require(bool(again.continued_from), "it began anew")
+    return ending

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.chaos.inject.chaos_sites import OF_RANKS, SITES, Site
-from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Done, Fingerprint, Project, left_over
+from tests.support.chaos.project import SAVE_STEPS, UPDATES, Done, Fingerprint, Project, left_over
 
 RANKS = 2  # where there are several
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -21,14 +21,10 @@ SIGNALS_OF_RANKS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTE
 CAUSES = {signal.SIGKILL: "killed", signal.SIGSEGV: "crash", signal.SIGABRT: "crash", signal.SIGBUS: "crash"}
 ON_ALL_RANKS = ("read rows", "open base", "add adapters", "micro-batch", "update")
 NOT_OF_RANKS = ("validate", "load BLAS", "keep best", "measure")  # not called there, or in another phase than its own
-LEAST_EXCHANGES = 4  # of each kind, before the first update
-AHEAD_STEPS = 7  # a kill comes at most so many updates after the start, so that a run takes many
-ARRAY_FILES = 3  # of a checkpoint
-MOST_DELAY_SECONDS = 0.005
-MOST_AT_THE_END = 3  # kills of a training that has no update left
-MOST_KILLS = 60  # of one training, so that every seed comes to an end
-END_SECONDS = 5.0  # for all ranks
 Cell = tuple[str, signal.Signals, int | None]  # a phase, a signal, a rank
+MOST_DELAY_SECONDS = 0.005
+MOST_TRAININGS = 500  # so that every seed comes to an end
+END_SECONDS = 5.0  # for all ranks
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,6 @@ class Kill:
             "rank": self.rank or 0,
         }
 
-    def __str__(self) -> str:
-        where = f"{self.place} of call {self.occurrence} of '{self.site.name}'"
-        later = f" {1000 * self.delay_seconds:.1f} ms after its begin" if self.place == "inside" else ""
-        worker = "worker" if self.rank is None else f"rank {self.rank}"
-        return f"{self.signal.name} to the {'supervisor' if self.from_outside else worker} at the {where}{later}"
-
 
 @dataclass
 class Outcome:
@@ -75,7 +65,6 @@ class Outcome:
     cell: Cell
     text: str  # the plan, to repeat it
     faults: list[str]
-    end_seconds: float = 0.0  # from the kill to the end of all processes
     lost_steps: int = 0
     resumed_exactly: bool = False
 
@@ -85,7 +74,6 @@ class Chain:
     """One training under way, over all its processes."""
 
     step: int = 0  # that the next process must continue from
-    at_the_end: int = 0
     finished: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
@@ -99,56 +87,13 @@ def sites_of(rank: int | None) -> list[Site]:
     return [site for site in every if rank == 0 or site.name in ON_ALL_RANKS or site in OF_RANKS]
 
 
-def deck(count: int, ranks: int, source: random.Random) -> list[Cell]:
-    """At least ``count`` kinds of kills, all of them equally often, shuffled."""
-    numbers = SIGNALS if ranks == 1 else SIGNALS_OF_RANKS
-    cells = [
-        (phase, number, rank)
-        for rank in ([None] if ranks == 1 else range(ranks))
-        for phase in dict.fromkeys(site.phase for site in sites_of(rank))
-        for number in numbers
-    ]
-    drawn = cells * -(-count // len(cells))
-    source.shuffle(drawn)
-    return drawn
-
-
-def draw(cell: Cell, step: int, source: random.Random) -> Kill | None:
-    """A kill of this kind in a process that starts at ``step``; None if such a process has no such phase."""
+def draw(cell: Cell, source: random.Random) -> Kill:
+    """A kill of this kind, which not every process comes to."""
     phase, number, rank = cell
-    calls = {site: calls_of(site, step, rank) for site in sites_of(rank) if site.phase == phase}
-    possible = [site for site, count in calls.items() if count]
-    if not possible:
-        return None
-    site, outside = source.choice(possible), number in STOPS and source.random() < 0.5
+    site = source.choice([each for each in sites_of(rank) if each.phase == phase])
     place, delay = source.choice(("entry", "exit", "inside", "inside")), source.random() * MOST_DELAY_SECONDS
-    return Kill(site, source.randint(1, calls[site]), place, delay, number, outside, rank)
-
-
-def calls_of(site: Site, step: int, rank: int | None) -> int:
-    """How often a process that starts at ``step`` calls it in its first few updates, at least."""
-    steps = range(step + 1, min(UPDATES, step + AHEAD_STEPS) + 1)
-    saves = sum(each % SAVE_STEPS == 0 for each in steps)
-    validations = sum(each % EVAL_STEPS == 0 for each in steps)
-    match site.name:
-        case "read checkpoint":
-            return min(1, step)
-        case "discard":
-            return int(step == 0)
-        case "read rows":
-            return 2 if rank is None else 1
-        case "open adapter":  # when the last update is made
-            return int(step + AHEAD_STEPS >= UPDATES)
-        case "keep best":  # a better one is not sure
-            return min(1, validations) if step == 0 else 0
-        case "prune":  # the newest two and the best one are kept
-            return max(0, saves - 1) if step >= 2 * SAVE_STEPS else 0
-        case "sum":
-            return LEAST_EXCHANGES + len(steps)
-    counts = {"gradient": len(steps), "optimizer": len(steps), "evaluate": validations + (step == 0)}
-    counts["exchange"] = LEAST_EXCHANGES
-    by_file = site.name == "write arrays"
-    return (counts | {"save": saves * (ARRAY_FILES if by_file else 1)}).get(site.phase, 1)
+    outside = number in STOPS and source.random() < 0.5
+    return Kill(site, source.randint(1, site.calls), place, delay, number, outside, rank)
 
 
 def faults_of(kill: Kill, began_at: int, truth: dict[str, Any], done: Done, told: dict[str, Any]) -> list[str]:
@@ -208,35 +153,26 @@ def run_chains(
 ) -> list[Outcome]:
     """Kill trainings until every kind of kill has had its turns; at least ``kills`` of them."""
     source, outcomes = random.Random(seed), list[Outcome]()
-    waiting = deck(kills, ranks, source)
-    wanted = len(waiting)
-    while waiting:
+    numbers = SIGNALS if ranks == 1 else SIGNALS_OF_RANKS
+    who: list[int | None] = [None] if ranks == 1 else [*range(ranks)]
+    phases = [(phase, rank) for rank in who for phase in dict.fromkeys(each.phase for each in sites_of(rank))]
+    kinds = [(phase, number, rank) for phase, rank in phases for number in numbers]
+    waiting = kinds * -(-kills // len(kinds))
+    for _ in range(MOST_TRAININGS):
         chain = Chain()
-        while waiting and not chain.finished and len(chain.outcomes) < MOST_KILLS and _may_go_on(chain):
-            kill = _next(waiting, chain, source)
-            if kill is None:
-                break
-            if kill_once(project, chain, kill):
-                waiting.remove(kill.cell)
+        while waiting and not chain.finished:
+            cell = source.choice(waiting)
+            if kill_once(project, chain, draw(cell, source)):
+                waiting.remove(cell)
         finish_chain(project, reference, chain)
         outcomes += chain.outcomes
         wrong = sum(bool(outcome.faults) for outcome in chain.outcomes)
-        made = f"{len(outcomes)} of {wanted} made"
-        say(f"{len(chain.outcomes)} kills of one training (seed {seed}), {wrong} wrong; {made}")
+        say(f"{len(chain.outcomes)} kills of one training (seed {seed}), {wrong} wrong; {len(waiting)} to be made")
         for line in chain.history if wrong else []:
             say(f"    {line}")
+        if not waiting:
+            break
     return outcomes
-
-
-def _may_go_on(chain: Chain) -> bool:
-    return chain.step < UPDATES or chain.at_the_end < MOST_AT_THE_END
-
-
-def _next(waiting: list[Cell], chain: Chain, source: random.Random) -> Kill | None:
-    """The first in the deck that this training can have now; the end of a training is killed last."""
-    early = chain.step < UPDATES - AHEAD_STEPS + 1 and any(phase != "finish" for phase, *_ in waiting)
-    kills = (draw(cell, chain.step, source) for cell in waiting if cell[0] != "finish" or not early)
-    return next((kill for kill in kills if kill is not None), None)
 
 
 def kill_once(project: Project, chain: Chain, kill: Kill) -> bool:
@@ -264,9 +200,8 @@ def kill_once(project: Project, chain: Chain, kill: Kill) -> bool:
         faults.append(f"still there: {left}")
     resumes = told.get("resumes_from_step", 0)
     lost = max(0, truth["step"] - resumes) if done.code else 0
-    chain.outcomes.append(Outcome(kill.cell, str(kill), faults, ended, lost))
+    chain.outcomes.append(Outcome(kill.cell, str(kill), faults, lost))
     chain.history.append(f"{kill}: {truth['phase']} after step {truth['step']}, exit {done.code}, {faults or 'right'}")
-    chain.at_the_end += chain.step >= UPDATES
     chain.step = resumes
     return True
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import yaml
 
@@ -36,8 +35,6 @@ LORA: dict[str, Any] = {"rank": 4, "dropout": 0.0}  # dropout draws by micro-bat
 TIMED = ("labels_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
 DEADLINE_SECONDS = 180.0
 Fingerprint = tuple[str, str, str]
-Adapter = dict[str, np.ndarray]
-NO_LEARNING = 1e-6  # a learning rate that moves an adapter by next to nothing: by nothing at all is an error
 LEFT_SECONDS = 5.0  # after which nothing of a killed run may be left
 
 
@@ -149,21 +146,6 @@ class Project:
     def train(self, *overrides: str, plan: dict[str, Any] | None = None, anew: bool = False) -> Done:
         """Run the stage to its end, whatever that is."""
         return self.finish(self.start_training(*overrides, plan=plan, anew=anew))
-
-    def adapter_after(self, *overrides: str) -> Adapter:
-        """The adapter of a new training, which must end well."""
-        self.discard()
-        self.succeed(sys.executable, "-m", "stages.train", *overrides)
-        return self.adapter()
-
-    def adapter(self) -> Adapter:
-        """The adapter that was kept."""
-        import mlx.core as mx
-
-        loaded = mx.load(str(self.output / "adapters" / "adapters.safetensors"))
-        if not isinstance(loaded, dict):
-            raise RuntimeError("the adapter holds no named arrays")
-        return {name: np.array(value, dtype=np.float64) for name, value in loaded.items()}
 
     def printed(self) -> str:
         """What the last command has printed so far."""
@@ -309,12 +291,3 @@ def copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     elif source.is_file():
         shutil.copy(source, target)
-
-
-def difference_of_movement(one: Adapter, other: Adapter, initial: Adapter) -> float:
-    """How far apart two trained adapters are, as a share of the way that the second has gone."""
-
-    def distance(one: Adapter, other: Adapter) -> float:
-        return float(np.sqrt(sum(np.square(one[name] - other[name]).sum() for name in one)))
-
-    return distance(one, other) / distance(other, initial)

@@ -11,6 +11,7 @@ class Site:
     module: str
     attribute: str  # in the module that calls it; with a dot: a method, or a function of an imported module
     phase: str
+    calls: int = 1  # of which one is hit
 
 
 RUN, STATE = "safetrain.engine.run", "safetrain.engine.state"
@@ -23,16 +24,16 @@ SITES = (
     Site("begin", RUN, "_begin", "resume"),
     Site("read checkpoint", RUN, "load_checkpoint", "resume"),
     Site("discard", RUN, "discard_run", "resume"),
-    Site("micro-batch", UPDATE, "Gradients._of_micro_batch", "gradient"),
-    Site("measure", TRAINING, "measure", "gradient"),
-    Site("update", TRAINING, "apply_gradient", "optimizer"),
-    Site("validate", TRAINING, "measure_loss", "evaluate"),
+    Site("micro-batch", UPDATE, "Gradients._of_micro_batch", "gradient", 7),
+    Site("measure", TRAINING, "measure", "gradient", 7),
+    Site("update", TRAINING, "apply_gradient", "optimizer", 7),
+    Site("validate", TRAINING, "measure_loss", "evaluate", 2),
     Site("keep best", TRAINING, "save_best", "evaluate"),
-    Site("save", TRAINING, "save_checkpoint", "save"),
-    Site("write arrays", STATE, "save_arrays", "save"),
-    Site("manifest", STATE, "write_manifest", "save"),
-    Site("rename", STATE, "replace_directory", "save"),
-    Site("pointer", STATE, "write_run_state", "save"),
+    Site("save", TRAINING, "save_checkpoint", "save", 2),
+    Site("write arrays", STATE, "save_arrays", "save", 6),
+    Site("manifest", STATE, "write_manifest", "save", 2),
+    Site("rename", STATE, "replace_directory", "save", 2),
+    Site("pointer", STATE, "write_run_state", "save", 2),
     Site("prune", STATE, "shutil.rmtree", "save"),
     Site("open adapter", "safetrain.engine.proof", "adapt_for_a_consumer", "load model"),
     Site("check adapter", "safetrain.engine.proof", "TunedModel.likeness_of", "verify"),
@@ -42,7 +43,7 @@ SITES = (
 )
 OF_RANKS = (  # where there are several
     Site("own validation rows", TRAINING, "row_losses", "evaluate"),
-    Site("sum", "safetrain.engine.ranks", "mx.distributed.all_sum", "exchange"),
-    Site("gather", "safetrain.engine.ranks", "mx.distributed.all_gather", "exchange"),
+    Site("sum", "safetrain.engine.ranks", "mx.distributed.all_sum", "exchange", 9),
+    Site("gather", "safetrain.engine.ranks", "mx.distributed.all_gather", "exchange", 4),
 )
 PHASES = tuple(dict.fromkeys(site.phase for site in SITES))

@@ -136,19 +136,12 @@ def shift_clock(plan: dict[str, Any]) -> None:
     time.time = lambda: real() + plan["shift_seconds"]
 
 
-def pause(plan: dict[str, Any]) -> None:
-    """Until somebody says that it may go on."""
-    while not Path(plan["go"]).exists():
-        time.sleep(0.005)
-
-
 ACTIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "signal": send_signal,
     "signal from outside": lambda _plan: None,  # whoever waits for the truth sends it
     "raise": raise_error,
     "hang": lambda _plan: time.sleep(HANG_SECONDS),
     "last words": last_words,
-    "pause": pause,
     "shift clock": shift_clock,
 }
 
