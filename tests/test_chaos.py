@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos.ending import Ground
+from tests.support.chaos.ending import Ground, through_mlx_launch
 from tests.support.chaos.inject.chaos_sites import SITES
-from tests.support.chaos.kills import Chain, Kill, finish_chain, kill_once, undisturbed
+from tests.support.chaos.kills import RANKS, Chain, Kill, finish_chain, kill_once, undisturbed
 from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
 
 KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training
@@ -29,13 +29,22 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
 MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT), (("--json",), signal.SIGHUP))
 
 
-@pytest.fixture(scope="module")
-def ground(shared_cache: Path) -> Iterator[Ground]:
+def ground_of(cache: Path, **train: int) -> Iterator[Ground]:
     with scratch_folder() as folder:
-        project = Project(folder / "main", cache=shared_cache)
+        project = Project(folder / "main", train=train, cache=cache)
         project.pin(preflight={"level": "quick"})
         project.plan()
         yield Ground(project, undisturbed(project), folder)
+
+
+@pytest.fixture(scope="module")
+def ground(shared_cache: Path) -> Iterator[Ground]:
+    yield from ground_of(shared_cache)
+
+
+@pytest.fixture(scope="module")
+def ground_of_ranks(shared_cache: Path) -> Iterator[Ground]:
+    yield from ground_of(shared_cache, ranks=RANKS, max_steps=12)
 
 
 def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: Ground) -> None:
@@ -81,3 +90,17 @@ def drawn_before_a_kill(project: Project, kind: tuple[str, ...], number: int) ->
     os.close(ours)
     monitor.wait(timeout=60)
     return drawn
+
+
+def test_a_training_of_which_a_rank_is_killed_ends_as_if_nothing_had_happened(ground_of_ranks: Ground) -> None:
+    chain, site = Chain(), next(each for each in SITES if each.name == "rename")
+    assert kill_once(ground_of_ranks.project, chain, Kill(site, 1, "entry", 0.0, signal.SIGSEGV, False, rank=0))
+    finish_chain(ground_of_ranks.project, ground_of_ranks.reference, chain)
+    (outcome,) = chain.outcomes
+    assert (outcome.faults, outcome.resumed_exactly) == ([], True), chain.history
+    assert outcome.lost_steps <= SAVE_STEPS
+
+
+def test_ranks_that_mlx_launch_starts_are_watched_too(ground_of_ranks: Ground) -> None:
+    """As on several machines, all of which are this one; the other rank is killed."""
+    assert through_mlx_launch(ground_of_ranks, 1).faults == []

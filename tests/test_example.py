@@ -6,8 +6,7 @@ import pytest
 
 from models.recipe import example_data
 from models.recipe.text import subjects
-from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
-from tests.conftest import EMBEDDED, ROOT
+from tests.conftest import ROOT
 
 SETS = {
     name: [json.loads(line)["messages"] for line in (ROOT / f"data/example/{name}.jsonl").read_text().splitlines()]
@@ -33,39 +32,9 @@ def test_no_training_question_mentions_a_subject_of_the_test_file() -> None:
     assert not keys["train"] & keys["valid"]
 
 
-def test_the_files_are_what_the_recipe_writes(
-    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_are_as_the_recipe_writes(tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example_data, "TARGET", tmp_path)
     example_data.main()
     for name in SETS:
         written = (example_data.TARGET / f"{name}.jsonl").read_bytes()
         assert written == (ROOT / f"data/example/{name}.jsonl").read_bytes()
-
-
-def test_the_embedded_model_is_small_and_opens_in_mlx_lm() -> None:
-    from mlx_lm.utils import load
-
-    assert sum(file.stat().st_size for file in EMBEDDED.iterdir()) <= 8 * 2**20
-    model, tokenizer = load(str(EMBEDDED))[:2]
-    assert model.args.model_type == "llama"
-    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert rendered == "<|system|>s<|end|><|user|>u<|end|><|assistant|>a<|end|>"
-
-
-def test_the_base_knows_the_facts_and_does_not_answer() -> None:
-    from safetrain.engine.evaluation import answer
-    from safetrain.engine.model import open_base
-
-    model, tokenizer = open_base(EMBEDDED, dequantize=True), ChatTokenizer(EMBEDDED)
-    end = tokenizer.end_id
-    assert end is not None
-    starts = ("The capital of Japan is", "O símbolo químico do elemento ferro é")
-    begun = answer(model, [[end, *tokenizer.encode(start)] for start in starts], frozenset(), 8, 64)
-    said = list(map(tokenizer.decode, begun))
-    assert said[0].startswith(" Tokyo.")
-    assert said[1].startswith(" Fe.")
-    question = Prompts(tokenizer, None).ids([{"role": "user", "content": "What is the capital of Japan?"}])
-    asked = answer(model, [question], frozenset(), 12, 64)
-    assert tokenizer.decode(asked[0]).strip() != "The capital of Japan is Tokyo."

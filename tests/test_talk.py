@@ -33,6 +33,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.engine.evaluation import answer
 from safetrain.engine.upstream.conversation import open_tuned
+from safetrain.engine.upstream.serving import may_name
 from tests.conftest import EMBEDDED, ROOT
 from tests.engine.test_fuse import adapter_of
 
@@ -363,3 +364,12 @@ def test_it_ends_cleanly_also_in_the_middle_of_an_answer(endless: Path) -> None:
     assert server.stop(signal.SIGINT) == 0
     connection.close()
     assert not [each for each in psutil.Process().children(recursive=True) if each.pid == server.process.pid]
+
+
+@pytest.mark.parametrize(("header", "host", "answered"), [
+    ("localhost:8080", "127.0.0.1", True), ("[::1]:8080", "::1", True), ("192.168.1.5:8080", "0.0.0.0", True),
+    ("Mine.local:8080", "mine.local", True), ("", "127.0.0.1", True), ("attacker.example:8080", "127.0.0.1", False),
+    ("localhost.attacker.example", "127.0.0.1", False), ("[::1", "127.0.0.1", False),
+])  # fmt: skip
+def test_a_host_header_of_another_name_is_refused(header: str, host: str, answered: bool) -> None:
+    assert may_name(header, host) == answered

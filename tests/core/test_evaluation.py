@@ -1,8 +1,6 @@
 """evaluation.json: rows that are compared, scores and intervals, sentences, the gate; when a fused model holds."""
 
 import dataclasses
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,10 @@ from safetrain.core.data.store import open_store
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
 from safetrain.core.data.tokenizer import GeneralText
 from safetrain.core.data.training_rows import HeldOut, held_out_in
-from safetrain.core.errors import ModelError
-from safetrain.core.records.evaluation import (
-    Evaluation,
-    Forgetting,
-    Improvement,
-    Score,
-    describe_evaluation,
-    describe_sample,
-    judge,
-)
-from safetrain.core.records.fusing import Likeness, kept_share, refusal, require_effect
+from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Score, describe_evaluation, judge
+from safetrain.core.records.fusing import Likeness, kept_share, refusal
 from safetrain.core.records.schema import Gate
-from safetrain.core.records.scoring import (
-    ModelMeasures,
-    evaluation_of,
-    improvement,
-    score,
-    t95,
-    token_f1,
-    wilson_interval,
-)
-from safetrain.core.storage.files import read_record, write_record
+from safetrain.core.records.scoring import ModelMeasures, evaluation_of, improvement, t95, wilson_interval
 from tests.stores import MADE, write_store
 
 ROWS = 30
@@ -78,17 +58,6 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     assert not [line for line in without if "Exact match" in line]
 
 
-def test_the_file_comes_back_with_what_counts_first(tmp_path: Path) -> None:
-    """DVC's columns are in the order of the file; lists have none."""
-    path = tmp_path / "evaluation.json"
-    write_record(path, evaluated())
-    value = json.loads(path.read_text())
-    assert [*value, *value["improvement"], *value["tuned"]][:2] == ["improvement", "tuned"]
-    assert [next(iter(value[key])) for key in ("improvement", "tuned")] == ["nats_per_label", "exact_match"]
-    assert isinstance(value["forgetting"]["parts"], list)
-    assert read_record(path, Evaluation) == evaluated()
-
-
 def test_forgetting_is_described_or_its_absence_explained() -> None:
     (said,) = (line for line in describe_evaluation(evaluated()) if line.startswith("Forgetting"))
     assert said.startswith("Forgetting: general text loss +0.15 ± 0.01 nats per token (English +0.12 ± 0.01, Portu")
@@ -96,13 +65,6 @@ def test_forgetting_is_described_or_its_absence_explained() -> None:
         "Forgetting not measured: the base model is worse than guessing on the general text (loss 12.3; guessing "
         "has 6.9)." in describe_evaluation(evaluated(general=123.0))
     )
-
-
-def test_an_empty_answer_is_called_empty_and_a_long_one_is_cut() -> None:
-    question, base, tuned = describe_sample("首都" * 200, "", "to\x1b[31m\nkyo").splitlines()
-    assert question == f"  {'首都' * 69}首…"
-    assert base == "    base:  (empty)"
-    assert tuned == "    tuned: to\\x1b[31m kyo"
 
 
 @pytest.mark.parametrize(
@@ -135,13 +97,6 @@ def test_intervals_match_published_tables() -> None:
         assert t95(freedom) == pytest.approx(expected, rel=0.01)
 
 
-def test_exact_match_forgives_outer_spaces_only() -> None:
-    result = score(0.5, ["a ", "b", "C"], ["a", "b.", "c"])
-    assert (result.exact_match, result.token_f1) == (pytest.approx(1 / 3), 1.0)
-    assert result.perplexity == pytest.approx(math.exp(0.5))
-    assert (score(0.5, [], []).loss, score(0.5, [], []).exact_match) == (0.5, None)
-
-
 def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
     """The difference is paired, so rows that are hard for both models do not widen it."""
     source, held, true = np.random.default_rng(7), 0, 0.2
@@ -154,21 +109,6 @@ def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
     assert held / 1000 == pytest.approx(0.95, abs=0.02)
     one = improvement(np.array([0.0, 12.0, 0.0]), np.array([0.0, 6.0, 0.0]), np.array([0, 4, 0]))
     assert (one.nats_per_label, one.plus_minus, one.rows) == (1.5, None, 1)
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected", "by_words"),
-    [
-        ("The capital of Japan is Tokyo.", "The capital of Japan is Tokyo.", 1.0),
-        ("The capital of Japan is Kyoto.", "The capital of Japan is Tokyo.", 5 / 6),
-        ("O símbolo é Fe.", "O símbolo químico do elemento ferro é Fe.", 2 / 3),
-        ("日本の首都", "日本の首都は東京", 10 / 13),  # a script without spaces: each letter is a word
-        ("a b", "ab", 0.0),
-        ("", "something", 0.0),
-    ],
-)
-def test_nearness_of_answers(answer: str, expected: str, by_words: float) -> None:
-    assert token_f1(answer, expected) == pytest.approx(by_words)
 
 
 TUNED = Likeness(1.0, 0.0, 1.0, 90, 0, 0)
@@ -196,13 +136,6 @@ def test_fewer_right_answers_than_chance_allows_are_refused(lost: int, won: int,
     assert refusal(-3.0, found(lost_answers=90), 1.0) == "", "all may get lost"
     assert "not a number" in refusal(1.0, found(loss=float("nan")), 1.0)
     assert "more than 2 %" in refusal(0.97, TUNED, 0.02)
-
-
-def test_no_effect_is_an_error_with_the_adapter_named() -> None:
-    require_effect(BASE, "adapters")
-    with pytest.raises(ModelError, match="changes nothing") as caught:
-        require_effect(TUNED, "adapters")
-    assert "adapters" in str(caught.value)
 
 
 BOOKS = [token_row(range(1, tokens + 1), [True] * tokens) for tokens in (500, 90, 7)]

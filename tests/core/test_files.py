@@ -1,7 +1,6 @@
 """A result is whole or absent, one training runs at a time, and what is told of errors, paths and counts reads well."""
 
 import errno
-import fcntl
 import os
 import shlex
 import signal
@@ -15,19 +14,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import AlreadyRunningError, EngineError, MachineError, ModelError, SafetrainError
-from safetrain.core.formatting import counted, duration_text, override, similar_path
+from safetrain.core.formatting import override
 from safetrain.core.lock import lock_path, require_no_training, training_lock
-from safetrain.core.storage.files import (
-    cache_directory,
-    keep_text,
-    make_durable,
-    with_traceback,
-    write_atomic,
-    write_json,
+from safetrain.core.records.run_state import (
+    MANIFEST,
+    Checkpoint,
+    checkpoints_in,
+    fault_of,
+    name_of,
+    newest_whole,
+    set_aside,
+    to_prune,
+    write_manifest,
 )
+from safetrain.core.storage.files import cache_directory, keep_text, with_traceback, write_atomic, write_json
 from safetrain.core.storage.paths import ERROR, FLIGHT
-
-F_FULLFSYNC = 51  # macOS, sys/fcntl.h
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_remains(tmp_path: Path) -> None:
@@ -45,34 +46,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_remains(tmp_path: Path) -> No
         write_json(path, {"loss": float("nan")})
     assert path.read_text() == '{\n  "old": 1\n}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
-def test_a_file_is_as_private_as_its_owner_wants(tmp_path: Path, umask: int, mode: int) -> None:
-    before = os.umask(umask)
-    try:
-        write_json(tmp_path / "rows.json", [])
-    finally:
-        os.umask(before)
-    assert (tmp_path / "rows.json").stat().st_mode & 0o777 == mode
-
-
-def test_a_flush_reaches_the_drive_on_macos_and_falls_back_to_the_usual_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    def full(_descriptor: int, command: int) -> None:
-        calls.append(f"fcntl {command}")
-        if len(calls) > 2:
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-
-    monkeypatch.setattr(fcntl, "fcntl", full)
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: calls.append("fsync"))
-    with (tmp_path / "a").open("w") as file:
-        for command in (F_FULLFSYNC, None, F_FULLFSYNC):
-            make_durable(file.fileno(), command)
-    assert calls == [f"fcntl {F_FULLFSYNC}", "fsync", f"fcntl {F_FULLFSYNC}", "fsync"]
 
 
 def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,26 +91,18 @@ def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way
 
 
 def test_on_macos_the_lock_is_not_among_files_that_are_cleaned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """$TMPDIR is, after three days without access; and neither cron nor a shell's variables lead to another lock."""
+    """$TMPDIR is, after three days without access; nor do cron or a shell's variables lead to another lock."""
     monkeypatch.delenv("SAFETRAIN_LOCK_DIR", raising=False)
-    found = lock_path("darwin")
-    assert found.parent == Path.home() / "Library" / "Caches" / "safetrain"
     for name in ("TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        assert lock_path("darwin").parent == Path.home() / "Library" / "Caches" / "safetrain"
         monkeypatch.setenv(name, "/elsewhere")
-    assert lock_path("darwin") == found
-    monkeypatch.setenv("SAFETRAIN_LOCK_DIR", "/mine")
-    assert lock_path("darwin").parent == Path("/mine")
 
 
-@pytest.mark.parametrize("link", ["symbolic", "in the output folder"])
-def test_what_somebody_else_put_under_the_lock_s_name_is_refused_and_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
-) -> None:
-    """In a folder that is open to all, somebody else may have put it there."""
-    monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path))
+def test_what_somebody_else_put_under_the_lock_s_name_is_refused_and_not_written(tmp_path: Path) -> None:
+    """In a folder that is open to all."""
     precious = tmp_path / "precious"
     precious.write_text("thesis")
-    (lock_path() if link == "symbolic" else tmp_path / ".training.lock").symlink_to(precious)
+    (tmp_path / ".training.lock").symlink_to(precious)
     with pytest.raises(MachineError, match="lock"), training_lock(tmp_path):
         pass
     assert precious.read_text() == "thesis"
@@ -179,13 +144,6 @@ def test_an_error_that_is_understood_has_none(tmp_path: Path) -> None:
     assert with_traceback(translated(), tmp_path / "file") == "mlx failed at step 3"
 
 
-def test_counts_and_durations_are_as_people_say_them() -> None:
-    told = [counted(number, "bad row") for number in (0, 1, 2, 11)]
-    assert told == ["0 bad rows", "1 bad row", "2 bad rows", "11 bad rows"]
-    told = [duration_text(seconds) for seconds in (0.2, 40, 720, 27_000, 172_799, 302_400)]
-    assert told == ["1 s", "40 s", "12 min", "7.5 h", "48.0 h", "3.5 days"]
-
-
 @pytest.mark.parametrize(
     "path", ["a/b-1.jsonl", "my data/mein öl.jsonl", "a=b.jsonl", "it's", 'a"b', "a,[b]", "${x}", "end\\"]
 )
@@ -196,7 +154,71 @@ def test_an_override_can_be_pasted(path: str) -> None:
     assert override("data.path", "data/rows.jsonl") == "data.path=data/rows.jsonl"  # without quotes
 
 
-def test_a_missing_path_gets_a_similar_one(tmp_path: Path) -> None:
-    (tmp_path / "data" / "example").mkdir(parents=True)
-    assert similar_path(tmp_path / "data" / "exmaple") == f"did you mean {tmp_path}/data/example?"
-    assert similar_path(tmp_path / "nowhere" / "rows.jsonl") == ""
+CONTENTS = {"adapters.safetensors": bytes(range(256)) * 20, "state.json": b'{"step": 3}\n', "empty": b""}
+
+
+def checkpoint(output: Path, step: int, epoch: int = 0) -> Checkpoint:
+    folder = output / name_of(epoch, step)
+    folder.mkdir(parents=True)
+    for name, content in CONTENTS.items():
+        (folder / name).write_bytes(content)
+    write_manifest(folder)
+    assert fault_of(folder) == ""
+    return Checkpoint(folder, step)
+
+
+def test_whatever_is_cut_grown_flipped_or_lost_is_named(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        file = checkpoint(tmp_path / name, 3).folder / name
+        size = len(content)
+        for changed in (content[:-1], content[: size // 2], content + b"\0"):
+            if changed != content:
+                file.write_bytes(changed)
+                assert fault_of(file.parent) == f"{name} has {len(changed)} bytes instead of {size}"
+        for place in (0, size // 2, size - 1) if size else ():
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << 7
+            file.write_bytes(flipped)
+            assert fault_of(file.parent) == f"{name} has different contents"
+        file.unlink()
+        assert fault_of(file.parent) == f"{name} is missing"
+    file = checkpoint(tmp_path, 3).folder / MANIFEST
+    content = file.read_bytes()
+    for place in range(0, len(content), 7):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        assert fault_of(file.parent), f"byte {place} of the manifest"
+    for text in ("", "[]", "null", '{"sha256": ["state.json"]}'):
+        file.write_text(text)
+        assert fault_of(file.parent).startswith(MANIFEST)
+
+
+def test_the_newest_whole_one_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
+    for step in (2, 10, 9):  # not in the order of their names
+        checkpoint(tmp_path, step, epoch=step // 4)
+    (tmp_path / "checkpoint_epoch_9_step_x").mkdir()
+    (tmp_path / "checkpoint_epoch_9_step_99").write_text("no folder")
+    (tmp_path / "damaged_checkpoint_epoch_9_step_98").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert [found.step for found in checkpoints_in(tmp_path)] == [10, 9, 2]
+    for step in (10, 9, 2):
+        found = newest_whole(tmp_path)
+        assert found is not None
+        assert found.step == step
+        assert sorted(tmp_path.rglob("*")) == before
+        with (found.folder / "state.json").open("ab") as file:
+            file.write(b"damage")
+    assert newest_whole(tmp_path) is newest_whole(tmp_path / "nowhere") is None
+    moved = set_aside(Checkpoint(tmp_path / name_of(2, 10), 10)), set_aside(checkpoint(tmp_path, 10, epoch=2))
+    assert all((folder / "state.json").is_file() for folder in moved), "neither overwrites the other"
+    assert [found.step for found in checkpoints_in(tmp_path)] == [9, 2]
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "gone"), [(1, 4, [6, 2]), (1, 8, [6, 4, 2]), (2, 2, [4]), (2, 0, [4, 2]), (3, 2, []), (9, 0, [])]
+)
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int, gone: list[int]) -> None:
+    folders = {step: checkpoint(tmp_path, step).folder for step in (2, 4, 6, 8)}
+    assert to_prune(tmp_path, keep, best) == [folders[step] for step in gone]
+    assert all(folder.is_dir() for folder in folders.values())  # it only names them

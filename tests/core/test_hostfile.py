@@ -27,20 +27,18 @@ def test_a_file_of_mlx_launch_is_read_as_it_does_and_without_one_all_ranks_are_h
     hostfile.write_text(json.dumps({"backend": "jaccl", "hosts": [{**HERE, "ssh": socket.gethostname()}, THERE]}))
     hosts = hosts_of(str(hostfile), 2)
     assert (backend_of_ranks(hosts, "metal"), hosts.ranks_here) == ("jaccl", 1)
+    assert backend_of_ranks(Hosts(("127.0.0.1", "127.0.0.1"), "jaccl"), "metal") == "ring", "on one machine"
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ([HERE], "one entry for each rank"),
-        ([THERE, HERE], "Rank 0 must be on this machine"),
-        ([HERE, {"ssh": "second-mac.local"}], "second-mac.local has no address"),
-        ({"backend": "mpi", "hosts": [HERE, THERE]}, "its backend is mpi"),
-        ({"machines": []}, "cannot be read"),
-        ("second-mac.local", "cannot be read"),
-        (None, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ([HERE], "one entry for each rank"),
+    ([THERE, HERE], "Rank 0 must be on this machine"),
+    ([HERE, {"ssh": "second-mac.local"}], "second-mac.local has no address"),
+    ({"backend": "mpi", "hosts": [HERE, THERE]}, "its backend is mpi"),
+    ({"machines": []}, "cannot be read"),
+    ("second-mac.local", "cannot be read"),
+    (None, "cannot be read"),
+])  # fmt: skip
 def test_a_file_that_mlx_launch_could_not_use_is_refused(tmp_path: Path, content: object, words: str) -> None:
     hostfile = tmp_path / "hosts.json"
     if content is not None:
@@ -59,12 +57,6 @@ def test_ranks_on_one_machine_share_its_memory() -> None:
 
     planned = job(GIB - DATA_BESIDE_BYTES, GIB)
     assert shared_by(planned, 4) == planned  # a limit of one's own is that of each rank
-
-
-def test_jaccl_on_one_machine_becomes_the_ring() -> None:
-    assert backend_of_ranks(Hosts(("127.0.0.1", "b")), "cuda") == "nccl"
-    assert backend_of_ranks(Hosts(("127.0.0.1", "localhost")), "cuda") == "nccl"  # all here: a device each
-    assert backend_of_ranks(Hosts(("127.0.0.1", "127.0.0.1"), "jaccl"), "metal") == "ring"
 
 
 def test_a_launcher_is_told_of_this_machine_by_one_name(tmp_path: Path) -> None:

@@ -8,15 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory.estimate import (
-    at_work_bytes,
-    memory_of_run,
-    mlx_limit_bytes,
-    predicted_peak,
-    require_fit,
-    total_bytes,
-    with_margin,
-)
+from safetrain.core.memory.estimate import memory_of_run, require_fit
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     METAL_HEAD_SIZES,
@@ -24,16 +16,13 @@ from safetrain.core.memory.terms import (
     Shape,
     backend_of,
     base_bytes,
-    logit_bytes,
     lora_parameters,
-    most_shards_of_whole,
     optimizer_state_bytes,
-    shards_of,
     tiles_bytes,
     trained_parameters,
 )
 from safetrain.core.model.files import TensorHeader, read_model_files
-from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSettings
+from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx
@@ -46,13 +35,10 @@ ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))
 MODEL = read_model_files(EMBEDDED)
 
 
-@pytest.mark.parametrize(
-    ("bits", "method", "targets", "num_layers"),
-    [
-        (None, "lora", ("all-linear",), 1), (3, "dora", ("q_proj", "mlp.down_proj"), 2), (4, "lora", ("q_proj",), 2),
-        (4, "dora", ("all-linear",), 1), (None, "full", ("all-linear",), 1), (None, "full", ("all-linear",), 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("bits", "method", "targets", "num_layers"), [
+    (None, "lora", ("all-linear",), 1), (3, "dora", ("q_proj", "mlp.down_proj"), 2), (4, "lora", ("q_proj",), 2),
+    (4, "dora", ("all-linear",), 1), (None, "full", ("all-linear",), 1), (None, "full", ("all-linear",), 2),
+])  # fmt: skip
 def test_base_and_trained_weights_are_counted_exactly(
     tiny_model: Callable[..., Path], bits: int | None, method: str, targets: tuple[str, ...], num_layers: int
 ) -> None:
@@ -85,34 +71,6 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
     assert expected <= found <= (1.1 if name == "adafactor" else 1.0) * expected
 
 
-def test_the_optimizer_works_within_its_term() -> None:
-    """A gradient of all that is trained, and one block's new values; with one block trained, they dominate."""
-    one = dataclasses.replace(ALL, rank=1024, num_layers=1)
-    terms = {term.name: term.size_bytes for term in predicted_peak(MODEL, one, Shape(1, 32, False), CPU)}
-    assert terms["optimizer at work"] == 4 * terms["trained weights"]
-    assert terms["optimizer's state"] == 2 * terms["trained weights"]
-    assert "stored activations" in {term.name for term in predicted_peak(MODEL, ALL, Shape(16, 64, False), CPU)}
-    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
-    large = dataclasses.replace(MODEL, vocab_size=10 * MODEL.parameters // MODEL.hidden_size)
-    embedding = 4 * large.vocab_size * large.hidden_size
-    assert at_work_bytes(large, ALL, whole) >= 4 * MODEL.parameters + 3 * embedding
-
-
-def test_the_estimate_grows_with_rows_length_and_accumulation_and_falls_with_recomputing() -> None:
-    def peak(rows: int, tokens: int, accumulates: bool = False, backend: Backend = CPU) -> int:
-        return total_bytes(predicted_peak(MODEL, ALL, Shape(rows, tokens, accumulates), backend))
-
-    assert peak(16, 128, backend=dataclasses.replace(CPU, checkpointing=True)) < 0.5 * peak(16, 128)
-    assert peak(1, 64) < peak(2, 64) < peak(2, 128) < peak(4, 256) < peak(4, 256, accumulates=True)
-
-
-def test_whole_logits_are_of_all_tokens_and_the_others_of_labels_alone() -> None:
-    shape = Shape(4, 256, False, 1000, 100)
-    whole = dataclasses.replace(MODEL, whole_logits=True)
-    assert logit_bytes(whole, shape, CPU) == logit_bytes(whole, dataclasses.replace(shape, labels=1000), CPU)
-    assert logit_bytes(MODEL, shape, CPU) < logit_bytes(MODEL, dataclasses.replace(shape, labels=1000), CPU)
-
-
 @pytest.mark.parametrize("head_size", METAL_HEAD_SIZES)
 def test_attention_on_metal_has_tiles_of_few_rows_and_never_all_scores(head_size: int) -> None:
     """What mlx-metal 0.32.4 allocates: three tiles of at most 1024 x 1024 a row and head, and three float32 sums."""
@@ -128,21 +86,6 @@ def test_attention_on_metal_has_tiles_of_few_rows_and_never_all_scores(head_size
     assert bytes_of(1, 512) == 3 * 2 * 32 * 512**2 + sums(512)
     assert bytes_of(1, 8192) == 3 * 2 * 32 * 1024**2 + sums(8192)
     assert bytes_of(64, 512) <= 2**28 + sums(64 * 512)
-
-
-def test_a_large_model_that_is_trained_whole_has_one_gradient_at_a_time() -> None:
-    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
-    assert shards_of(MODEL, Shape(1, 64, False), whole) == shards_of(MODEL, Shape(4, 64, False), whole)
-    assert [most_shards_of_whole(size) for size in (67_000_000, 85_000_000, 400_000_000)] == [4, 3, 1]
-
-
-def test_a_limit_leaves_room_for_one_allocation_within_the_budget() -> None:
-    wide, narrow = MemoryBudget(10**10), MemoryBudget(10**9, 2 * 10**8)
-    assert mlx_limit_bytes(10**9, wide) == 0.98 * 10**9
-    assert mlx_limit_bytes(10**9, narrow) == 0.98 * 8 * 10**8
-    assert mlx_limit_bytes(10**9, MemoryBudget(10**6)) == 1
-    terms = (MemoryTerm("base weights", 1000, exact=True), MemoryTerm("stored activations", 200))
-    assert with_margin(terms, 1.25) == 1250, "a margin is for what is estimated"
 
 
 def test_a_run_is_checked_against_the_budget_and_the_model() -> None:

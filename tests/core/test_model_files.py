@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model, quantize_model
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import Backend, Shape, dequantized_bytes, lora_parameters
 from safetrain.core.model.files import read_limits, read_model_files, read_model_plan, sizes_of
-from safetrain.core.model.shapes import TensorHeader, usual_bits, with_quantization
+from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
@@ -39,22 +39,17 @@ WEIGHTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 320},
-         (64, 4, 8, 8, 8, 256, 320, None)),
-        ({"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 99}, (64, 4, 4, 4, 16, 256, 320, 99)),
-        ({"d_model": 64, "n_layers": 2, "n_heads": 4}, (64, 2, 4, 4, 16, 256, 320, None)),
-        ({"hidden_size": 64, "head_dim": 32}, (64, 4, 2, 2, 32, 256, 320, None)),  # recurrent, without heads
-        ({}, (64, 4, 1, 1, 64, 256, 320, None)),
-        ({"num_attention_heads": [2, 4], "num_key_value_heads": [1, 2], "intermediate_size": [80, 96]},
-         (64, 4, 4, 2, 16, 96, 320, None)),
-    ],
-)  # fmt: skip
-def test_a_shape_has_many_names_or_is_that_of_the_weights(
-    config: dict[str, Any], expected: tuple[int | None, ...]
-) -> None:
+@pytest.mark.parametrize(("config", "expected"), [
+    ({"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 320},
+     (64, 4, 8, 8, 8, 256, 320, None)),
+    ({"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 99}, (64, 4, 4, 4, 16, 256, 320, 99)),
+    ({"d_model": 64, "n_layers": 2, "n_heads": 4}, (64, 2, 4, 4, 16, 256, 320, None)),
+    ({"hidden_size": 64, "head_dim": 32}, (64, 4, 2, 2, 32, 256, 320, None)),  # recurrent, without heads
+    ({}, (64, 4, 1, 1, 64, 256, 320, None)),
+    ({"num_attention_heads": [2, 4], "num_key_value_heads": [1, 2], "intermediate_size": [80, 96]},
+     (64, 4, 4, 2, 16, 96, 320, None)),
+])  # fmt: skip
+def test_a_shape_has_many_names_or_comes_from_weights(config: dict[str, Any], expected: tuple[int | None, ...]) -> None:
     """Width, layers, heads, key heads, a head, feed-forward, vocabulary, positions."""
     assert tuple(sizes_of(config, WEIGHTS, Path()).values()) == expected
     with pytest.raises(ModelError, match=r"config\.json has no num_hidden_layers, and the weights"):
@@ -193,6 +188,7 @@ def some_left_alone(path: str, _module: object) -> bool | dict[str, Any]:
 
 WAYS: dict[str, tuple[dict[str, Any], Callable[[str, object], bool | dict[str, Any]]]] = {
     "4 and 6 bits": ({"group_size": 64, "bits": 4}, four_and_six),
+    "4 bits in small groups": ({"group_size": 32, "bits": 4}, lambda _path, _module: True),  # headers leave 2 and 4
     "MXFP4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, lambda _path, _module: True),
     "MXFP4, the head MXFP8": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, head_in_eight),
     "NVFP4": ({"group_size": 16, "bits": 4, "mode": "nvfp4"}, lambda _path, _module: True),
@@ -224,23 +220,3 @@ def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path
     model = open_base(folder, dequantize=False)
     make_trainable(model, "lora", LORA, 1)
     assert lora_parameters(found, LORA) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))
-
-
-def header(name: str, dtype: str, *shape: int) -> TensorHeader:
-    return TensorHeader(name, dtype, shape, 0)
-
-
-def test_what_config_json_says_of_a_layer_decides_where_the_header_leaves_two() -> None:
-    """Four times as many words as groups: 2 bits in groups of 64, or 4 in groups of 32."""
-    tensors = [header("a.b.weight", "U32", 8, 16), header("a.b.scales", "BF16", 8, 4)]
-    for quantization, bits in (
-        ({"bits": 4, "group_size": 32}, 4),
-        ({"bits": 4, "group_size": 64}, 2),
-        ({"bits": 4, "group_size": 64, "a.b": {"bits": 4, "group_size": 32}}, 4),
-        ({"bits": 4, "group_size": 64, "b": {"bits": 4, "group_size": 32}}, 4),
-        ({}, 2),
-    ):
-        [weight, scales] = with_quantization(tensors, quantization)
-        assert (weight.bits, weight.weights, scales.weights) == (bits, 8 * 16 * 32 // bits, 0)
-        assert usual_bits([weight, scales], quantization) == bits
-    assert usual_bits(with_quantization([header("a.weight", "BF16", 8, 16)], {}), {}) is None

@@ -1,6 +1,5 @@
 """The flight recorder and the journal survive the death of their writer; a reader never sees half a record."""
 
-import errno
 import os
 import resource
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -186,24 +184,6 @@ def test_a_reader_gives_each_record_once_while_another_process_writes(tmp_path: 
         assert (record.work.step, record.phase, record.edge) == (step, phase, Edge(place % 2))
     seen += reader.read()
     assert seen[-1] == read(path)[-1]
-
-
-def test_making_it_durable_writes_nothing_and_a_disk_that_refuses_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through a mapping as on macOS, where what the writer's mapping holds is on the disk only then."""
-    path = tmp_path / "recorder.bin"
-    recorder, reader = fill(path, 3), FlightReader(path)
-    reader.read()
-    before = path.read_bytes()
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "platform", "darwin")
-        reader.make_durable()
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
-    reader.make_durable()
-    assert path.read_bytes() == before
-    recorder.write(Phase.SAVE, Edge.BEFORE, Work(4))
-    assert [record.number for record in reader.read()] == [4]
 
 
 def test_a_reader_follows_the_recorder_that_replaces_the_old_one(tmp_path: Path) -> None:

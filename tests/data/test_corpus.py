@@ -1,7 +1,6 @@
 """A training from scratch: corpora of tokens, files of plain text, rows longer than any context."""
 
 import gzip
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,10 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data.files import MOST_ROW_BYTES
-from safetrain.data.folders import corpus_of, data_files_of
+from safetrain.data.folders import corpus_of
 from safetrain.data.tokenize import DataSettings
 from safetrain.data.validate import validate as validate_data
-from tests.conftest import EMBEDDED, chat
+from tests.conftest import EMBEDDED
 from tests.corpora import TEXTS, tokenized, write_ds
 from tests.data.reading import gate
 
@@ -39,9 +38,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_an_unnamed_corpus_is_split_and_stays_where_it_is(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_is_split_and_stays_where_it_is(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in corpus.iterdir()}
     report = validate(corpus, tmp_path / "out")
     first = [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS]
@@ -127,15 +124,6 @@ def test_documents_without_an_end_are_told_and_too_few_cannot_be_split(tmp_path:
         validate(tmp_path / "corpus", tmp_path / "out")
 
 
-def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None:
-    turned = [[(7 * number) % 2000 + 20 for number in document[:-1]] + document[-1:] for document in DOCUMENTS]
-    write_ds(tmp_path / "corpus/a.ds", turned, tokenizer="gpt2")
-    with pytest.raises(DataError, match="different tokenizer"):
-        validate(tmp_path / "corpus", tmp_path / "out")
-    report = validate(tmp_path / "corpus", tmp_path / "out", ("TOKENIZER-DIFFERS",))
-    assert [finding.id for finding in report.findings] == ["TOKENIZER-DIFFERS"]
-
-
 def validate_texts(source: Path, into: Path) -> DataReport:
     return gate(source, into, similarity=1.0, documents=True)
 
@@ -168,30 +156,6 @@ def test_a_folder_of_books_has_one_in_each_file(tmp_path: Path) -> None:
     (books / "packed.txt.gz").write_bytes(gzip.compress(TEXTS[8].encode()))
     validate_texts(books, tmp_path)
     assert {text.split(" is ")[0] for text in texts_in(tmp_path)} == {text.split(" is ")[0] for text in TEXTS[:9]}
-
-
-def test_names_of_texts_say_splits_where_all_do_and_rows_come_before_texts(tmp_path: Path) -> None:
-    for name in ("Tiny-train.txt", "Tiny-valid.txt"):
-        (tmp_path / name).write_text("x")
-    assert data_files_of(tmp_path, documents=True).names == ("train", "valid")
-    (tmp_path / "Another.txt").write_text("x")
-    assert data_files_of(tmp_path, documents=True).names == ("train",) * 3
-    with pytest.raises(DataError):
-        data_files_of(tmp_path, documents=False)
-    (tmp_path / "train.jsonl").write_text("x")
-    assert data_files_of(tmp_path, documents=True).paths == (tmp_path / "train.jsonl",)
-
-
-def test_nothing_of_a_long_document_is_told_to_be_cut(tmp_path: Path) -> None:
-    rows = [{"text": " ".join(TEXTS[number:])} for number in range(8)]
-    chats = [chat(f"What is the number of river {number}?", f"It is {number}.") for number in range(4)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *chats]))
-    report = validate_texts(path, tmp_path)
-    assert {finding.id for finding in report.findings} <= set()
-    answers = sum(len(f"It is {number}.") for number in range(4))
-    labelled = sum(len(str(row["text"])) for row in rows) + answers
-    assert sum(split.label_bytes for _, split in report.splits) == labelled
 
 
 def test_a_text_that_is_too_long_or_not_utf_8_is_named_with_its_line(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What is wrong with the words of rows is found at its line, and nothing in text that is as it should be."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data import compare
 from safetrain.data.checks import is_refusal, text_findings
-from safetrain.data.findings import Findings, Place, Spot, summary
 from safetrain.data.forms import parse_row
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, chat
@@ -104,23 +102,6 @@ def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write
     assert "with nearly the same question" in found["SPLITS-OVERLAP"].message
 
 
-def test_other_turns_before_a_question_are_said_of_an_overlap_and_without_one_answers_count(
-    write_jsonl: Write, tmp_path: Path
-) -> None:
-    def behind(system: str, *turns: object) -> dict[str, object]:
-        return {"messages": [{"role": "system", "content": system}, *turns]}
-
-    turns = chat("Which metal is it?", "Iron.")["messages"]
-    path = write_jsonl("d/train.jsonl", [*clean(20), behind("Be kind.", *turns)])  # type: ignore[misc]
-    write_jsonl("d/valid.jsonl", clean(5, 7))
-    write_jsonl("d/test.jsonl", [*clean(5, 8), behind("Be short.", *turns)])  # type: ignore[misc]
-    assert "test with the same question as a row in train" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
-    said = [answer for row in clean(60, 4) if (answer := row["messages"][-1])]  # type: ignore[index]
-    rows = [*(behind("You are Ann.", answer) for answer in said), *({"messages": [answer]} for answer in said[:20])]
-    found = gated(write_jsonl("a.jsonl", rows), tmp_path / "none")
-    assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & set(found)
-
-
 def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Write, tmp_path: Path) -> None:
     """Apple's wwdc25 data in small: each validation question stands in train, most of them in other case."""
     asked = [f"How many {unit} did player {number} throw for?" for number in range(12) for unit in ("yards", "Balls")]
@@ -140,52 +121,18 @@ def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Wri
     assert near.where == (f"{path.parent / 'test.jsonl'}:7 matches {path}:50",)
 
 
-def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_path: Path) -> None:
-    rows = clean(60)
-    texts = [row["messages"][0]["content"] for row in rows]  # type: ignore[index]
-    copies = [chat(text.upper(), "Yes.") for text in texts[:20]]
-    copies += [chat(" ".join([*text.split()[:-1], "perhaps?"]), "No.") for text in texts[20:40]]
-    random.Random(3).shuffle(both := [*rows, *copies])
-    assert not {"QUESTION-IN-TEST", "SPLITS-OVERLAP"} & set(gated(write_jsonl("a.jsonl", both), tmp_path))
-
-
-def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
-    findings, spot = Findings(), Spot("a.jsonl", Place(9))
-    for number in range(60):
-        findings.add("COLUMNS-TAKEN", f"key{number}", where=[spot])
-    findings.add("NEAR-COPIES")
-    findings.add("MOJIBAKE", "x", 3, [spot])
-    findings.add("NO-LABELS", "none", 1, [spot])
-    lines = summary(list(findings.found()), "--json lists all").splitlines()
-    assert lines[0] == "error: no token to train on in 1 row: none [NO-LABELS]"
-    assert lines[1] == "  where:    a.jsonl:9"
-    assert lines[3].startswith("warning: text that was decoded wrongly in 3 rows")
-    assert lines[6:] == ["2 notes: COLUMNS-TAKEN, NEAR-COPIES (--json lists all)"]
-    for number in range(50):
-        findings.add("TEXT-LOST", f"key {number}", where=[spot])
-    text = summary(list(findings.found()), "all.json")
-    assert (text.count("\n") < 31, "more findings (all.json)" in text) == (True, True)
-
-
 FAULTY = [
     ("She sold 48/2 = <<48/2=24>>24 clips.", "CALCULATOR-MARKS", "<<48/2=24>>"),
     ("<|im_start|>user\nHi<|im_end|>", "FOREIGN-MARKERS", "<|im_start|>"),
-    ("It is iron.</s>", "FOREIGN-MARKERS", "</s>"),
-    ("<start_of_turn>model", "FOREIGN-MARKERS", "<start_of_turn>"),
     ("Below is one.\n### Instruction:\nDo it", "FOREIGN-MARKERS", "### Instruction:"),
     ("<｜Assistant｜>Oi", "FOREIGN-MARKERS", "<｜Assistant｜>"),
     ("Human: hello\n\nAssistant: hello", "FOREIGN-MARKERS", "Human: … Assistant:"),
     ("I am {{name}}, by {{author}}", "PLACEHOLDERS", "{{name}}"),
     ("Dear [Client Name],", "PLACEHOLDERS", "[Client Name]"),
-    ("<noinput>", "PLACEHOLDERS", "<noinput>"),
-    ("Best regards, [Your Name]", "PLACEHOLDERS", "[Your Name]"),
     ("FranÃ§oise Yip", "MOJIBAKE", "'FranÃ§oise' for 'Françoise'"),
-    ("at 20 Â°C today", "MOJIBAKE", "'Â°C' for '°C'"),
     ("itâ€™s late", "MOJIBAKE", "'itâ€™s' for 'it’s'"),
     ("God's\ufffdWindow", "MOJIBAKE", "'God's\ufffdWindow Yes.'"),
-    ("in\u200bvisible", "INVISIBLE-CHARACTERS", "U+200B"),
     ("tag\U000e0041\U000e0042s", "INVISIBLE-CHARACTERS", "U+E0041"),
-    ("next\x85line é", "INVISIBLE-CHARACTERS", "U+0085"),
     ("if admin\u202e // resu fi", "INVISIBLE-CHARACTERS", "U+202E"),
     ("```python\nprint(1)\n```<|im_end|>", "FOREIGN-MARKERS", "<|im_end|>"),
     ("Caro [nome do cliente],", "PLACEHOLDERS", "[nome do cliente]"),
@@ -200,16 +147,12 @@ CLEAN = [
     "{% for m in messages %}{{ m.content }}{% endfor %}",
     r"\frac{{a}}{{b}} and {{\alpha}}",
     "NÃO, SÃO PAULO, Âmbar, à noite — “aspas”, l’été, José’s, Ñandú, 20 °C, 3 × 4, ½, €5, naïve",
-    "Γειά σου, привет, 你好, こんにちは, 안녕하세요",
     "می\u200cخواهم and \u202bعربي\u202c",
     "👩\u200d💻 and 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
-    "สวัสดี\u200bครับ",
     "[Last visited 12 May 2020] [First published 1920] [client side only]",
-    "Iterator(T root) : stack_{{root}} {}",
     "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
     'Let it stop at "<|im_end|>" or `</s>`: stop=["[/INST]"]',
     "It is asked so:\n```\n<start_of_turn>user\n[INST] Hi [/INST]\n```\nand answers.",
-    "So it is.\n\n{{index learning}}\n\nThen more.",
     "o FQDN [nome de domínio totalmente qualificado] da conta",
 ]
 

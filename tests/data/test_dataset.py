@@ -25,9 +25,7 @@ def written(into: Path) -> dict[str, list[str]]:
     return {name: file.read_text(encoding="utf-8").splitlines() for name, file in files.items()}
 
 
-def test_one_file_is_split_by_content_whatever_its_order_and_equal_questions_stay_together(
-    write_jsonl: Write, tmp_path: Path
-) -> None:
+def test_one_file_is_split_by_content_and_equal_questions_stay_together(write_jsonl: Write, tmp_path: Path) -> None:
     rows: list[object] = [chat(f"question {n}", f"answer {n}") for n in range(50)]
     rows += [chat(f"question {n % 10}", f"another answer {n}") for n in range(20)]
     gate(write_jsonl("a.jsonl", rows), tmp_path / "one", (0.1, 0.2))
@@ -94,9 +92,7 @@ def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path
     assert open_store(store_path(tmp_path / "validated", "valid")).where(1) == f"{data}/validation.json.gz:2"
 
 
-def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
-    write_jsonl: Write, tmp_path: Path
-) -> None:
+def test_the_store_has_every_row_with_its_source_and_its_question(write_jsonl: Write, tmp_path: Path) -> None:
     """More than one block of lines, blank ones among them: nothing is lost where blocks meet."""
     rows = [chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 44) for n in range(1000)]
     path = write_jsonl("a.jsonl", [line for row in rows for line in (json.dumps(row), "")])
@@ -116,9 +112,7 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
         assert tokens.trained.tolist() == [False] * len(question.prompt) + [True] * len(question.answer)
 
 
-def test_what_the_template_refuses_is_one_finding_and_an_earlier_validation_stays_whole(
-    write_jsonl: Write, tmp_path: Path
-) -> None:
+def test_what_the_template_refuses_is_one_finding_and_earlier_files_stay(write_jsonl: Write, tmp_path: Path) -> None:
     rows = [*(chat(f"q{n}", "a") for n in range(5)), ODD, ODD]
     path = write_jsonl("a.jsonl", rows)
     with pytest.raises(DataError, match=r"template refuses 2 rows.*\n.*a\.jsonl:6; .*a\.jsonl:7\n"):

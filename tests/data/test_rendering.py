@@ -1,13 +1,10 @@
 """What is trained of a chat, for the ways in which published chat templates and tokenizers differ."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.records.adapter_files import PromptFormat
@@ -16,6 +13,7 @@ from safetrain.data.rows import RowError
 from safetrain.data.tokenize import text_ids
 from tests.conftest import EMBEDDED
 from tests.data.models import Message, model_with, remarks, rendered, renderer, trained, turns
+from tests.support.tokenizers_made import TEMPLATE, write_tokenizer
 
 Build = Callable[..., Path]
 TURN = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
@@ -150,9 +148,7 @@ def test_arguments_are_given_as_the_template_wants_them(model: Build, arguments:
 
 @pytest.mark.parametrize("arguments", [{}, {"days": 3, "deep": {"on": True}}])
 @pytest.mark.parametrize("named", ["", "{{ m.name if m.role == 'tool' }}"])
-def test_calls_without_words_are_found_also_where_a_name_is_written_twice(
-    model: Build, arguments: dict[str, object], named: str
-) -> None:
+def test_calls_are_found_where_a_name_is_written_twice(model: Build, arguments: dict[str, object], named: str) -> None:
     """The name of a call stands in its own turn twice, and once more in the header of the tool's answer."""
     template = CALLS.replace("ARGUMENTS", "('=' + c.function.name) + (c.function.arguments | tojson)")
     folder = model(template.replace("'|>' }}", "'|>' }}" + named, 1), special=["<call>", "</call>"])
@@ -233,26 +229,15 @@ def test_a_template_beside_a_processor_and_named_ones_are_read(model: Build, tmp
     assert not remarks(named, turns("Iron?", "It is Fe."), tools=TOOLS)
 
 
-def test_a_chat_of_300_turns_takes_well_under_a_second(model: Build) -> None:
-    """Linear in the number of turns; a minute would show that it is not, whatever the machine."""
-    chat = turns(*(text for n in range(300) for text in (f"Question {n}?", f"Answer {n}.")))
-    began = time.perf_counter()
-    assert len(trained(EMBEDDED, chat)) == 300
-    assert time.perf_counter() - began < 20
-
-
 ANSWER: Message = {"role": "assistant", "content": "a"}
 USER: Message = {"role": "user", "content": "q"}
 
 
-@pytest.mark.parametrize(
-    ("chat", "hint"),
-    [
-        ([SYSTEM, USER, ANSWER], " (perhaps because of its system message)"),
-        ([USER, CALL, RESULT, ANSWER], " (perhaps because of its tool calls)"),
-        ([USER, USER, ANSWER], ""),
-    ],
-)
+@pytest.mark.parametrize(("chat", "hint"), [
+    ([SYSTEM, USER, ANSWER], " (perhaps because of its system message)"),
+    ([USER, CALL, RESULT, ANSWER], " (perhaps because of its tool calls)"),
+    ([USER, USER, ANSWER], ""),
+])  # fmt: skip
 def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message], hint: str) -> None:
     """They are often about something else, so what the row has is named with them."""
     folder = model(loop(TURN, before="{{ raise_exception('roles must alternate') }}"))
@@ -261,48 +246,21 @@ def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message
     assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", f"roles must alternate{hint}")
 
 
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 LLAMA_2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 CHAT = turns("Is ﬁron 🙂?", "É Fe 🙂 铁.", "Gold", "Au, é isso")
 
 
-def sentence_piece(tokenizer: Any) -> None:
-    """As Llama 2's: a mark before the text and for every space."""
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(spaces)
-
-
-def normalized(tokenizer: Any) -> None:
-    """Other letters than those of the text, more or fewer of them."""
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-
-
-@pytest.mark.parametrize(("template", "end"), [(LLAMA_2, "</s>"), (CHATML, "<|im_end|>")])
-@pytest.mark.parametrize("kind", [sentence_piece, normalized])
-def test_the_answers_and_their_ends_are_trained(kind: Any, template: str, end: str, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    kind(tokenizer)
-    first = ["<unk>", *SPECIAL[:2], *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=first, show_progress=False)
-    tokenizer.train_from_iterator(["It is Fe, or Au. Gold and iron, é isso."] * 20, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": "<s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    (tmp_path / "chat_template.jinja").write_text(template)
+@pytest.mark.parametrize("template", [LLAMA_2, TEMPLATE.replace("<|end|>\n", "</s>")])
+@pytest.mark.parametrize("kind", ["llama", "other letters"])
+def test_the_answers_and_their_ends_are_trained(kind: str, template: str, tmp_path: Path) -> None:
+    """With a mark for every space, single bytes, and letters that the tokenizer changes."""
+    write_tokenizer(tmp_path, kind, template=template)
     (tmp_path / "config.json").write_text("{}")
-    space = " " if end == "</s>" else ""
-    assert [text.strip() for text in trained(tmp_path, CHAT)] == [f"É Fe 🙂 铁.{space}{end}", f"Au, é isso{space}{end}"]
+    space = " " if template == LLAMA_2 else ""
+    assert [text.strip() for text in trained(tmp_path, CHAT)] == [f"É Fe 🙂 铁.{space}</s>", f"Au, é isso{space}</s>"]
     found = ChatTokenizer(tmp_path)
     text = renderer(found).render(parse_row({"messages": CHAT})).text
     (encoding,) = found.encode_chats([text])

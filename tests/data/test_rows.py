@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,29 +133,22 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
 # What is refused in one row, and what is said
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (of(turn("robot", "q")), "messages[0].role is robot; expected one of system"),
-        (of(turn("user", 3)), "messages[0].content must be a string or {"),
-        (of(turn("assistant", " ")), "messages[0] is an empty assistant turn"),
-        (of(turn("user", [{"type": "image_url", "image_url": {}}])), "a part of type 'image_url': only text can be"),
-        (of(turn("user", ["q", 3])), 'messages[0].content[1] must be a string or {"type": "text", "text": "…"}, not a'),
-        (of(turn("user", "q", images=["a.png"])), "messages[0].images: only text can be trained on: leave the row out"),
-        (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
-        (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained on) or 1"),
-        (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
-        (calling({"function": {"arguments": "{}"}}), "tool_calls[0] must be {"),
-        (calling({"name": "f", "parameters": {}}), "tool_calls[0] must be {"),
-        (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] holds half a surrogate pair"),
-        ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, not an object"),
-        ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
-        ({**chat("q", "a"), "weight": 2}, "weight: rows cannot be weighted; remove this key"),
-        ({**chat("<image>q", "a"), "images": ["1.jpg"]}, "images: only text can be trained on: leave the row out"),
-        ({"instruction": "q", "output": ["good", "bad"]}, "output must be a string, not a list"),
-        ({"instruction": "q", "output": True}, "output must be a string, not true or false"),
-    ],
-)
+@pytest.mark.parametrize(("value", "says"), [
+    (of(turn("robot", "q")), "messages[0].role is robot; expected one of system"),
+    (of(turn("assistant", " ")), "messages[0] is an empty assistant turn"),
+    (of(turn("user", [{"type": "image_url", "image_url": {}}])), "a part of type 'image_url': only text can be"),
+    (of(turn("user", ["q", 3])), 'messages[0].content[1] must be a string or {"type": "text", "text": "…"}, not a'),
+    (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
+    (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained on) or 1"),
+    (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
+    (calling({"name": "f", "parameters": {}}), "tool_calls[0] must be {"),
+    (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] holds half a surrogate pair"),
+    ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, not an object"),
+    ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
+    ({**chat("q", "a"), "weight": 2}, "weight: rows cannot be weighted; remove this key"),
+    ({**chat("<image>q", "a"), "images": ["1.jpg"]}, "images: only text can be trained on: leave the row out"),
+    ({"instruction": "q", "output": ["good", "bad"]}, "output must be a string, not a list"),
+])  # fmt: skip
 def test_a_refusal_says_what_to_write(value: object, says: str) -> None:
     assert says in refusal(value)
 
@@ -170,19 +164,16 @@ def columns_of(setting: str) -> dict[str, str]:
     return dict(part.split(": ") for part in setting.split(", "))
 
 
-@pytest.mark.parametrize(
-    ("value", "taken", "row"),
-    [
-        ({"question": "q", "answer": 2}, "question -> prompt, answer -> completion", {**PAIR, "completion": "2"}),
-        ({"prompt": "", "query": "q", "response": "a"}, "query -> prompt, response -> completion", PAIR),
-        (of(turn("human", "q"), turn("bot", "a")), "", chat("q", "a")),
-        (of(turn("user", "q"), turn("assistant", "a", train=True), turn("assistant", "b", train=False)), "",
-         of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0))),
-        ({"prompt": "q", "completion": "a", "history": [["x", "y"]]}, "", of(*TWO_TURNS)),
-        ({**chat("q", "a"), "images": [], "label": None}, "", chat("q", "a")),
-        ({"prompt": "q", "reply": "a", "history": EARLIER}, "reply -> completion", SHOWN_BEFORE),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "taken", "row"), [
+    ({"question": "q", "answer": 2}, "question -> prompt, answer -> completion", {**PAIR, "completion": "2"}),
+    ({"prompt": "", "query": "q", "response": "a"}, "query -> prompt, response -> completion", PAIR),
+    (of(turn("human", "q"), turn("bot", "a")), "", chat("q", "a")),
+    (of(turn("user", "q"), turn("assistant", "a", train=True), turn("assistant", "b", train=False)), "",
+     of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0))),
+    ({"prompt": "q", "completion": "a", "history": [["x", "y"]]}, "", of(*TWO_TURNS)),
+    ({**chat("q", "a"), "images": [], "label": None}, "", chat("q", "a")),
+    ({"prompt": "q", "reply": "a", "history": EARLIER}, "reply -> completion", SHOWN_BEFORE),
+])  # fmt: skip
 def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -> None:
     found = parsed(value)
     assert (found.as_json(), found.taken) == (row, taken)
@@ -191,42 +182,33 @@ def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -
 # data.columns
 
 
-@pytest.mark.parametrize(
-    ("columns", "value", "row"),
-    [
-        ({"prompt": "text", "completion": "label"}, {"text": "q", "label": 1}, {"prompt": "q", "completion": "1"}),
-        ({"prompt": "q", "completion": "a", "system": None}, PAIR | {"q": "q", "a": "a"}, PAIR),
-        ({"prompt": "q", "completion": "chosen"}, {"q": "q", "chosen": "a", "rejected": "b"}, PAIR),
-        ({"prompt": "q", "input": "i", "completion": "a"}, {"q": EARLIER[:1], "i": "", "a": "b"}, chat("x", "b")),
-    ],
-)
+@pytest.mark.parametrize(("columns", "value", "row"), [
+    ({"prompt": "text", "completion": "label"}, {"text": "q", "label": 1}, {"prompt": "q", "completion": "1"}),
+    ({"prompt": "q", "completion": "a", "system": None}, PAIR | {"q": "q", "a": "a"}, PAIR),
+    ({"prompt": "q", "completion": "chosen"}, {"q": "q", "chosen": "a", "rejected": "b"}, PAIR),
+    ({"prompt": "q", "input": "i", "completion": "a"}, {"q": EARLIER[:1], "i": "", "a": "b"}, chat("x", "b")),
+])  # fmt: skip
 def test_columns_name_what_is_taken(columns: dict[str, str | None], value: object, row: object) -> None:
     found = parse_row(value, checked_columns(columns))
     assert found.as_json() == row
     assert " -> " in found.taken
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ({"a": "a"}, "no key q, i, which data.columns names; the row has: a"),
-        ({"q": EARLIER[:1], "i": "more", "a": "b"}, "i is a string; this key and the prompt must be strings"),
-        ({"q": "q", "i": "", "a": " "}, "a is empty"),
-    ],
-)
+@pytest.mark.parametrize(("value", "says"), [
+    ({"a": "a"}, "no key q, which data.columns names; the row has: a"),
+    ({"q": EARLIER[:1], "i": "more", "a": "b"}, "i is a string; this key and the prompt must be strings"),
+    ({"q": "q", "i": "", "a": " "}, "a is empty"),
+])  # fmt: skip
 def test_what_the_columns_do_not_find_is_named(value: object, says: str) -> None:
     with pytest.raises(RowError) as caught:
         parse_row(value, checked_columns({"prompt": "q", "input": "i", "completion": "a"}))
-    assert str(caught.value) == says.replace("q, i", "q")
+    assert str(caught.value) == says
 
 
 @pytest.mark.parametrize(
     "columns",
-    [
-        {"question": "q"}, {"prompt": "q"}, {"system": "s"}, {}, "prompt", 3, {"text": "t", "system": "s"},
-        {"messages": "m", "history": "h"}, {"messages": "m", "prompt": "p", "completion": "c"},
-    ],
-)  # fmt: skip
+    [{"question": "q"}, {"prompt": "q"}, {}, "prompt", {"text": "t", "system": "s"}, {"messages": "m", "history": "h"}],
+)
 def test_columns_that_make_no_row_are_refused(columns: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.columns does not describe a row"):
         checked_columns(columns)
@@ -236,21 +218,18 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
 # Two ways
 
 
-@pytest.mark.parametrize(
-    ("value", "ways"),
-    [
-        ({"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
-         ["prompt: problem, completion: answer", "prompt: problem, completion: solution"]),
-        ({"instruction": "q", "input": "", "output": "a", "text": "something else"},
-         ["prompt: instruction, input: input, completion: output", "text: text"]),
-        ({"messages": EARLIER, "question": "q", "answer": "a"},
-         ["messages: messages", "prompt: question, completion: answer"]),
-        ({"question": "q", "context": EARLIER, "answer": "a"},
-         ["messages: context", "prompt: question, completion: answer"]),
-        ({"prompt": [turn("user", ["q"])], "completion": [turn("assistant", ["a"])], "question": "other?"},
-         ["prompt: prompt, completion: completion", "prompt: question, completion: completion"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "ways"), [
+    ({"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
+     ["prompt: problem, completion: answer", "prompt: problem, completion: solution"]),
+    ({"instruction": "q", "input": "", "output": "a", "text": "something else"},
+     ["prompt: instruction, input: input, completion: output", "text: text"]),
+    ({"messages": EARLIER, "question": "q", "answer": "a"},
+     ["messages: messages", "prompt: question, completion: answer"]),
+    ({"question": "q", "context": EARLIER, "answer": "a"},
+     ["messages: context", "prompt: question, completion: answer"]),
+    ({"prompt": [turn("user", ["q"])], "completion": [turn("assistant", ["a"])], "question": "other?"},
+     ["prompt: prompt, completion: completion", "prompt: question, completion: completion"]),
+])  # fmt: skip
 def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, Any], ways: list[str]) -> None:
     with pytest.raises(RowError, match="can be read in two ways") as caught:
         parse_row(value)
@@ -259,29 +238,23 @@ def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, 
         assert parse_row(value, checked_columns(columns_of(way))).format in ("chat", "completions", "text")
 
 
-@pytest.mark.parametrize(
-    ("value", "ignored"),
-    [
-        ({"prompt": "2 + 2?", "completion": "It is 4.", "answer": 4}, ("answer",)),
-        ({"prompt": "Below: q", "instruction": "q", "completion": "a", "text": "Below: q a"}, ("instruction", "text")),
-        ({"prompt": [turn("user", "q")], "question": "q", "completion": [turn("assistant", "a")]}, ("question",)),
-        ({**chat("q", "a"), "problem": "q", "solution": "long", "answer": "a"}, ("answer", "problem", "solution")),
-        ({"question": "q", "answer_a": "x", "answer_b": "y", "answer": "A"}, ("answer_a", "answer_b")),
-        ({**PAIR, "labels": ["sums"], "sentiment": "pos"}, ("labels", "sentiment")),
-    ],
-)
+@pytest.mark.parametrize(("value", "ignored"), [
+    ({"prompt": "2 + 2?", "completion": "It is 4.", "answer": 4}, ("answer",)),
+    ({"prompt": "Below: q", "instruction": "q", "completion": "a", "text": "Below: q a"}, ("instruction", "text")),
+    ({"prompt": [turn("user", "q")], "question": "q", "completion": [turn("assistant", "a")]}, ("question",)),
+    ({**chat("q", "a"), "problem": "q", "solution": "long", "answer": "a"}, ("answer", "problem", "solution")),
+    ({"question": "q", "answer_a": "x", "answer_b": "y", "answer": "A"}, ("answer_a", "answer_b")),
+    ({**PAIR, "labels": ["sums"], "sentiment": "pos"}, ("labels", "sentiment")),
+])  # fmt: skip
 def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignored: tuple[str, ...]) -> None:
     assert parse_row(value).ignored_keys == ignored
 
 
-@pytest.mark.parametrize(
-    ("value", "setting"),
-    [
-        ({"id": "7", "frage": "Wer war es?", "antwort": "Niemand."}, "{prompt: frage, completion: antwort}"),
-        ({"question": "q", "response_a": "a", "response_b": "bb"}, "{prompt: question, completion: response_b}"),
-        ({"body": "t", "n": None}, "{text: body}"),
-    ],
-)
+@pytest.mark.parametrize(("value", "setting"), [
+    ({"id": "7", "frage": "Wer war es?", "antwort": "Niemand."}, "{prompt: frage, completion: antwort}"),
+    ({"question": "q", "response_a": "a", "response_b": "bb"}, "{prompt: question, completion: response_b}"),
+    ({"body": "t", "n": None}, "{text: body}"),
+])  # fmt: skip
 def test_unknown_keys_come_with_a_setting_to_look_at(value: object, setting: str) -> None:
     with pytest.raises(RowError, match=r"unknown keys \(") as caught:
         parse_row(value)
@@ -294,141 +267,17 @@ def test_a_table_without_a_header_is_told() -> None:
     assert (settings_in(caught.value), "not a header" in caught.value.do) == ([], True)
 
 
-USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM = {"role": "system", "content": "s"}
-SYSTEM_TURN = {"from": "system", "value": "s"}
-HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
-CHAT = {"messages": [USER, ASSISTANT]}
-FLAT_TOOL = {"name": "f", "description": "d", "parameters": {"city": {"type": "str"}}}
-SET_TOOL = {"type": "function", "function": FLAT_TOOL}
-SET_CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Lisbon"}}}
-SUNNY = {"role": "tool", "content": "t"}
-CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [SET_CALL]}, SUNNY, ASSISTANT]
-CALL_TEXT = '{"name": "f", "arguments": {"city": "Lisbon"}}'
-RENDERED = "Below is an instruction.\n\n### Instruction:\nq\n\n### Input:\ni\n\n### Response:\na"
-
-READ = {
-    "tatsu-lab/alpaca": (
-        {"instruction": "q", "input": "i", "output": "a", "text": RENDERED},
-        {"prompt": "q\n\ni", "completion": "a"},
-    ),
-    "alpaca of LLaMA-Factory": (
-        {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["q", "a"]]},
-        {"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]},
-    ),
-    "databricks/databricks-dolly-15k": (
-        {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},
-        {"prompt": "q\n\nc", "completion": "a"},
-    ),
-    "HuggingFaceH4/ultrachat_200k": ({"prompt": "q", "prompt_id": "f0", **CHAT}, CHAT),
-    "HuggingFaceH4/no_robots": (
-        {"prompt": "s", "prompt_id": "2d", "messages": [SYSTEM, USER, ASSISTANT], "category": "Chat"},
-        {"messages": [SYSTEM, USER, ASSISTANT]},
-    ),
-    "ShareGPT": ({"id": "x_0", "conversations": [HUMAN, GPT]}, CHAT),
-    "Open-Orca/OpenOrca": (
-        {"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"},
-        {"system": "s", **PAIR},
-    ),
-    "Open-Orca/SlimOrca": (
-        {"conversations": [{**SYSTEM_TURN, "weight": None}, {**HUMAN, "weight": 0.0}, {**GPT, "weight": 1.0}]},
-        {"messages": [SYSTEM, USER, ASSISTANT]},
-    ),
-    "meta-math/MetaMathQA": ({"type": "T", "query": "q", "original_question": "other", "response": "a"}, PAIR),
-    "open-r1/OpenR1-Math-220k": (
-        {"problem": "q", "solution": "by hand", "answer": "a", "source": "olympiads", "generations": ["a"], **CHAT},
-        CHAT,
-    ),
-    "timdettmers/openassistant-guanaco": ({"text": "### Human: q### Assistant: a"},) * 2,
-    "llamafactory/glaive_toolcall_en": (
-        {
-            "conversations": [
-                HUMAN, {"from": "function_call", "value": CALL_TEXT}, {"from": "observation", "value": "t"}, GPT,
-            ],
-            "tools": json.dumps([FLAT_TOOL]),
-        },
-        {"messages": CALLED, "tools": [SET_TOOL]},
-    ),
-    "NousResearch/hermes-function-calling-v1": (
-        {
-            "id": "8f", "conversations": [SYSTEM_TURN, HUMAN, GPT, {"from": "tool", "value": "t"}, GPT],
-            "tools": json.dumps([SET_TOOL]), "category": "IoT", "subcategory": "Cameras", "task": "Camera",
-        },
-        {
-            "messages": [SYSTEM, USER, ASSISTANT, SUNNY, ASSISTANT],
-            "tools": [SET_TOOL],
-        },
-    ),
-    "OpenAI's, with weights": (
-        {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 1}]},
-        {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]},
-    ),
-    "OpenAI's, with tools": (
-        {
-            "messages": [USER, {"role": "assistant", "tool_calls": [SET_CALL]}, SUNNY, ASSISTANT],
-            "parallel_tool_calls": False, "tools": [SET_TOOL],
-        },
-        {"messages": CALLED, "tools": [SET_TOOL]},
-    ),
-    "OpenAI's, before tools": (
-        {
-            "messages": [
-                USER, {"role": "assistant", "content": None, "function_call": json.loads(CALL_TEXT)},
-                {"role": "function", "content": "t"}, ASSISTANT,
-            ],
-            "functions": [FLAT_TOOL],
-        },
-        {"messages": CALLED, "tools": [SET_TOOL]},
-    ),
-    "lmsys/lmsys-chat-1m": (
-        {"conversation_id": "c", "model": "m", "conversation": [USER, ASSISTANT], "openai_moderation": [{}]},
-        CHAT,
-    ),
-}  # fmt: skip
+PUBLIC = [json.loads(line) for line in Path(__file__).with_name("public_rows.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_what_a_row_of_a_public_set_becomes(name: str) -> None:
-    value, row = READ[name]
-    assert parsed(value).as_json() == row
-
-
-REFUSED = {
-    "nvidia/Llama-Nemotron-Post-Training": (
-        {"input": [USER], "output": "a", "category": "math", "system_prompt": "s"},
-        "read in two ways",
-        ["messages: input, system: system_prompt", "prompt: input, completion: output"],
-    ),
-    "Salesforce/xlam-function-calling-60k": (
-        {"id": 0, "query": "q", "answers": f"[{CALL_TEXT}]", "tools": json.dumps([FLAT_TOOL])},
-        "unknown keys (id, query, answers, tools)",
-        ["prompt: query, completion: answers"],
-    ),
-    "OpenAssistant/oasst1": (
-        {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes and KTO marks", [],
-    ),
-    "trl-lib/kto-mix-14k": ({"prompt": [USER], "completion": [ASSISTANT], "label": False}, "keep the good rows", []),
-    "Anthropic/hh-rlhf": ({"chosen": "a", "rejected": "b"}, "preference data is not supported", ["text: chosen"]),
-    "HuggingFaceH4/ultrafeedback_binarized": (
-        {"prompt": "q", "chosen": [USER, ASSISTANT], "rejected": [USER], **CHAT}, "on the chosen answers",
-        ["messages: chosen"],
-    ),
-    "OpenAI's preferences": (
-        {"input": CHAT, "preferred_output": [ASSISTANT], "non_preferred_output": [USER]}, "preferred_output: ", [],
-    ),
-    "Gemini's": (
-        {"contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": [{"text": "a"}]}]},
-        "unknown keys (contents)", [],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_said_of_a_set_that_cannot_be_read_as_it_is(name: str) -> None:
-    value, says, columns = REFUSED[name]
+@pytest.mark.parametrize("given", PUBLIC, ids=lambda given: given["set"])
+def test_what_is_made_or_said_of_a_row_of_a_public_set(given: dict[str, Any]) -> None:
+    if "becomes" in given:
+        assert parsed(given["row"]).as_json() == given["becomes"]
+        return
     with pytest.raises(RowError) as caught:
-        parse_row(value)
-    assert says in str(caught.value)
-    assert settings_in(caught.value) == [f"{{{way}}}" for way in columns]
-    for way in columns if "chosen" in str(value) else ():  # the printed setting reads the row
-        parse_row(value, named_columns(part.replace(": ", "=") for part in way.split(", ")))
+        parse_row(given["row"])
+    assert given["says"] in str(caught.value)
+    assert settings_in(caught.value) == [f"{{{way}}}" for way in given["columns"]]
+    for way in given["columns"] if "chosen" in str(given["row"]) else ():  # the printed setting reads the row
+        parse_row(given["row"], named_columns(part.replace(": ", "=") for part in way.split(", ")))

@@ -1,10 +1,7 @@
 """Splits: by the names of files, and else by what a row asks: near-duplicates stay together, other rows move none."""
 
-import gzip
 import itertools
 import random
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +11,10 @@ from hypothesis import strategies as some
 
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import DataError
-from safetrain.core.records.reports import DataReport
 from safetrain.data import compare
 from safetrain.data.compare import Shingles, digests, first_alike, shingles
-from safetrain.data.folders import DataFiles, data_files_of
+from safetrain.data.folders import data_files_of
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
-from tests.data.reading import by_id, gate
 
 SHARES = {"valid": 0.2, "test": 0.2}
 SIMILARITY = 0.6
@@ -165,25 +160,22 @@ def found(source: Path) -> dict[str, list[str]]:
     return by_split
 
 
-@pytest.mark.parametrize(
-    ("names", "files"),
-    [
-        ("Train.JSON val.csv.gz TEST.parquet", "Train.JSON | val.csv.gz | TEST.parquet"),
-        ("train-1-of-2.parquet train-0-of-2.parquet validation-00000-of-00001.parquet",
-         "train-0-of-2.parquet train-1-of-2.parquet | validation-00000-of-00001.parquet"),
-        ("train.10.jsonl train.2.jsonl train_1.jsonl", "train.2.jsonl train.10.jsonl train_1.jsonl"),
-        ("train-00001-of-00002.jsonl train-00002-of-00002.jsonl",
-         "train-00001-of-00002.jsonl train-00002-of-00002.jsonl"),
-        ("train/b.jsonl train/a.jsonl test/x.csv", "train/a.jsonl train/b.jsonl | | test/x.csv"),
-        ("dataset_dict.json train/data-00000-of-00001.arrow train/state.json train/cache-0a.arrow",
-         "train/data-00000-of-00001.arrow"),
-        ("data-00000-of-00001.arrow state.json dataset_info.json", "data-00000-of-00001.arrow"),
-        ("README.md .gitattributes data/train-0.parquet data/test-0.parquet",
-         "data/train-0.parquet | | data/test-0.parquet"),
-        ("mine/train.jsonl notes/a.txt", "mine/train.jsonl"),
-        ("train.csv", "train.csv"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "files"), [
+    ("Train.JSON val.csv.gz TEST.parquet", "Train.JSON | val.csv.gz | TEST.parquet"),
+    ("train-1-of-2.parquet train-0-of-2.parquet validation-00000-of-00001.parquet",
+     "train-0-of-2.parquet train-1-of-2.parquet | validation-00000-of-00001.parquet"),
+    ("train.10.jsonl train.2.jsonl train_1.jsonl", "train.2.jsonl train.10.jsonl train_1.jsonl"),
+    ("train-00001-of-00002.jsonl train-00002-of-00002.jsonl",
+     "train-00001-of-00002.jsonl train-00002-of-00002.jsonl"),
+    ("train/b.jsonl train/a.jsonl test/x.csv", "train/a.jsonl train/b.jsonl | | test/x.csv"),
+    ("dataset_dict.json train/data-00000-of-00001.arrow train/state.json train/cache-0a.arrow",
+     "train/data-00000-of-00001.arrow"),
+    ("data-00000-of-00001.arrow state.json dataset_info.json", "data-00000-of-00001.arrow"),
+    ("README.md .gitattributes data/train-0.parquet data/test-0.parquet",
+     "data/train-0.parquet | | data/test-0.parquet"),
+    ("mine/train.jsonl notes/a.txt", "mine/train.jsonl"),
+    ("train.csv", "train.csv"),
+])  # fmt: skip
 def test_a_folder(tmp_path: Path, names: str, files: str) -> None:
     source = folder(tmp_path, *names.split())
     by_split = dict(zip(("train", "valid", "test"), map(str.split, files.split("|")), strict=False))
@@ -195,91 +187,26 @@ def test_a_folder(tmp_path: Path, names: str, files: str) -> None:
         assert data_files_of(source).unread == ("more.csv", "test_results.json")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["valid.jsonl", "validation.jsonl"], ["train.csv", "train.jsonl"], ["train/x.jsonl", "train.jsonl"],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("names", [
+    ["valid.jsonl", "validation.jsonl"], ["train.csv", "train.jsonl"], ["train/x.jsonl", "train.jsonl"],
+])  # fmt: skip
 def test_a_split_that_is_there_twice_is_refused_with_both(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(DataError, match=f"more than once(.|\n)*{' and '.join(names)}"):
         data_files_of(folder(tmp_path, "train.jsonl", *names))
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (["rows.csv", "notes.txt"], "rows.csv"),
-        (["my rows.csv"], "name the file itself: 'data.path=\".*/my rows.csv\"'"),
-        (["test.jsonl", "val.csv"], "test.jsonl, val.csv(.|\n)*name the training rows train.jsonl"),
-        (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
-        (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
-        (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
-        (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
-        (["train.jsonl", "more -> ../set"], r"points to a folder(.|\n)*data\.path="),
-        (["train.jsonl", "more -> nowhere"], "is broken"),
-        (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
-    ],
-)
+@pytest.mark.parametrize(("names", "says"), [
+    (["rows.csv", "notes.txt"], "rows.csv"),
+    (["my rows.csv"], "name the file itself: 'data.path=\".*/my rows.csv\"'"),
+    (["test.jsonl", "val.csv"], "test.jsonl, val.csv(.|\n)*name the training rows train.jsonl"),
+    (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
+    (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
+    (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
+    (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
+    (["train.jsonl", "more -> ../set"], r"points to a folder(.|\n)*data\.path="),
+    (["train.jsonl", "more -> nowhere"], "is broken"),
+    (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
+])  # fmt: skip
 def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
     with pytest.raises(DataError, match=says):
         data_files_of(folder(tmp_path, *names))
-
-
-def test_links_to_files_are_read_as_files(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_text("{}\n")
-    source = folder(tmp_path, "rows/a.jsonl", "train.jsonl -> rows/a.jsonl", "data/test-0-of-1.jsonl -> ../../blob")
-    assert found(source) == {"train": ["train.jsonl"]}
-    (source / "train.jsonl").unlink()
-    (source / "data" / "train.csv").symlink_to(source / "rows" / "a.jsonl")
-    assert found(source) == {"train": ["data/train.csv"], "test": ["data/test-0-of-1.jsonl"]}
-
-
-def test_a_file_and_nothing(tmp_path: Path) -> None:
-    path = folder(tmp_path, "any.name") / "any.name"
-    assert data_files_of(path) == DataFiles(("train",), (path,))
-    with pytest.raises(DataError, match="does not exist"):
-        data_files_of(tmp_path / "none")
-
-
-NEAR = "The river follows the old road to the harbour and from there it is not far to the northern station of"
-OTHERS = ("Which metal is it?", "Who was it?", "How far is it?", "When did it end?", "Where is that?", "Why is it so?")
-
-
-def table(path: Path, questions: Sequence[str]) -> Path:
-    """A file of questions and answers, packed where its name says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "question,answer\n" + "".join(f'"{question}",It is {len(question)}.\n' for question in questions)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
-def gated(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> DataReport:
-    return gate(source, into, (0.2, 0.2), downgrade=downgrade)
-
-
-def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
-    """The first shard is nothing but near-duplicates; the second is not, so that no copy needs to cross."""
-    data = tmp_path / "data"
-    table(data / "train-00000-of-00002.csv", [f"{NEAR} {word}?" for word in ("it", "all", "old")])
-    table(data / "train-00001-of-00002.csv", OTHERS)
-    report = gated(data, tmp_path)
-    assert "near-duplicates of each other" not in report.split
-    assert not {"SPLITS-OVERLAP"} & set(by_id(report.findings))
-    assert (report.train.rows + report.valid.rows + report.test.rows, report.test.rows > 0) == (9, True)
-
-
-def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    table(data / "train" / "00000.csv", OTHERS[:3])
-    table(data / "train" / "00001.csv", OTHERS[3:])
-    table(data / "valid.csv", [f"{NEAR} it?"])
-    table(data / "test" / "0.csv", ["Nobody asks this?"])
-    asked = table(data / "test" / "1.csv", [OTHERS[5]])
-    place = f"{asked}, row 1 (line 2) matches {data}/train/00001.csv, row 3 (line 4)"
-    with pytest.raises(DataError, match=rf"1 row in test with .*\[QUESTION-IN-TEST\]\n.*{re.escape(place)}"):
-        gated(data, tmp_path)
-    report = gated(data, tmp_path, ("QUESTION-IN-TEST",))
-    assert report.split == "using the given train, valid and test files"
-    assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
-    assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)

@@ -120,9 +120,7 @@ def test_a_long_row_takes_far_less_than_its_probabilities() -> None:
 
 
 @pytest.mark.parametrize("most_bytes", [None, 2**28, 3 * metal_row_bytes(4, 50, 4), 1])
-def test_padded_rows_on_a_gpu_have_the_attention_of_packed_ones(
-    monkeypatch: pytest.MonkeyPatch, most_bytes: int | None
-) -> None:
+def test_padded_rows_on_a_gpu_attend_as_packed_ones(monkeypatch: pytest.MonkeyPatch, most_bytes: int | None) -> None:
     """In tiles, or by mlx's own kernels, on Metal some rows after the others: their tiles would fill the memory."""
     parts, expected = given(200, 4, 2), both_passes(blocks_of(50, 50, 50, 50), None, given(200, 4, 2))
     monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")

@@ -77,21 +77,6 @@ def test_an_answer_ends_where_it_was_taught_to_and_a_full_context_and_a_cut_are_
         assert (list(chat.answer(FIRST)), chat.ended) == (free[:length], ended)
 
 
-def test_a_stopped_answer_leaves_a_chat_that_goes_on(model: BaseModel) -> None:
-    chat, said = talk(model), list[int]()
-    for token in chat.answer(FIRST, lambda: len(said) >= 5):
-        said.append(token)
-    assert (len(said), chat.ended) == (5, "stopped")
-    following = [*FIRST, *said, *SECOND]
-    assert list(chat.answer(following)) == anew(model, following)
-
-
-def test_a_seed_gives_the_same_chat_again(model: BaseModel) -> None:
-    once, again, other = (list(talk(model, None, frozenset(), 1.5, 0.9, seed).answer(FIRST)) for seed in (1, 1, 2))
-    assert once == again
-    assert once != other
-
-
 @pytest.mark.parametrize("method", ["lora", "dora", "full"])
 def test_base_and_tuned_share_their_weights(method: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny_model()

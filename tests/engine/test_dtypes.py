@@ -1,5 +1,8 @@
 """The probe's decision by speeds as they were or could be; what it times works; a cast leaves quantized words alone."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -52,3 +55,35 @@ def test_words_and_integer_scales_of_quantized_weights_are_not_cast_nor_what_mlx
     assert (mxfp4.weight.dtype, mxfp4.scales.dtype) == (mx.uint32, mx.uint8)
     assert affine.bias.dtype == mxfp4.bias.dtype == mx.bfloat16
     assert module.layers[2].weight.dtype == mx.float32
+
+
+linux_cpu = pytest.mark.skipif(sys.platform != "linux", reason="macOS links Accelerate")
+LOAD = "from safetrain.engine.cpu.blas import load_fast_blas\nblas = load_fast_blas()\n"
+USED = (
+    LOAD + "assert blas.fast, blas.reason\n"
+    "import ctypes, mlx.core as mx\n"
+    "mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))\n"
+    "name = ctypes.CDLL(None).openblas_get_config\n"
+    "name.restype = ctypes.c_char_p\n"
+    "print(name().decode(), load_fast_blas().reason)\n"
+)
+
+
+@linux_cpu
+def test_it_is_made_once_and_found_in_the_global_scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "OpenBLAS" in done.stdout
+    assert len(list((tmp_path / "blas").glob("*/libopenblas.so"))) == 1
+
+
+@linux_cpu
+def test_an_unwritable_cache_falls_back_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = LOAD + "print(blas.fast, blas.reason)"
+    environment = {"SAFETRAIN_CACHE_DIR": str(tmp_path / "file"), "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.startswith("False ")
+    assert "Error" in done.stdout

@@ -83,21 +83,16 @@ def of_family(name: str) -> dict[str, Any]:
     return {"model_type": name, **SMALL, **FAMILIES[name]}
 
 
-@pytest.mark.parametrize(
-    ("method", "bits", "kind"),
-    [
-        ("lora", None, TINY),
-        ("lora", 4, {**TINY, "tie_word_embeddings": False}),
-        ("dora", 4, TINY),
-        ("full", None, TINY),
-        *(("lora", 4, of_family(name)) for name in ("qwen3_moe", "qwen2", "qwen3", "gemma3_text", "phi3")),
-        ("dora", None, of_family("gemma2")),
-        ("lora", None, of_family("mixtral")),
-    ],
-)
-def test_a_fused_float_model_is_the_tuned_one(
-    method: str, bits: int | None, kind: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("method", "bits", "kind"), [
+    ("lora", None, TINY),
+    ("lora", 4, {**TINY, "tie_word_embeddings": False}),
+    ("dora", 4, TINY),
+    ("full", None, TINY),
+    *(("lora", 4, of_family(name)) for name in ("qwen3_moe", "qwen2", "qwen3", "gemma3_text", "phi3")),
+    ("dora", None, of_family("gemma2")),
+    ("lora", None, of_family("mixtral")),
+])  # fmt: skip
+def test_a_float_fuse_is_the_tuned_model(method: str, bits: int | None, kind: dict[str, Any], tmp_path: Path) -> None:
     base = build_model(tmp_path / "base", bits=bits, **kind)
     adapter = adapter_of(base, tmp_path / "adapter", method)
     report, _ = fused(job_of(base, adapter, tmp_path / "out"), FLOAT)
@@ -124,9 +119,7 @@ def test_what_the_base_s_bits_hold_is_as_large_as_the_base(tmp_path: Path) -> No
     assert mx.array_equal(one[embedding], two[embedding])  # what no adapter is on stays to the last bit
 
 
-def test_a_small_adapter_that_4_bits_lose_is_refused_there_and_found_at_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_adapter_that_4_bits_lose_is_found_at_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is changed by far less than a step of 4 bits; the weights go into several files."""
     monkeypatch.setattr("safetrain.engine.weight_files.SHARD_BYTES", 2**16)
     base = build_model(tmp_path / "base", bits=4, **TINY)
@@ -163,9 +156,7 @@ def test_writing_needs_no_float_copy_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bits", "kinds"), [(4, {"U32", "BF16"}), (None, {"BF16"})])
-def test_a_model_of_16_bits_stays_one_and_one_of_floats_stays_float(
-    tmp_path: Path, bits: int | None, kinds: set[str]
-) -> None:
+def test_16_bits_stay_16_bits_and_floats_stay_floats(tmp_path: Path, bits: int | None, kinds: set[str]) -> None:
     from mlx_lm import load
 
     base = build_model(tmp_path / "base", bits=bits, bfloat16=True, **TINY)

@@ -1,9 +1,14 @@
-"""A tuned model as a GGUF file: the weights that were trained, nothing half written; llama.cpp judges it."""
+"""A tuned model as a GGUF file: the weights that were trained, nothing half written; llama.cpp judges it.
 
-import shutil
+And what no export takes, each of them: fuse, GGUF, PEFT.
+"""
+
+import errno
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -13,18 +18,19 @@ gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
-from safetrain.core.errors import ConfigError, MachineError, ModelError  # noqa: E402
+from safetrain.core.errors import ConfigError, DiskFullError, ModelError, SafetrainError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
 from safetrain.core.records.adapter_files import PromptFormat, write_prompt_format  # noqa: E402
 from safetrain.core.records.fusing import ExportReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record  # noqa: E402
-from safetrain.engine.exchange import gguf_export  # noqa: E402
-from safetrain.engine.exchange.gguf_export import QUANTIZER, export_gguf, report_of  # noqa: E402
+from safetrain.engine import fuse  # noqa: E402
+from safetrain.engine.exchange import gguf_export, peft  # noqa: E402
+from safetrain.engine.exchange.gguf_export import export_gguf, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_model import KINDS, family_of  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.tuned import ExportJob  # noqa: E402
-from safetrain.engine.weight_files import apply_adapter  # noqa: E402
+from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter  # noqa: E402
 from tests.engine.test_fuse import adapter_of as moved_adapter  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.llama_judge import LlamaJudge, divergence, needs_llama_cpp  # noqa: E402
@@ -172,19 +178,6 @@ def test_families_and_settings_that_llama_cpp_computes_otherwise_are_named(
         write(base, tmp_path / "m.gguf")
 
 
-def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = build(tmp_path / "base", "llama, tied")
-    monkeypatch.setattr("safetrain.engine.tuned.host_room_bytes", lambda _memory: 1000)
-    with monkeypatch.context() as patched:
-        patched.delattr(gguf_export, "_write")
-        with pytest.raises(MachineError, match="too little memory to measure the GGUF file") as caught:
-            write(base, tmp_path / "m.gguf", kind="f16")
-    assert "larger machine" in str(caught.value)
-    assert not list(tmp_path.glob("*m.*"))
-
-
 def test_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
     base = build(tmp_path / "base", "llama, biases")
     end = ChatTokenizer(base).id_of("<|system|>")
@@ -237,17 +230,56 @@ def test_types_with_k_are_made_by_llama_quantize_and_measured(tmp_path: Path, mo
     ]  # fmt: skip
 
 
-@needs_llama_cpp
-@pytest.mark.skipif(shutil.which(QUANTIZER) is None, reason="llama-quantize is not installed: brew install llama.cpp")
-@pytest.mark.parametrize("kind", ["q4_k_m", "q6_k"])
-def test_what_is_measured_of_k_types_is_what_llama_cpp_computes(kind: str, tmp_path: Path) -> None:
-    """Up to the 8 bits to which llama.cpp rounds what it multiplies with such weights."""
-    base = build(tmp_path / "base", "llama, tied", hidden_size=256, intermediate_size=512)
-    adapter, rows, divergences = adapter_of(base, tmp_path / "adapter"), chats(base), []
-    written = write(base, tmp_path / "m.gguf", adapter, kind=kind, may_lose=1.0)
-    judge, module = LlamaJudge(written.out), tuned(base, adapter)
-    for row in rows:
-        ids, labels = row.ids.tolist(), np.flatnonzero(row.trained[1:])
-        divergences.append((divergence(logits(module, ids)[labels], judge.logits(ids)[labels]), len(labels)))
-    theirs = sum(each * count for each, count in divergences) / sum(count for _, count in divergences)
-    assert theirs == pytest.approx(written.report.written.divergence, rel=0.3)
+Export = Callable[[Path, Path, Path], Any]
+LIMITS = (256, 2**30)  # tokens together, mlx's memory
+
+
+def to_peft(base: Path, adapter: Path, out: Path) -> None:
+    peft.export_peft(ExportJob(base, adapter, out, chats(base), *LIMITS), "owner/base", print)
+
+
+def to_gguf(base: Path, adapter: Path, out: Path) -> None:
+    gguf_export.export_gguf(ExportJob(base, adapter, out, chats(base), *LIMITS), "q8_0", print)
+
+
+def fused(base: Path, adapter: Path, out: Path) -> None:
+    fuse.fuse_adapter(ExportJob(base, adapter, out, chats(base), *LIMITS), print)
+
+
+@pytest.mark.parametrize(
+    ("export", "writer"),
+    [(fused, (fuse, "save_shards")), (to_gguf, (gguf_export, "taken")), (to_peft, (peft, "save_arrays"))],
+)
+def test_what_cannot_be_exported_is_named_and_leaves_nothing(
+    export: Export, writer: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, other = build(tmp_path / "base", "llama, tied"), build(tmp_path / "other", "llama, tied", seed=4)
+    adapter, out = moved_adapter(base, tmp_path / "adapter"), tmp_path / "out.gguf"
+    zeros = [moved_adapter(base, tmp_path / f"no {method}", method, size=0.0) for method in ("lora", "dora")]
+    taken = tmp_path / "mine.gguf"
+    taken.write_text("mine")
+    names = sorted(path.name for path in tmp_path.iterdir())
+
+    def refused(match: str, error: type[SafetrainError] = ModelError, *, of: Path = adapter, to: Path = out) -> None:
+        with pytest.raises(error, match=match):
+            export(base, of, to)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+    for nothing in zeros:
+        refused("The adapter changes nothing", of=nothing)
+    with pytest.raises(ModelError, match="trained on another base"):  # of the same shapes
+        export(other, adapter, out)
+    refused("already exists", ConfigError, to=taken)
+    assert taken.read_text() == "mine"
+    with monkeypatch.context() as patched:
+        patched.setattr("safetrain.core.storage.files.SPARE_BYTES", 2**62)
+        if export is not to_peft:  # which is small
+            refused("too little disk space", DiskFullError)
+    with monkeypatch.context() as patched:  # filled by another program, after the room was looked at
+        patched.setattr(*writer, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        refused("nothing was written", DiskFullError)
+    weights = adapter / ADAPTER_FILE
+    weights.write_bytes(weights.read_bytes()[:-50])
+    refused("cannot be read")
+    weights.unlink()
+    refused("missing|cannot be read")

@@ -65,13 +65,10 @@ def plain_gradient(module: Any, pieces: TokenRows) -> tuple[float, dict[str, np.
     return float(loss) * labels, {name: np.array(value) for name, value in tree_flatten(gradient)}
 
 
-@pytest.mark.parametrize(
-    ("name", "tied", "recomputed"),
-    [
-        ("one list", True, False), ("two lists at a time", False, True), ("rectangles of 640 tokens", True, False),
-        ("lists of 100 tokens", False, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "tied", "recomputed"), [
+    ("one list", True, False), ("two lists at a time", False, True), ("rectangles of 640 tokens", True, False),
+    ("lists of 100 tokens", False, False),
+])  # fmt: skip
 def test_the_gradient_is_that_of_the_plain_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tied: bool, recomputed: bool
 ) -> None:
@@ -178,9 +175,7 @@ def test_three_steps_of_muon_are_those_of_its_definition() -> None:
         np.testing.assert_allclose(np.array(found), weight, atol=1e-5)
 
 
-def test_weights_stay_float32_where_a_pass_computes_in_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_stay_float32_where_a_pass_is_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here without compiling, which takes a CPU seconds."""
     monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
     base = build_model(tmp_path / "base", **TINY)

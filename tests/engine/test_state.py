@@ -4,26 +4,34 @@ The rounding of other micro-batches and of recomputed blocks is all that going o
 """
 
 import dataclasses
+import errno
 import json
 import shutil
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from safetrain.core.errors import InterruptedRun, TrainingError
-from safetrain.core.recorder import Recorder
+from safetrain.core.errors import DiskFullError, InterruptedRun, TrainingError
+from safetrain.core.recorder import Phase, Recorder, read_flight
 from safetrain.core.records.run_state import MANIFEST, RunIdentity, checkpoints_in, write_manifest
 from safetrain.core.records.settings import identity_of
 from safetrain.core.storage.paths import POINTER
+from safetrain.engine import run as run_module
+from safetrain.engine import state
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.run import Watcher, open_run
 from safetrain.engine.state import mark_finished
 from safetrain.engine.training import Result
 from safetrain.engine.update import prepare
+from safetrain.engine.weight_files import save_arrays
 from tests.engine.exact import SETTINGS, STILL, distance, flat, rows_of
 from tests.engine.test_training import final_state, job_in, require_same_run, run, same
 from tests.support.jobs import with_rows
@@ -156,9 +164,7 @@ def test_a_checkpoint_of_another_version_is_refused(base: Path, broken: Path) ->
         run(job_of(broken, base))
 
 
-def test_another_run_is_refused_by_name_and_nothing_of_the_first_is_lost(
-    base: Path, unbroken: Path, broken: Path
-) -> None:
+def test_another_run_is_refused_by_name_and_the_first_is_not_lost(base: Path, unbroken: Path, broken: Path) -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"num_epochs": 2}, r"num_epochs \(3 before, 2 now\)"),
         ({"learning_rate": 1e-3}, r"learning_rate \(0\.005 before, 0\.001 now\)"),
@@ -186,9 +192,7 @@ def test_another_run_is_refused_by_name_and_nothing_of_the_first_is_lost(
 
 
 @pytest.mark.parametrize("changed", [{"num_epochs": 1}, {"num_epochs": 4, "seed": 8}, {}])
-def test_a_finished_run_is_never_in_the_way(
-    base: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_a_finished_run_is_not_in_the_way(base: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     shutil.copytree(unbroken, tmp_path / "done")
     job = job_of(tmp_path / "done", base)
     mark_finished(job.output, run(job).metrics.steps, job.identity)
@@ -238,3 +242,77 @@ def test_going_on_with_less_memory_changes_nothing_but_rounding(
     expected = movement(still[0])
     assert np.linalg.norm(expected) > 0.1
     assert distance(movement(tmp_path / "broken"), expected) < ROUNDING
+
+
+MIB = 2**20
+Build = Callable[..., Path]
+
+
+class Disk:
+    """A disk with ``free`` bytes, or with what ``looks`` says at each look until that is used up."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.looks: Iterator[int] = iter(())
+        self.asked = 0
+
+    def usage(self, _folder: Path) -> SimpleNamespace:
+        self.asked += 1
+        return SimpleNamespace(free=next(self.looks, self.free))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk(100 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", made.usage)
+    monkeypatch.setattr(run_module, "LOOK_SECONDS", 0.02)
+    return made
+
+
+def test_a_run_on_a_disk_that_is_full_now_and_then_gives_the_same_bits(
+    disk: Disk, tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is stopped while it waits: what was saved before is whole."""
+    base, said = tiny_model(bits=4), list[str]()
+    run(job_in(tmp_path / "whole", base))
+    asked, disk.asked = disk.asked, 0
+    assert asked > 20
+    disk.looks = (0 if look % 5 == 3 else 100 * MIB for look in range(10**6))
+    refusals = iter([OSError(errno.EDQUOT, "no")])  # the disk looks free, and was full in the middle of a write
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "save_arrays", Mock(side_effect=lambda *asked: raised_or(save_arrays, refusals, *asked)))
+        run(job_in(tmp_path / "full", base), say=said.append)
+    assert said.count("there is free space again") >= 5
+    phases = [record.phase for record in read_flight(tmp_path / "full" / "recorder.bin").records]
+    assert Phase.WAIT in phases
+    require_same_run(tmp_path / "full", tmp_path / "whole")
+    disk.looks, said[:] = (100 * MIB if look < asked // 2 else 0 for look in range(10**6)), []
+    with pytest.raises(InterruptedRun, match=r"while the disk was full(?s:.*)from the newest checkpoint") as caught:
+        run(job_in(tmp_path / "stopped", base), say=said.append, stop=lambda: signal.SIGTERM if said else 0)
+    assert caught.value.exit_code == 143
+    disk.looks = iter(())
+    assert 0 < run(job_in(tmp_path / "stopped", base)).state.resumed_from_step < 15
+    require_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def raised_or(write: Callable[..., None], errors: Iterator[OSError], *asked: object) -> None:
+    """Fail as long as there are errors."""
+    for error in errors:
+        raise error
+    write(*asked)
+
+
+def test_the_wait_has_an_end(disk: Disk, tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "WAIT_MINUTES", 0.005)
+    monkeypatch.setattr(state, "save_arrays", Mock(side_effect=OSError(errno.EDQUOT, "no")))
+    began = time.monotonic()
+    with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
+        run(job_in(tmp_path / "a", tiny_model()))
+    assert 0.3 <= time.monotonic() - began < 5
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_run_without_room_for_its_checkpoints_does_not_start(disk: Disk, tiny_model: Build, tmp_path: Path) -> None:
+    disk.free = MIB
+    with pytest.raises(DiskFullError, match="too little disk space for this run's checkpoints"):
+        run(job_in(tmp_path / "a", tiny_model()))

@@ -110,14 +110,11 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
         assert not fewer
 
 
-@pytest.mark.parametrize(
-    ("family", "said"),
-    [
-        ("llama", ""),
-        ("gpt_oss", "its attention has sinks"),
-        ("jamba", "TypeError: 'PackedRowsCache' object is not subscriptable"),
-    ],
-)
+@pytest.mark.parametrize(("family", "said"), [
+    ("llama", ""),
+    ("gpt_oss", "its attention has sinks"),
+    ("jamba", "TypeError: 'PackedRowsCache' object is not subscriptable"),
+])  # fmt: skip
 def test_a_model_that_cannot_pack_rows_says_why(family: str, said: str) -> None:
     model: BaseModel = open_skeleton(config_of(family))
     assert (model.packing_refusal, model.split_refusal) == (said, "")

@@ -168,9 +168,7 @@ def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
     assert ending.failed == Failed("EngineError", "mac2 cannot be reached", 7)
 
 
-def test_a_rank_may_wait_as_long_as_another_works_and_not_for_ever(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_may_wait_while_another_works_and_not_for_ever(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safetrain.guard.supervisor.STACKS_SECONDS", 0.4)
     hangs = "for _ in range(3): gradient(0.01)\ndef here():\n    gradient(60)\nhere()"
     ending = run(output, "for _ in range(3): exchange(0.01)\nexchange(60)", hangs, FLOOR)

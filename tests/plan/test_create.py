@@ -7,17 +7,18 @@ import math
 from pathlib import Path
 from unittest.mock import Mock
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from models.recipe import build
 from safetrain.cli import app
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.model.shapes import TensorHeader
-from safetrain.data.command import pieces_of
-from safetrain.data.validate import training_texts, validate
+from safetrain.data.validate import training_texts
+from safetrain.engine.upstream.loading import load, quantize
 from safetrain.plan import create
 from safetrain.plan.create import (
     SAMPLE_BYTES,
@@ -28,8 +29,7 @@ from safetrain.plan.create import (
     read_sample,
 )
 from safetrain.plan.model_shape import PRESETS, ShapeRequest, preset, shape_for, vocabulary_for
-from tests.conftest import ROOT
-from tests.corpora import write_ds
+from tests.conftest import EMBEDDED, ROOT
 
 EXAMPLE = ROOT / "data" / "example"
 TINY = ShapeRequest(132_000, 64, 400, 128)
@@ -74,18 +74,6 @@ def test_a_preset_has_the_parameters_of_its_name(name: str) -> None:
     assert asked.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (ShapeRequest(1_000_000, 64, 100_000), "cannot have this vocabulary"),
-        (ShapeRequest(1_000_000, 64, 100), "cannot have this vocabulary"),
-    ],
-)
-def test_an_impossible_shape_is_refused(asked: ShapeRequest, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        shape_for(asked)
-
-
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(made: Path, tmp_path: Path) -> None:
     files = read_model_files(made)
     assert (files.parameters, files.vocab_size, files.max_positions) == (shape_for(TINY).parameters, 400, 128)
@@ -114,33 +102,6 @@ def test_weights_follow_the_rule_and_are_the_same_bytes_on_every_machine() -> No
     drawn = b"".join(initial_weights(shape_for(TINY), 42, TensorHeader("model.norm_q.weight", "F32", (70, 64), 17920)))
     assert hashlib.sha256(normal_quantiles().astype("<f8").tobytes()).hexdigest()[:16] == "809d53a690a2d233"
     assert hashlib.sha256(drawn).hexdigest()[:16] == "1f9870288e8b7c5c"
-
-
-def test_any_text_comes_back(made: Path) -> None:
-    backend = ChatTokenizer(made)._backend
-    for text in ("É água, 東京 🚀.", "\x00 \t\n\u2028 ａ\u0301", "<|end|> 12"):
-        ids = backend.encode(text, add_special_tokens=False).ids
-        assert backend.decode(ids, skip_special_tokens=False) == text
-
-
-def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> None:
-    chats = [
-        [("system", "Be short."), ("user", "What is the moon?"), ("assistant", "A rock."), ("user", "Really?"),
-         ("assistant", "Yes.")],
-        [("user", "And the sun?"), ("assistant", "A star.")],
-    ]  # fmt: skip
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = CliRunner().invoke(app, ["validate", str(path), "--model", str(made), "--show-mask", "-1", "--json"])
-    found = json.loads(done.stdout)
-    assert [row["trained"] for row in found["rows"]] == [["A rock.<|end|>", "Yes.<|end|>"], ["A star.<|end|>"]]
-    assert {stop for row in found["rows"] for stop in row["stops"]} == {"<|end|>"}
-    shown = pieces_of(validate([path], made, shown_rows=1).rows[0])
-    assert "".join(text for text, _ in shown).replace("\n", "") == (
-        "<|system|>Be short.<|end|><|user|>What is the moon?<|end|><|assistant|>A rock.<|end|>"
-        "<|user|>Really?<|end|><|assistant|>Yes.<|end|>"
-    )
 
 
 def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -172,24 +133,6 @@ def test_texts_of_all_forms_are_read(tmp_path: Path) -> None:
     assert len(sample_of([EXAMPLE])) == len(sample_of([EXAMPLE / "train.jsonl"]))
 
 
-def test_a_corpus_of_tokens_has_no_text(tmp_path: Path) -> None:
-    write_ds(tmp_path / "train.ds", [[1, 2, 3]])
-    for path in (tmp_path, tmp_path / "train.ds"):
-        with pytest.raises(DataError, match=r"has no text(?s:.*)create PRESET DIR --tokenizer MODEL"):
-            sample_of([path])
-
-
-def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{number:06d}"}) + "\n" for number in range(20_000)))
-    read = sample_of([rows], 30_000)
-    assert 10_000 < sum(map(len, read)) <= 30_000
-    numbers = [int(text) for text in read]
-    assert numbers == sorted(numbers)
-    assert abs(np.mean(numbers) - 10_000) < 500  # from all over
-    assert read == sample_of([rows], 30_000)
-
-
 @pytest.mark.parametrize(("content", "said"), [(b"", "no rows"), (b"\xfa text\n", "not UTF-8")])
 def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     text = tmp_path / "text.txt"
@@ -204,6 +147,9 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         from_text(tmp_path / "new", tmp_path / "missing.txt")
     with pytest.raises(ModelError, match="tokenizer is missing"):
         create_model(tmp_path / "new", TINY, 1, tokenizer=tmp_path)
+    for vocabulary in (100_000, 100):
+        with pytest.raises(ConfigError, match="cannot have this vocabulary"):
+            shape_for(ShapeRequest(1_000_000, 64, vocabulary))
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="already exists"):
         tiny(tmp_path / "there")
@@ -226,3 +172,33 @@ def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
         CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)
     with pytest.raises(ConfigError, match="No such preset"):
         CliRunner().invoke(app, ["create", "12 apples", "new", "--text", "a"], catch_exceptions=False)
+
+
+QUANTIZED = ("quantization", "quantization_config")  # in config.json
+
+
+def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path) -> None:
+    texts = training_texts([ROOT / "data/example/train.jsonl"], None)
+    create_model(tmp_path / "new", ShapeRequest(127_000, 64, 320), 1, texts=texts)
+    model, _ = load(tmp_path / "new")
+    logits = np.array(model(mx.array([[5, 9, 40, 300, 7]])).astype(mx.float32))[0]
+    spread = logits - logits.max(axis=-1, keepdims=True)
+    chances = np.exp(spread) / np.exp(spread).sum(axis=-1, keepdims=True)
+    assert -np.log(chances).mean() == pytest.approx(np.log(320), abs=0.5)
+    quantize(tmp_path / "new", tmp_path / "four", 4, 64)
+    assert json.loads((tmp_path / "four/config.json").read_text())["quantization"]["bits"] == 4
+
+
+def test_the_recipe_begins_with_the_shape_and_the_tokenizer_of_the_model_that_ships(tmp_path: Path) -> None:
+    build.prepare(tmp_path, {"train": build.ROUNDS["train"]})
+    new, shipped = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "untrained", EMBEDDED))
+    assert {key: new.get(key) for key in shipped if key not in QUANTIZED} == {
+        key: value for key, value in shipped.items() if key not in QUANTIZED
+    }
+    assert read_model_files(tmp_path / "untrained").parameters == read_model_files(EMBEDDED).parameters
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "untrained" / name).read_bytes() == (EMBEDDED / name).read_bytes()
+
+
+def test_the_model_that_ships_knows_its_facts() -> None:
+    assert build.share_known(EMBEDDED, every=24) >= 0.95

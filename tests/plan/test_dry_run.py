@@ -1,6 +1,12 @@
 """A dry run makes the training's largest updates under its limits, survives what they do, and is remembered."""
 
 import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +16,20 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
-from safetrain.plan.child import PREFIX, Answer, dry_run_path, most_bytes, remove_remains, scratch_folder, try_out
+from safetrain.plan.child import (
+    PASSED_CAP,
+    PREFIX,
+    Answer,
+    ChildFailed,
+    dry_run_path,
+    most_bytes,
+    ran_out_of_memory,
+    remove_remains,
+    run_json,
+    run_lines,
+    scratch_folder,
+    try_out,
+)
 from tests.plan.test_recommend import machine
 from tests.stores import write_stores
 from tests.support.random_models import build_model
@@ -47,9 +66,7 @@ def ask(model: ModelFiles, job: TrainJob, said: list[str], module: str = MODULE)
     return found
 
 
-def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
-    model: ModelFiles, job: TrainJob, tmp_path: Path
-) -> None:
+def test_the_training_is_tried_out_under_its_limits(model: ModelFiles, job: TrainJob, tmp_path: Path) -> None:
     said: list[str] = []
     found = ask(model, job, said)
     assert found.ended == ""
@@ -99,3 +116,100 @@ def test_it_is_watched_where_nothing_bounds_metal_s_memory(
     assert found.ended == "its memory exceeded 64.0 MiB"
     assert ask(model, job, said, "swelling") == found
     assert len(said) == 1  # the second time it is remembered
+
+
+PARENT = """
+import sys
+from safetrain.plan.child import run_to_its_end
+sys.exit(run_to_its_end([sys.executable, sys.argv[1]]))
+"""
+SLOW_TO_SAVE = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(128 + number)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising = "from safetrain.core.errors import ModelError\nraise ModelError('It is broken.', where='a file')\n"
+    (tmp_path / "broken_child.py").write_text(raising)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    told = f"exit code 1: safetrain.core.errors.ModelError: It is broken. (traceback: {tmp_path}/error.txt)"
+    with pytest.raises(ChildFailed, match=f"^{re.escape(told)}$"):
+        run_json("broken_child", [], 60)
+    assert run_lines("broken_child", [], 60) == ([], told)
+    assert "line 2, in <module>" in (tmp_path / "error.txt").read_text()
+    with pytest.raises(ChildFailed, match="not finished after"):
+        run_json("http.server", ["0", "--bind", "127.0.0.1"], 0.5)
+    with pytest.raises(ChildFailed, match="cannot be read"):
+        run_json("this", [], 30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_child_time_to_save(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(SLOW_TO_SAVE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    if number == signal.SIGINT:
+        os.killpg(parent.pid, number)  # as a terminal does
+    else:
+        parent.send_signal(number)
+    assert parent.stdout.read() == "saved\n"
+    assert parent.wait(timeout=10) == 128 + number
+    parent.stdout.close()
+
+
+MIB = 2**20
+GROWING = """
+import signal, sys, time
+from pathlib import Path
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, lambda n, f: (Path(sys.argv[2]).write_text("ended"), sys.exit(143)))
+print("before", flush=True)
+kept = bytearray(int(sys.argv[3]))
+if sys.argv[1] != "small":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that takes memory."""
+    (tmp_path / "growing_child.py").write_text(GROWING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "growing_child"
+
+
+def test_a_child_beyond_its_cap_is_asked_to_end_or_killed_and_what_it_said_is_kept(
+    growing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS, where nothing else holds a dry run back from swapping the desktop."""
+    word = tmp_path / "word"
+    lines, ended = run_lines(growing, ["listens", str(word), str(200 * MIB)], 30, 100 * MIB)
+    assert (lines, ended) == (["before"], f"{PASSED_CAP} 100.0 MiB")
+    assert word.read_text() == "ended"
+    assert run_lines(growing, ["small", str(tmp_path), str(MIB)], 30, 100 * MIB) == (["before"], "")
+    monkeypatch.setattr("safetrain.plan.child.GRACE_SECONDS", 0.2)
+    began = time.monotonic()
+    assert run_lines(growing, ["deaf", str(word), str(200 * MIB)], 30, 100 * MIB)[1].startswith(PASSED_CAP)
+    assert time.monotonic() - began < 10
+
+
+def test_what_speaks_of_memory() -> None:
+    for ended in ("killed by signal 11", "killed by signal 9", "exit code 1: [malloc] Unable to allocate 8 bytes"):
+        assert ran_out_of_memory(ended)
+    assert not any(map(ran_out_of_memory, ("killed by signal 15", "exit code 1: ImportError")))

@@ -10,7 +10,7 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.run_state import PostMortem, RunIdentity, RunState, write_run_state
+from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
@@ -20,6 +20,7 @@ from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.preflight import engine_checks, environment_checks, power_check, pressure_check, software_checks
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import OPEN, data, plan
+from tests.watch.made_run import DEATH
 
 CPU = Probe("cpu", "", 0, 0, 0, 140 * 2**20, "OpenBLAS", True, "", 200.0)
 MODEL = read_model_files(EMBEDDED)
@@ -83,23 +84,9 @@ def test_what_may_fit_is_left_to_the_dry_run() -> None:
     assert "measured in a dry run: 2.0 MiB, of which mlx 1.0 MiB" in fit(measured).found
 
 
-def test_data_warnings_warn_and_empty_splits_fail() -> None:
-    def files(report: object) -> str:
-        return preflight.data_check(report).status  # type: ignore[arg-type]
-
-    assert files(data()) == "pass"
-    assert files(dataclasses.replace(data(), warnings=("x",))) == "warn"
-    assert files(dataclasses.replace(data(), test=dataclasses.replace(data().test, rows=0))) == "fail"
-
-
 def died(output: Path, **changed: object) -> None:
     """Leave a post-mortem."""
-    usual = PostMortem(
-        cause="oom_kill", title="out of memory", confidence="likely", is_memory=True, evidence=(), advice="",
-        phase="gradient", step=7, micro_batch=0, rows=0, tokens=0, row_ids=(), footprint_bytes=0, limit_bytes=0,
-        limit_name="", predicted_peak_bytes=0, mlx_active_bytes=0, mlx_peak_bytes=0, loss=None, resumes_from_step=0,
-        next_command="dvc repro", exit_code=137, ended_seconds=time.time() - 60,
-    )  # fmt: skip
+    usual = dataclasses.replace(DEATH, title="out of memory", step=7, ended_seconds=time.time() - 60)
     write_record(output / POSTMORTEM, dataclasses.replace(usual, **changed))  # type: ignore[arg-type]
 
 

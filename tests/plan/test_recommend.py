@@ -2,7 +2,6 @@
 
 import dataclasses
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.schema import Lora, Train
-from safetrain.core.records.settings import Recommendation, read_recommendation, require_plan_for, resolve, usual_warmup
-from safetrain.core.storage.files import write_record
+from safetrain.core.records.settings import Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, places_of_base
-from safetrain.plan.pretraining import finish_text, passes_for, pretraining_lines, trained_tokens, wanted_tokens
+from safetrain.plan.pretraining import pretraining_lines, trained_tokens, wanted_tokens
 from safetrain.plan.recommend import recommendation_of
 from safetrain.plan.remedies import nothing_fits
 from stages.recommend_config import recommendation_lines
@@ -182,17 +180,6 @@ def test_pins_that_the_model_cannot_take_are_errors() -> None:
         plan(dataclasses.replace(OPEN, max_seq_length=1024))
 
 
-def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    path, recommendation = tmp_path / "r.json", plan()
-    write_record(path, recommendation)
-    assert read_recommendation(path) == recommendation
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_recommendation(path)
-    with pytest.raises(ConfigError, match=r"none\.json does not exist yet"):
-        read_recommendation(tmp_path / "none.json")
-
-
 def test_a_plan_for_something_else_is_refused() -> None:
     lora = plan()
     require_plan_for(lora, "dora", lora.planned_model)
@@ -223,25 +210,9 @@ def test_what_a_person_set_is_printed_as_set_and_changes_no_plan() -> None:
     assert ["eval_steps", "7", "set", "by", "you"] in lines
 
 
-def test_a_validation_reads_no_more_than_is_trained_between_two() -> None:
-    parts = (data(), machine(), read_model_files(EMBEDDED), OPEN, NO_LORA_PINS)
-    usual, rarer = (recommend(*parts, mean_tokens=100.0, valid_tokens=tokens) for tokens in (1_000, 64_000))
-    assert rarer.eval_steps * 16 * 100 >= 64_000 > usual.eval_steps * 16 * 100
-    assert usual.save_steps == rarer.save_steps
-
-
 DAY = 86_400
 FLOATS = dataclasses.replace(read_model_files(EMBEDDED), quantization_bits=None)
 NOW = datetime(2026, 11, 23, 12, 0)
-
-
-@pytest.mark.parametrize(
-    ("there", "passes"), [(10**10, 1), (1_700_000_000, 1), (850_000_000, 2), (425_000_000, 4), (10_000_000, 4), (0, 4)]
-)
-def test_passes_come_to_twenty_tokens_a_parameter_but_are_never_more_than_four(there: int, passes: int) -> None:
-    count, reason = passes_for(85_000_000, there)
-    assert (count, wanted_tokens(85_000_000)) == (passes, 1_700_000_000)
-    assert ("worth much less" in reason) == (there < 425_000_000)
 
 
 def said(there: int, epochs: int, seconds: float | None) -> str:
@@ -259,12 +230,6 @@ def test_the_plan_says_how_much_of_the_text_that_is_wanted_is_there() -> None:
     assert "9,930 tokens a second: 2.0 days" in text
     assert "2026-11-25" in text
     assert "find more" not in text
-
-
-def test_too_little_text_and_an_unknown_time_are_said() -> None:
-    assert "unknown" in said(10**9, 2, None)
-    assert "worth much less" in said(10**8, 8, DAY)
-    assert "far below" in said(10**8, 1, DAY)
 
 
 def pretraining(there: int, **pins: object) -> Recommendation:
@@ -297,9 +262,3 @@ def test_too_little_text_and_pins_set_no_other_end() -> None:
     assert "adapter" not in "".join(chosen.reasons.values())
     with pytest.raises(ConfigError, match=r"train\.max_seq_length is 4096"):  # longer than the context
         pretraining(10**9, max_seq_length=4096)
-
-
-def test_no_date_is_beyond_the_calendar() -> None:
-    assert finish_text(NOW, 3600) == "2026-11-23 13:00"
-    assert finish_text(NOW, 100 * DAY) == "2027-03-03"
-    assert "years" in finish_text(NOW, 1e15)

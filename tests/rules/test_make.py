@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 
@@ -54,19 +56,16 @@ def mac(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("version", "pythons", "code", "said"),
-    [
-        ("13.7.8", {"python3": "arm64"}, 1, "needs macOS 14 or newer, and this is macOS 13.7.8"),
-        (
-            "26.6.2",
-            {"python3": "x86_64", "python3.13": "arm64"},
-            STOPPED,
-            "python3: it is an x86_64 Python, which runs",
-        ),
-        ("14.0", {"python3": "x86_64"}, 1, "needs an arm64 Python"),
-    ],
-)
+@pytest.mark.parametrize(("version", "pythons", "code", "said"), [
+    ("13.7.8", {"python3": "arm64"}, 1, "needs macOS 14 or newer, and this is macOS 13.7.8"),
+    (
+        "26.6.2",
+        {"python3": "x86_64", "python3.13": "arm64"},
+        STOPPED,
+        "python3: it is an x86_64 Python, which runs",
+    ),
+    ("14.0", {"python3": "x86_64"}, 1, "needs an arm64 Python"),
+])  # fmt: skip
 def test_an_old_macos_and_pythons_under_rosetta_are_told(
     mac: Path, version: str, pythons: dict[str, str], code: int, said: str
 ) -> None:
@@ -88,3 +87,28 @@ def test_uv_s_choice_is_looked_at_too(mac: Path) -> None:
     assert done.returncode == 1
     assert "uv chose an x86_64 Python" in done.stderr
     assert not (mac / ".venv").exists()
+
+
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+")
+
+
+def jobs(text: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load(text)["jobs"].values())
+
+
+def test_each_system_of_the_readme_is_tested() -> None:
+    (job,) = jobs((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert job["strategy"]["matrix"]["system"] == ["ubuntu-24.04", "ubuntu-24.04-arm", "macos-15"]
+    assert job["runs-on"] == "${{ matrix.system }}"
+    assert "make test" in [step.get("run") for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_actions_are_pinned_by_commit_and_may_only_read(path: Any) -> None:
+    text = path.read_text(encoding="utf-8")
+    used = [line.partition("uses:")[2].strip() for line in text.splitlines() if "uses:" in line]
+    assert used
+    assert all(PINNED.fullmatch(action) for action in used), used
+    assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] for job in jobs(text))

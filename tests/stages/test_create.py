@@ -26,9 +26,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return made
 
 
-def test_a_corpus_is_validated_for_a_training_from_scratch_alone(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_is_for_a_training_from_scratch_alone(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     done = workspace.stage("validate_data", "data.path=data/corpus")
     assert (done.returncode, "train.method=pretrain" in done.stderr) == (2, True)
     printed = workspace.stage("validate_data", "data.path=data/corpus", "train.method=pretrain").stdout

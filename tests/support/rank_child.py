@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +73,6 @@ def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
             loss = mx.array(total)
         found.append((float(np.array(loss)), update.trained_tokens, len(update.rows), flat(tree).tolist()))
     return {"updates": found}
-
-
-def sums(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Numbers of all sizes, added up: their bits, on each rank."""
-    source = np.random.default_rng(ranks.rank)
-    tree = {
-        name: mx.array((source.normal(size=size) * 10.0 ** source.integers(-20, 20, size)).astype(np.float32))
-        for name, size in (("few", 3), ("many", 300_001), ("one", 1))
-    }
-    found, *_ = ranks.sum_update(1.0, 0, 1, tree, 1)
-    strange = {"negative zero": mx.array([-0.0, float("nan"), 1.5]), "narrow": mx.array([[1.5, -0.0]], mx.bfloat16)}
-    mine = strange if ranks.rank == 0 else {name: mx.zeros_like(array) for name, array in strange.items()}
-    given = ranks.broadcast_arrays(mine)
-    same = all(
-        (np.array(given[name].reshape(-1).view(mx.uint8)) == np.array(array.reshape(-1).view(mx.uint8))).all()
-        and given[name].shape == array.shape
-        for name, array in strange.items()
-    )
-    bits = {name: sha256(np.array(array).tobytes()).hexdigest() for name, array in found.items()}
-    return {"bits": bits, "broadcast": same, "text": ranks.broadcast(b"of 0" if not ranks.rank else b"").decode()}
 
 
 def training(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -179,8 +158,7 @@ def _found(result: Result | None) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
-    made.__name__: made
-    for made in (gradient, sums, training, pretraining, stops, broken, is_bad, differs, drifts, dies)
+    made.__name__: made for made in (gradient, training, pretraining, stops, broken, is_bad, differs, drifts, dies)
 }
 
 

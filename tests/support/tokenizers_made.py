@@ -63,6 +63,14 @@ def _letters(prefix: str) -> Any:
     return tokenizer
 
 
+def _normalized(tokenizer: Any) -> Any:
+    """Other letters than those of the text, more or fewer of them."""
+    from tokenizers import normalizers
+
+    tokenizer.normalizer = normalizers.NFKC()
+    return tokenizer
+
+
 START = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3, QWEN2 = START + r"\p{N}{1,3}" + REST, START + r"\p{N}" + REST
@@ -75,6 +83,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: _letters("all"),
     "gemma": lambda: _letters("none"),
     "mistral": lambda: _letters("first"),
+    "other letters": lambda: _normalized(_letters("first")),
     "unknown split": lambda: _bytes(r"\w+|\W+"),
 }
 

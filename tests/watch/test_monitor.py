@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, Started
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.metrics import start_csv
+from safetrain.core.records.metrics import StepRecord, start_csv
 from safetrain.core.records.run_state import describe_rows, read_postmortem
 from safetrain.core.run_folder import Run, RunReader, read_run
 from safetrain.core.storage import paths
@@ -25,6 +26,7 @@ from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, State, json_line, running_stage, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of
+from safetrain.watch.progress import TrainProgress, time_left, time_left_text
 from tests.watch.made_run import (
     ENDINGS,
     ENDS_AT,
@@ -34,7 +36,6 @@ from tests.watch.made_run import (
     SAVED_AT,
     TOTAL,
     change,
-    data_report,
     ended_run,
     loss_at,
     under_way,
@@ -176,27 +177,10 @@ def test_less_memory_and_more_than_predicted_are_shown_in_words(tmp_path: Path) 
         assert text.partition("peak")[0].strip(" :") == sign
 
 
-def test_time_left_includes_the_adapter_check(running: Path) -> None:
-    run = read_run(running)
-    now = run.read_at_monotonic_seconds
-    past = [JournalEntry(0.0, now - 68, Begun(TOTAL, 0, "", 10, check_validations=3.0)),
-            JournalEntry(0.0, now - 60, Progress(0, 0.0, 1)), JournalEntry(0.0, now - 20, Progress(20, 24.0, 3)),
-            JournalEntry(0.0, now, Progress(30, 36.0, 4))]  # fmt: skip
-    run = dataclasses.replace(run, journal=tuple(past), data=data_report())
-    view = view_of(run)
-    assert view.left_seconds is not None
-    assert view.left_seconds == pytest.approx(10 * 1.2 + 8.0 + 3 * 8.0)
-    assert "left, until" in drawn(view)
-    assert json.loads(json_line(view))["progress"]["left"]["seconds"] == pytest.approx(44.0)
-    assert view_of(later(run, 700.0)).left_seconds == 0
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "half a line of metrics": lambda run: _append(run / paths.METRICS_CSV.name, b"26,1.3,0.6"),
-    "half a line of the journal": lambda run: _append(run / FLIGHT / JOURNAL, b'{"type": "Said", "ki'),
     "damaged metrics": lambda run: (run / paths.METRICS_CSV.name).write_bytes(b"\xff\x00,,,\n" * 9),
     "half a marker": lambda run: (run / FLIGHT / MARKER).write_text('{"boot_id": "x"'),
-    "half a job": lambda run: (run / FLIGHT / JOB).write_text('{"base":'),
     "half a post-mortem": lambda run: (run / POSTMORTEM).write_text('{"cause": "ki'),
     "a recorder cut short": lambda run: (run / FLIGHT / RECORDER).write_bytes(b"SAFETRN2"),
     "no flight": lambda run: shutil.rmtree(run / FLIGHT),
@@ -220,9 +204,7 @@ def test_records_that_are_half_written_or_gone_are_left_out(what: str, running: 
         assert ("unread" in dict(rows_of(view))) == (len(view.run.unreadable) > 0)
 
 
-def test_it_fits_every_terminal_with_letters_of_two_columns_and_hostile_text(
-    ended: Callable[[str], Path], running: Path
-) -> None:
+def test_it_fits_every_terminal_with_wide_letters_and_hostile_text(ended: Callable[[str], Path], running: Path) -> None:
     hostile = "模型" * 20 + "\x1b]0;title\x07\x1b[2J[bold]x[/bold]\u202e"
     write_record(running / FLIGHT / JOB, dataclasses.replace(JOB_OF_ALL, base=hostile))
     for text in ("", "\n", "\r\n\r\n", hostile):
@@ -280,3 +262,66 @@ def test_the_command_follows_a_training_to_its_end_in_a_pipe_and_ctrl_c_leaves_i
         out, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (0, "")
     assert "not running" in out.splitlines()[-1]
+
+
+STEP_SECONDS, VALIDATION_SECONDS, EVERY = 2.0, 30.0, 10
+
+
+def run(steps: int, pace: float = STEP_SECONDS, check: float = 0.0) -> list[JournalEntry]:
+    """The journal of a training of 100 updates, whose first comes after a validation."""
+    now, validations = VALIDATION_SECONDS, 1
+    journal = [JournalEntry(0.0, 0.0, Begun(100, 0, "", EVERY, check)), JournalEntry(0.0, now, Progress(0, 0.0, 1))]
+    for step in range(1, steps + 1):
+        now += pace + VALIDATION_SECONDS * (step % EVERY == 0)
+        validations += step % EVERY == 0
+        journal.append(JournalEntry(0.0, now, Progress(step, pace * step, validations)))
+    return journal
+
+
+def left_of(journal: list[JournalEntry], later: float = 0.0) -> float:
+    found = time_left(journal, journal[-1].monotonic_seconds + later)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("steps", [3, 57, 100])
+def test_updates_validations_and_the_adapter_check_count(steps: int) -> None:
+    validations = 10 - steps // 10
+    found = left_of(run(steps, check=1.5))
+    assert found == pytest.approx((100 - steps) * STEP_SECONDS + (validations + 1.5) * VALIDATION_SECONDS)
+
+
+def test_it_is_unknown_before_an_update_and_counts_down_to_longer_than_estimated() -> None:
+    assert time_left([], 0.0) is None
+    assert time_left(run(0), 40.0) is None
+    assert left_of(run(50)) - left_of(run(50), 7.0) == pytest.approx(7.0)
+    assert time_left_text(left_of(run(100, check=1.0), 31.0), 0.0) == "takes longer than estimated"
+
+
+def test_a_pause_is_no_pace() -> None:
+    """Ctrl-Z stops the process and not its clock: the update seems to take the whole pause."""
+    journal = run(60)
+    for number, entry in enumerate(journal):
+        if isinstance(entry.event, Progress) and entry.event.step >= 45:
+            slow = dataclasses.replace(entry.event, elapsed_seconds=entry.event.elapsed_seconds + 3600)
+            journal[number] = JournalEntry(0.0, entry.monotonic_seconds + 3600, slow)
+    assert left_of(journal) == pytest.approx(left_of(run(60)))
+
+
+def record(step: int, valid: float | None = None) -> StepRecord:
+    return StepRecord(step, step / 50, 1.5, valid, 1e-4, 0.5, 20 * step, 900.0, 2**27, 2**28, 2.0 * step)
+
+
+def test_a_training_prints_short_plain_lines_with_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter(range(10_000))
+    shown = TrainProgress(lambda: float(next(seconds)))
+    shown.show(Begun(312, 0, "training on 9 rows"))
+    for step in range(300):
+        shown.show(record(step, 2.5 if step % 100 == 0 else None))
+    shown.show(Said("a remark"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "training on 9 rows"
+    assert lines[1] == "step   0/312 · loss 1.5000 · valid 2.5000 · 900 labels/s"
+    assert re.fullmatch(r"step   2/312 · loss 1.5000 · 900 labels/s · \d+ min left", lines[3])
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "a remark"

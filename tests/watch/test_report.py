@@ -11,17 +11,18 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import ran_by
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.records.metrics import COLUMNS
+from safetrain.core.records.evaluation import Improvement
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import Rung, TrainJob, memory_shape
 from safetrain.core.run_folder import Run, RunMarker, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.watch.charts import NAMES, pictures, write_pictures
 from safetrain.watch.report import write_comparison, write_report
+from safetrain.watch.result import describe_result, describe_scores, unmeasured
 from tests.support.settings import SETTINGS
-from tests.watch.made_run import DEATH, change, data_report, evaluation, journal, make_dead, make_run, sample
+from tests.watch.made_run import DEATH, UPDATES, change, data_report, evaluation, journal, make_dead, make_run, sample
 
 HOSTILE = (
     "<script>document.title='PWNED'</script>", '"><img src=http://evil.example/x onerror=alert(1)>',
@@ -169,25 +170,6 @@ def test_empty_answers_and_an_evaluation_of_another_adapter_are_named_in_the_ver
     assert "Validation loss: 3.000 before, 0.450 at step 25." in told(tmp_path)
 
 
-def test_a_day_of_updates_is_a_small_page(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    lines = [",".join(COLUMNS)]
-    for step in range(1, 8_001):
-        valid = "0.5" if step % 500 == 0 else ""
-        lines.append(f"{step},{step / 1000},1.0,{valid},0.001,0.5,{step * 9},300.0,{2**30},{2**31},{step}.0")
-    (tmp_path / paths.METRICS_CSV).write_text("\n".join(lines) + "\n")
-    assert len(page(tmp_path)) < 1e6
-
-
-def test_pictures_are_files_too(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    drawn = pictures(read_run(tmp_path / paths.OUTPUT))
-    write_pictures(drawn, tmp_path)
-    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in NAMES)
-    write_pictures({"loss": drawn["loss"]}, tmp_path)
-    assert [path.name for path in tmp_path.glob("*.png")] == ["loss.png"]
-
-
 def run(folder: Path, name: str, gain: float = 1.5, rows: int = 40, base: str = "models/tiny", **changes: float) -> Run:
     settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
     make_run(folder / name, found=evaluation((sample("What?"),), gain), settings=settings, base_model=base)
@@ -233,3 +215,76 @@ def test_the_command_writes_where_it_is_told_and_over_no_other_file(
     monkeypatch.chdir(tmp_path / "out")
     with pytest.raises(ConfigError, match="not a safetrain project"):
         CliRunner().invoke(app, ["report"], catch_exceptions=False)
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a finished run, in a project of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SAFETRAIN_RUN", raising=False)
+    return make_run(tmp_path, found=evaluation((sample("Why?"), sample("How?"))), train_rows=1656)
+
+
+def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
+    done = CliRunner().invoke(app, ["result"], catch_exceptions=False)
+    for line in (
+        f"Trained {UPDATES} steps on 1,656 rows in 30 s.",
+        "Exact match on 9 test questions: base 10.0 %, tuned 10.0 %.",
+        "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25 (95 %, 9 rows).",
+        'Next:  safetrain ask "Why?" --base',
+    ):
+        assert line in done.stdout.splitlines()
+    assert "Forgetting: general text loss +0.10 ± 0.02 nats per token (English +0.10 ± 0.02, " in done.stdout
+
+
+@pytest.mark.parametrize(("gain", "half", "words"), [
+    (-0.3, 0.1, "worse by 0.30 ± 0.10 (95 %, 9 rows)"),
+    (0.01, 0.05, "no clear difference, better by 0.01 ± 0.05 (95 %, 9 rows)"),
+    (0.0021, 0.0004, "better by 0.0021 ± 0.0004 (95 %, 9 rows)"),
+    (0.5, None, "better by 0.50 on one row: no interval"),
+])  # fmt: skip
+def test_a_difference_has_its_interval(gain: float, half: float | None, words: str) -> None:
+    scores = dataclasses.replace(evaluation(()), improvement=Improvement(gain, half, 9))
+    assert describe_scores(scores)[-1].endswith(f"nats per token: {words}.")
+
+
+@pytest.mark.parametrize("question", ['say "x"', "$HOME?", "`id`", "long " * 40])
+def test_a_question_that_a_shell_would_change_is_not_offered(tmp_path: Path, question: str) -> None:
+    empty = dataclasses.replace(sample(question), base="", tuned=" \n")
+    output = make_run(tmp_path, found=evaluation((empty,)))
+    text = describe_result(read_run(output))
+    assert 'safetrain ask "..." --base' in text
+    assert text.count("(empty)") == 2
+    assert max(map(len, text.splitlines())) < 160
+
+
+@pytest.mark.parametrize(("least_gain", "code"), [(0.4, 0), (2.0, 1), (1.4, 2)])
+def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: float, code: int) -> None:
+    Path("params.yaml").write_text("gate: {least_gian: 0.4, least_exact_match: null, most_forgotten: 0.2}\n")
+    with pytest.raises(ConfigError, match=r"Unknown key gate\.least_gian"):  # a typo is no verdict
+        CliRunner().invoke(app, ["result", "--gate"], catch_exceptions=False)
+    Path("params.yaml").write_text(
+        f"gate: {{least_gain: {least_gain}, least_exact_match: null, most_forgotten: 0.2}}\n"
+    )
+    assert CliRunner().invoke(app, ["result", "--gate"]).exit_code == code
+    assert unmeasured(read_run()) == ""
+    (paths.ADAPTERS / "adapters.safetensors").write_bytes(b"other weights")
+    for command in (["result", "--gate"], ["result"]):
+        failed = CliRunner().invoke(app, command).exception
+        assert isinstance(failed, ConfigError)  # exit code 2
+        assert "has not been evaluated" in str(failed)
+    assert "'safetrain stage evaluate' measures it" in unmeasured(read_run())
+    paths.SUMMARY.unlink()
+    assert "No run has finished yet" in str(CliRunner().invoke(app, ["result"]).exception)
+
+
+@pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run", "dvc repro"])
+def test_next_steps_fit_the_way_it_was_run(output: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(paths.DATA_REPORT, source="data/example")
+    Path("dvc.lock").touch() if command.startswith("dvc") else monkeypatch.setenv("SAFETRAIN_RUN", command)
+    text = describe_result(read_run(), ran_by())
+    assert "safetrain run --data FILE " in text.splitlines()[-1]
+    assert ("dvc exp run" in text) == command.startswith("dvc")
+    assert (f"{command} train.learning_rate=2e-3 " in text) != command.startswith("dvc")
+    change(paths.DATA_REPORT, source="data/mine.jsonl")
+    assert "your data" not in describe_result(read_run())

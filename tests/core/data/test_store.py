@@ -23,13 +23,10 @@ from safetrain.core.data.store import (
     store_path,
 )
 from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, TokenWindows, token_row
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.model.files import tokenizer_hash
-from safetrain.data.corpus import byte_lengths
 from tests.corpora import write_ds
-from tests.data.models import model_with
 from tests.stores import MADE, add_row, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
@@ -190,15 +187,3 @@ def test_a_file_that_changed_after_validation_is_refused(change: str, two_files:
     with pytest.raises(DataError, match=r"b\.ds") as caught:
         open_store(paths[0].parent / "train.tokens.safetensors")
     assert "validate" in str(caught.value)
-
-
-def test_bytes_of_ids_where_the_vocabulary_is_text(tmp_path: Path) -> None:
-    model = model_with(tmp_path / "model", None)
-    file = model / "tokenizer.json"
-    definition = json.loads(file.read_text())
-    definition.update(pre_tokenizer=None, normalizer=None, post_processor=None)
-    definition["decoder"] = {"type": "ByteFallback"}
-    definition["model"] = {"type": "BPE", "vocab": {"▁água": 0, "<0xE6>": 1, "a": 2}, "merges": []}
-    definition["added_tokens"] = [{**definition["added_tokens"][0], "id": 3, "content": "<|end|>"}]
-    file.write_text(json.dumps(definition))
-    assert byte_lengths(ChatTokenizer(model)).tolist() == [6, 1, 1, 0]

@@ -7,11 +7,7 @@ from hypothesis import strategies as st
 
 from safetrain.core.data.token_rows import TokenRows, TokenWindows, token_row
 from safetrain.core.data.training_rows import Cursor, TrainingRows, largest_update, rows_at
-from safetrain.core.errors import DataError
-from safetrain.core.memory.estimate import largest_micro_batch
-from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import updates_per_epoch
-from tests.updates import worst_update
 
 END = 0
 
@@ -53,14 +49,6 @@ def test_every_token_is_predicted_once_and_only_from_its_document(lengths: list[
     assert np.array_equal(predicted, expected)
 
 
-def test_what_is_no_label_stays_none() -> None:
-    data = TokenRows.of([token_row([1, 2, 3, END], [False, False, True, True])])
-    pieces = TokenWindows(data, 2, frozenset({END})).pieces([0, 1])
-    assert pieces.label_counts.tolist() == [1, 1]
-    with pytest.raises(DataError, match="nothing to train on"):
-        TokenWindows(TokenRows.of([]), 8, frozenset({END}))
-
-
 @pytest.mark.parametrize(("rows", "measured"), [(100, 100), (10_000, 3_360)])
 def test_of_many_validation_rows_an_evenly_spread_sample_is_measured(rows: int, measured: int) -> None:
     valid = documents([40] * rows)
@@ -89,21 +77,6 @@ def test_no_update_of_the_orders_that_were_looked_at_is_larger(rows_per_update: 
     assert found.labels == max(labels for _, labels in seen)
     another = [tokens for seed in range(100, 110) for tokens, _ in sizes_of_run(seed, rows_per_update, 2)]
     assert max(another) < 1.25 * found.tokens
-
-
-def test_a_micro_batch_holds_no_more_than_its_rows_have_room_for_or_than_the_update_has() -> None:
-    found = largest_update(ROWS, NONE, 16, 3, None)
-    longest = padded(found.longest)
-    one, all_of_it = (largest_micro_batch(found, size, 16) for size in (1, 16))
-    assert (one.total, one.tokens, one.accumulates) == (longest, longest, found.tokens > longest)
-    assert one.rows == round(16 * longest / found.tokens) > 1  # short ones, which can be computed side by side
-    assert (all_of_it.total, all_of_it.labels, all_of_it.accumulates) == (found.tokens, found.labels, False)
-    assert all_of_it.total < 16 * longest / 2  # as many of the longest would be far more
-    twice = largest_micro_batch(found, 32, 32)  # rows per update that nobody has looked at
-    assert twice.total == 2 * found.tokens
-    unknown = worst_update(1 + longest, 16)
-    assert largest_micro_batch(unknown, 16, 16).total == 16 * longest
-    assert largest_micro_batch(unknown, 4, 16).labels == 4 * longest
 
 
 def test_the_order_is_that_of_a_plain_loop() -> None:

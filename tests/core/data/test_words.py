@@ -2,7 +2,6 @@
 
 import collections
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -81,22 +80,3 @@ def test_there_are_sixty_different_pieces_that_a_tokenizer_expresses() -> None:
     assert general_text(ChatTokenizer(EMBEDDED), 2048, 40).rows.lengths.max() == 40
     half = general_text(ChatTokenizer(EMBEDDED), 2048, 512, int(found.rows.lengths.sum()) // 2)  # where time is short
     assert collections.Counter(half.parts) == {"english": 12, "portuguese": 12, "code": 6}
-
-
-def test_pieces_with_letters_that_a_vocabulary_lacks_are_left_out(tmp_path: Path) -> None:
-    """Without its bytes above 127 the tokenizer drops accents without a word; so it does braces with none of those."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(EMBEDDED / name, folder / name)
-    value = json.loads((EMBEDDED / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary, model = value["model"]["vocab"], value["model"]
-    model["vocab"] = {token: number for token, number in vocabulary.items() if token.isascii() or token[0] == "Ġ"}
-    kept = model["vocab"]
-    model["merges"] = [pair for pair in model["merges"] if all(part in kept for part in pair) and "".join(pair) in kept]
-    (folder / "tokenizer.json").write_text(json.dumps(value), encoding="utf-8")
-    found = general_text(ChatTokenizer(folder), 2048, 512)
-    assert "portuguese" not in found.parts
-    assert found.parts.count("english") >= 20
-    assert found.left_out >= 24
-    assert len(general_text(ChatTokenizer(EMBEDDED), 100, 512).rows) == 0, "tokens that the model does not have"
