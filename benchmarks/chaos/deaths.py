@@ -1,7 +1,5 @@
 """Endings of the training process itself: hangs, errors, what drivers say before an abort, bad numbers, a clock."""
 
-import shlex
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +17,6 @@ def deaths(ground: Ground) -> Iterator[Ending]:
     """All of them."""
     yield hang(ground)
     yield python_error(ground)
-    yield named_command(ground)
     yield driver_abort(ground, WATCHDOG, "gpu_watchdog", goes_on=True)
     yield driver_abort(ground, HANDLES, "resource_limit", goes_on=False)
     yield from (clock_jump(ground, days) for days in (1, -1))
@@ -50,19 +47,6 @@ def python_error(ground: Ground) -> Ending:
     )  # fmt: skip
     ending.require(done.code == 1, f"exit code {done.code} and not 1")
     go_on(ground, ending)
-    return ending
-
-
-def named_command(ground: Ground) -> Ending:
-    """The command that the post-mortem names continues the training."""
-    project = ground.project
-    ending = Ending("kill -9, then the command that the post-mortem names")
-    _, truth, told = train_hit(project, hit("signal", signal=int(signal.SIGKILL)))
-    ending.expect(told, cause="killed", exit_code=137, phase="gradient", step=truth["step"] + 1)
-    done = project.finish(project.start(*shlex.split(told["next_command"])))
-    ending.compare(project, ground.reference, done)
-    promised, found = told["resumes_from_step"], done.continued_from
-    ending.require(found == promised, f"continued from step {found}, promised was {promised}")
     return ending
 
 
