@@ -137,7 +137,8 @@ def memory_of_run(
         peak, needed = total_bytes(terms), with_margin(terms)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
-    peak = _scaled(planned.peak_bytes, then, terms)
+    is_comparable = settings.stream_base == planned.settings.stream_base
+    peak = _scaled(planned.peak_bytes, then, terms) if is_comparable else total_bytes(terms)
     if planned.covers(settings, largest):  # the dry run ran the largest update of several row orders
         own = planned.own_order
         peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, planned.peak_bytes)
