@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 
 from safetrain.cli_models import card, convert, export, fetch, fuse, import_
@@ -48,22 +48,20 @@ class Commands(TyperGroup):
             sys.exit(exit_code_of(error))
 
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP
-)
+app = Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP)
 
 
 def _tell_version(asked: bool) -> None:
     """Print the version and end."""
     if asked:
         print(f"safetrain {version('safetrain')}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+        bool, Option("--version", callback=_tell_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
     """Options before a command; the version has been printed by then."""

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import counted, print_text, size_text
@@ -15,20 +15,20 @@ from safetrain.project import model_of_params
 if TYPE_CHECKING:
     from safetrain.engine.tuned import ExportJob
 
-export = typer.Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
-import_ = typer.Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
+export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
+import_ = Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-OutFolder = Annotated[Path, typer.Argument(help="folder to write; must not exist yet")]
-AdapterFolder = Annotated[Path, typer.Option(help="adapter folder")]
-BaseFolder = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
-MayLose = Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
+OutFolder = Annotated[Path, Argument(help="folder to write; must not exist yet")]
+AdapterFolder = Annotated[Path, Option(help="adapter folder")]
+BaseFolder = Annotated[Path | None, Option(help="base model folder; default: the adapter's own")]
+MayLose = Annotated[float, Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
 GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in lower case
 
 
 def fetch(
-    hub_id: Annotated[str, typer.Argument(help="e.g. mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
-    into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
+    hub_id: Annotated[str, Argument(help="e.g. mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
+    into: Annotated[Path, Option(help="folder that holds the models")] = Path("models"),
 ) -> None:
     """Download a model from the Hugging Face Hub into models/."""
     from safetrain.plan.hub import fetch_model
@@ -38,10 +38,10 @@ def fetch(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="folder of a float model")],
+    source: Annotated[Path, Argument(help="folder of a float model")],
     target: OutFolder,
-    bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
-    group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
+    bits: Annotated[int, Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
+    group_size: Annotated[int, Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
     """Quantize a model: training then needs a quarter of the memory."""
     from safetrain.core.model.files import read_model_files
@@ -62,8 +62,8 @@ def convert(
 
 def fuse(
     out: OutFolder,
-    bits: Annotated[int | None, typer.Option(help="of the trained matrices; default: the base's, 8 or float")] = None,
-    as_float: Annotated[bool, typer.Option("--float", help="quantize nothing")] = False,
+    bits: Annotated[int | None, Option(help="of the trained matrices; default: the base's, 8 or float")] = None,
+    as_float: Annotated[bool, Option("--float", help="quantize nothing")] = False,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
@@ -92,10 +92,10 @@ def fuse(
 
 
 def card(
-    folder: Annotated[Path, typer.Argument(help="a fused or exported model, or an adapter")],
-    adapter: Annotated[Path | None, typer.Option(help="that FOLDER was made from; default: the pipeline's")] = None,
+    folder: Annotated[Path, Argument(help="a fused or exported model, or an adapter")],
+    adapter: Annotated[Path | None, Option(help="that FOLDER was made from; default: the pipeline's")] = None,
     model: BaseFolder = None,
-    replace: Annotated[bool, typer.Option("--replace", help="overwrite README.md")] = False,
+    replace: Annotated[bool, Option("--replace", help="overwrite README.md")] = False,
 ) -> None:
     """Write a model card with the measured results.
 
@@ -113,7 +113,7 @@ def card(
 @export.command("peft")
 def export_peft(
     out: OutFolder,
-    base_name: Annotated[str | None, typer.Option(help="Hub ID or folder of the float model for PEFT")] = None,
+    base_name: Annotated[str | None, Option(help="Hub ID or folder of the float model for PEFT")] = None,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
 ) -> None:
@@ -142,10 +142,8 @@ def export_peft(
 
 @export.command("gguf")
 def export_gguf(
-    out: Annotated[Path, typer.Argument(help="file to write, NAME.gguf; must not exist yet")],
-    kind: Annotated[
-        GgufType, typer.Option("--type", help="of the weights; K types need llama-quantize")
-    ] = GgufType.Q8_0,
+    out: Annotated[Path, Argument(help="file to write, NAME.gguf; must not exist yet")],
+    kind: Annotated[GgufType, Option("--type", help="of the weights; K types need llama-quantize")] = GgufType.Q8_0,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
@@ -173,9 +171,9 @@ def export_gguf(
 
 @import_.command("peft")
 def import_peft(
-    source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
-    out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist yet")],
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
+    source: Annotated[Path, Argument(help="folder that PEFT wrote")],
+    out: Annotated[Path, Argument(help="adapter folder to write; must not exist yet")],
+    model: Annotated[Path | None, Option(help="base model folder; default: model.path of params.yaml")] = None,
 ) -> None:
     """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and programs that use mlx-lm.
 

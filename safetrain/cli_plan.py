@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import print_text, size_text
@@ -17,7 +17,7 @@ PROBE = "safetrain.engine.probe"
 
 
 def info(
-    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
+    model: Annotated[Path | None, Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
     """Print a model's sizes and the minimum memory for training it."""
     from safetrain.core.model.files import read_model_plan
@@ -27,14 +27,14 @@ def info(
 
 
 def validate(
-    files: Annotated[list[Path] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
-    model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
-    show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fix: Annotated[Path | None, typer.Option(help="write a repaired copy, a .jsonl file")] = None,
-    drop: Annotated[list[str] | None, typer.Option(help="--fix leaves out rows with these findings")] = None,
-    drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
-    columns: Annotated[list[str] | None, typer.Option(help="your own column, e.g. prompt=frage; repeatable")] = None,
+    files: Annotated[list[Path] | None, Argument(help="files or folders of data; default: data.path")] = None,
+    model: Annotated[Path | None, Option(help="model folder; default: model.path of params.yaml")] = None,
+    show_mask: Annotated[int | None, Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
+    as_json: Annotated[bool, Option("--json", help="print one JSON object")] = False,
+    fix: Annotated[Path | None, Option(help="write a repaired copy, a .jsonl file")] = None,
+    drop: Annotated[list[str] | None, Option(help="--fix leaves out rows with these findings")] = None,
+    drop_bad: Annotated[bool, Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
+    columns: Annotated[list[str] | None, Option(help="your own column, e.g. prompt=frage; repeatable")] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
@@ -70,10 +70,10 @@ def validate(
 
 
 def preflight(
-    level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
-    downgrade: Annotated[list[str] | None, typer.Option(help="check that only warns, e.g. DISK-FREE")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print only preflight_report.json")] = False,
-    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
+    level: Annotated[str | None, Option(help="quick, probe or certify; default: preflight.level")] = None,
+    downgrade: Annotated[list[str] | None, Option(help="check that only warns, e.g. DISK-FREE")] = None,
+    as_json: Annotated[bool, Option("--json", help="print only preflight_report.json")] = False,
+    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
     """Check machine, data, model, memory and disk.
 
@@ -94,20 +94,20 @@ def preflight(
 
 
 def estimate(
-    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
-    machine: Annotated[str | None, typer.Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
-    macos_26: Annotated[bool, typer.Option("--macos-26", help="plan for macOS 26, with more memory")] = False,
-    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="rows in a micro-batch")] = 1,
-    tokens: Annotated[int, typer.Option(min=8, help="tokens in the longest row")] = 512,
-    rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
-    recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
-    method: Annotated[str, typer.Option(help="lora, dora, full or pretrain")] = "lora",
-    num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
-    optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
-    compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: as trained")] = None,
-    pretrain: Annotated[str | None, typer.Option(help="from scratch: 10m, 85m, 400m, 800m or a model folder")] = None,
-    all_machines: Annotated[bool, typer.Option("--all-machines", help="--pretrain on every known machine")] = False,
+    model: Annotated[Path | None, Argument(help="model folder or config.json; default: model.path")] = None,
+    machine: Annotated[str | None, Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
+    macos_26: Annotated[bool, Option("--macos-26", help="plan for macOS 26, with more memory")] = False,
+    memory_gb: Annotated[float | None, Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
+    batch_size: Annotated[int, Option(min=1, help="rows in a micro-batch")] = 1,
+    tokens: Annotated[int, Option(min=8, help="tokens in the longest row")] = 512,
+    rank: Annotated[int, Option(min=1, help="LoRA rank")] = 16,
+    recompute: Annotated[bool, Option("--recompute", help="train.gradient_checkpointing=true")] = False,
+    method: Annotated[str, Option(help="lora, dora, full or pretrain")] = "lora",
+    num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
+    optimizer: Annotated[str, Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
+    compute_dtype: Annotated[str | None, Option(help="float32, bfloat16, float16; default: as trained")] = None,
+    pretrain: Annotated[str | None, Option(help="from scratch: 10m, 85m, 400m, 800m or a model folder")] = None,
+    all_machines: Annotated[bool, Option("--all-machines", help="--pretrain on every known machine")] = False,
 ) -> None:
     """Estimate memory and time, for this machine or another.
 
@@ -139,8 +139,8 @@ def estimate(
 
 
 def selftest(
-    model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
-    report: Annotated[bool, typer.Option("--report", help="measure this machine; print text to paste")] = False,
+    model: Annotated[Path, Argument(help="model folder")] = Path("models/encyclopedia-3m"),
+    report: Annotated[bool, Option("--report", help="measure this machine; print text to paste")] = False,
 ) -> None:
     """Check that this machine computes correctly; --report measures it.
 
@@ -166,14 +166,14 @@ def selftest(
 
 
 def create(
-    preset: Annotated[str, typer.Argument(help="10m, 85m, 400m or 800m")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
-    text: Annotated[list[Path] | None, typer.Option(help="text or rows for the tokenizer; repeatable")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="copy the tokenizer of this model instead")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="tokens; default: from model and text")] = None,
-    context: Annotated[int | None, typer.Option(min=8, help="in tokens; default: 1024; 2048 from 50m up")] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="name of your text column, e.g. text=content")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the initial weights")] = 42,
+    preset: Annotated[str, Argument(help="10m, 85m, 400m or 800m")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="folder to write; must not exist")],
+    text: Annotated[list[Path] | None, Option(help="text or rows for the tokenizer; repeatable")] = None,
+    tokenizer: Annotated[Path | None, Option(help="copy the tokenizer of this model instead")] = None,
+    vocabulary: Annotated[int | None, Option(min=1, help="tokens; default: from model and text")] = None,
+    context: Annotated[int | None, Option(min=8, help="in tokens; default: 1024; 2048 from 50m up")] = None,
+    columns: Annotated[list[str] | None, Option(help="name of your text column, e.g. text=content")] = None,
+    seed: Annotated[int, Option(min=0, help="seed of the initial weights")] = 42,
 ) -> None:
     """Make a new, untrained model for pretraining.
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from safetrain.core.errors import AlreadyRunningError, ConfigError
 from safetrain.core.formatting import RUN, counted, print_text, ran_by
@@ -18,9 +18,9 @@ STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate",
 
 
 def run(
-    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. experiment=minimal")] = None,
-    data: Annotated[str | None, typer.Option(help="first write data.path into params.yaml")] = None,
-    model: Annotated[str | None, typer.Option(help="first write model.path into params.yaml")] = None,
+    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. experiment=minimal")] = None,
+    data: Annotated[str | None, Option(help="first write data.path into params.yaml")] = None,
+    model: Annotated[str | None, Option(help="first write model.path into params.yaml")] = None,
 ) -> None:
     """Run the whole pipeline once, from data to charts.
 
@@ -62,8 +62,8 @@ def _set_values(values: dict[str, str | None]) -> None:
 
 
 def stage(
-    name: Annotated[str, typer.Argument(help=", ".join(STAGES))],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. train.seed=7")] = None,
+    name: Annotated[str, Argument(help=", ".join(STAGES))],
+    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. train.seed=7")] = None,
 ) -> None:
     """Run one stage of the pipeline, as dvc.yaml does."""
     if name not in STAGES:
@@ -72,7 +72,7 @@ def stage(
     os.execv(sys.executable, [sys.executable, "-m", stage_module(name), *(overrides or [])])
 
 
-def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc repro")] = None) -> None:
+def repro(words: Annotated[list[str] | None, Argument(help="options of dvc repro")] = None) -> None:
     """Run what has changed, and keep it: dvc repro."""
     from safetrain.core.model.files import read_model_files
     from safetrain.data.folders import data_files_of
@@ -87,7 +87,7 @@ def repro(words: Annotated[list[str] | None, typer.Argument(help="options of dvc
 
 
 def exp(
-    words: Annotated[list[str] | None, typer.Argument(help="arguments of dvc exp, e.g. run -S train.seed=7")] = None,
+    words: Annotated[list[str] | None, Argument(help="arguments of dvc exp, e.g. run -S train.seed=7")] = None,
 ) -> None:
     """Run and compare experiments: dvc exp."""
     _start_dvc("exp", words)
@@ -101,7 +101,7 @@ def _start_dvc(command: str, words: list[str] | None) -> None:
 
 
 def result(
-    gate: Annotated[bool, typer.Option("--gate", help="only judge whether the run beats its base model")] = False,
+    gate: Annotated[bool, Option("--gate", help="only judge whether the run beats its base model")] = False,
 ) -> None:
     """Show what the run learned, and what to try next.
 
@@ -121,8 +121,8 @@ def result(
 
 
 def diagnose(
-    as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
-    bundle: Annotated[Path | None, typer.Option(help="write a zip for a bug report, without your text")] = None,
+    as_json: Annotated[bool, Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
+    bundle: Annotated[Path | None, Option(help="write a zip for a bug report, without your text")] = None,
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import EMPTY_ANSWER, print_text
@@ -15,10 +15,10 @@ from safetrain.core.storage import paths
 if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer, Messages, Prompts
 
-AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
-ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
-BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter, e.g. for a fused model (--model)")]
-SystemOption = Annotated[str | None, typer.Option(help="system prompt ('': none); default: as in training")]
+AdapterOption = Annotated[Path, Option(help="adapter folder")]
+ModelOption = Annotated[Path | None, Option(help="base model folder; default: the adapter's own")]
+BaseOption = Annotated[bool, Option("--base", help="without the adapter, e.g. for a fused model (--model)")]
+SystemOption = Annotated[str | None, Option(help="system prompt ('': none); default: as in training")]
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
 
 def ask(
     question: str,
-    base: Annotated[bool, typer.Option("--base", help="also show what the base model answers")] = False,
+    base: Annotated[bool, Option("--base", help="also show what the base model answers")] = False,
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    max_new_tokens: Annotated[int, Option(min=1, help="longest answer")] = 256,
 ) -> None:
     """Ask the tuned model a question.
 
@@ -91,14 +91,14 @@ def ask(
 
 def chat(
     base: BaseOption = False,
-    compare: Annotated[bool, typer.Option("--compare", help="answers from base and tuned")] = False,
+    compare: Annotated[bool, Option("--compare", help="answers from base and tuned")] = False,
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="total probability of the sampled tokens")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="longest answer")] = 256,
+    temperature: Annotated[float, Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
+    top_p: Annotated[float, Option(min=0.01, max=1.0, help="total probability of the sampled tokens")] = 1.0,
+    seed: Annotated[int | None, Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
 
@@ -134,9 +134,9 @@ def serve(
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0: open to the network, without a password")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens; a request may set it")] = 512,
+    host: Annotated[str, Option(help="0.0.0.0: open to the network, without a password")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
+    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens; a request may set it")] = 512,
 ) -> None:
     """Serve the tuned model to any OpenAI client.
 

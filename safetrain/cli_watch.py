@@ -1,15 +1,15 @@
 """The commands of `safetrain` that look at a run or measure a model: monitor, report, track, evaluate."""
 
-import dataclasses
 import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text, similar_path
@@ -39,11 +39,11 @@ Tracker = StrEnum("Tracker", "WANDB MLFLOW TENSORBOARD")  # the values are in lo
 
 
 def monitor(
-    refresh: Annotated[float, typer.Option(min=0.2, max=3600, help="seconds between readings")] = 5.0,
-    plain: Annotated[bool, typer.Option("--plain", help="a line of text for each reading, for a log")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each reading, for a script")] = False,
-    once: Annotated[bool, typer.Option("--once", help="read once, and end")] = False,
-    output: Annotated[Path, typer.Option(help="folder of the run")] = paths.OUTPUT,
+    refresh: Annotated[float, Option(min=0.2, max=3600, help="seconds between readings")] = 5.0,
+    plain: Annotated[bool, Option("--plain", help="a line of text for each reading, for a log")] = False,
+    as_json: Annotated[bool, Option("--json", help="a line of JSON for each reading, for a script")] = False,
+    once: Annotated[bool, Option("--once", help="read once, and end")] = False,
+    output: Annotated[Path, Option(help="folder of the run")] = paths.OUTPUT,
 ) -> None:
     """Watch a training from a second terminal, or see how it ended.
 
@@ -109,8 +109,8 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "
 
 
 def report(
-    out: Annotated[Path | None, typer.Option(help="write here; default: checkpoints_qlora/report.html")] = None,
-    compare: Annotated[list[str] | None, typer.Option(help="compare with a commit or experiment; twice: both")] = None,
+    out: Annotated[Path | None, Option(help="write here; default: checkpoints_qlora/report.html")] = None,
+    compare: Annotated[list[str] | None, Option(help="compare with a commit or experiment; twice: both")] = None,
 ) -> None:
     """Write a page about the last run, or about two runs side by side.
 
@@ -137,11 +137,11 @@ def report(
 
 
 def track(
-    tracker: Annotated[Tracker, typer.Argument(help="wandb, mlflow or tensorboard")],
-    project: Annotated[str, typer.Option(help="of wandb; default: $WANDB_PROJECT, else safetrain")] = "",
-    uri: Annotated[str, typer.Option(help="of mlflow; default: $MLFLOW_TRACKING_URI, else a database file here")] = "",
-    into: Annotated[str, typer.Option(help="folder of tensorboard; default: below checkpoints_qlora/trackers")] = "",
-    name: Annotated[str, typer.Option(help="name of the run; default: the tracker's choice")] = "",
+    tracker: Annotated[Tracker, Argument(help="wandb, mlflow or tensorboard")],
+    project: Annotated[str, Option(help="of wandb; default: $WANDB_PROJECT, else safetrain")] = "",
+    uri: Annotated[str, Option(help="of mlflow; default: $MLFLOW_TRACKING_URI, else a database file here")] = "",
+    into: Annotated[str, Option(help="folder of tensorboard; default: below checkpoints_qlora/trackers")] = "",
+    name: Annotated[str, Option(help="name of the run; default: the tracker's choice")] = "",
 ) -> None:
     """Send a run to W&B, MLflow or TensorBoard.
 
@@ -159,14 +159,14 @@ def track(
 
 
 def evaluate(
-    model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
-    adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
-    base: Annotated[Path | None, typer.Option(help="model folder to compare with")] = None,
-    data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
-    max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
-    max_questions: Annotated[int | None, typer.Option(min=1, help="questions; default: half a minute's worth")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer, in tokens")] = 48,
+    model: Annotated[Path | None, Option(help="model folder; default: the adapter's own base")] = None,
+    adapter: Annotated[Path | None, Option(help="adapter folder, compared with the model without it")] = None,
+    base: Annotated[Path | None, Option(help="model folder to compare with")] = None,
+    data: Annotated[Path | None, Option(help="a data file; default: the project's test rows")] = None,
+    as_json: Annotated[bool, Option("--json", help="print all figures as one JSON object")] = False,
+    max_examples: Annotated[int | None, Option(min=1, help="use only the first N rows")] = None,
+    max_questions: Annotated[int | None, Option(min=1, help="questions; default: half a minute's worth")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, max=4096, help="longest answer, in tokens")] = 48,
 ) -> None:
     """Measure any model, and compare it with its base.
 
@@ -224,7 +224,7 @@ def _figures(
     name = fingerprint(adapter) if adapter else ""
     evaluation = scoring.evaluation_of(rows, general, vocabulary, found[0], found[-1], tokenizer.decode, name)
     if found[1:]:
-        return {"alone": None, "beside_base": dataclasses.asdict(evaluation)}, describe_evaluation(evaluation, MORE)
+        return {"alone": None, "beside_base": asdict(evaluation)}, describe_evaluation(evaluation, MORE)
     score, counts = evaluation.tuned, general.rows.label_counts
     general_loss = scoring.mean_loss(found[0].general, counts) if len(counts) else None
     lines = [f"Test loss {score.loss:.3f} nats per token, perplexity {score.perplexity:.2f}."]
@@ -235,7 +235,7 @@ def _figures(
     if remark := describe_answered(evaluation.answered, evaluation.questions, MORE):
         lines.append(f"{remark}.")
     alone = {name: getattr(evaluation, name) for name in ("rows", "questions", "answered")}
-    alone |= {"score": dataclasses.asdict(score), "general_loss": general_loss}
+    alone |= {"score": asdict(score), "general_loss": general_loss}
     return {"alone": alone, "beside_base": None}, lines
 
 
@@ -252,7 +252,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
         return held_out_in(open_split("test", model), max_examples, length)
     settings = settings_of(params().data if Path("params.yaml").is_file() else None)
     if data is None:  # these have the usual keys
-        settings = dataclasses.replace(settings, columns=None)
+        settings = replace(settings, columns=None)
     return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from safetrain.core.errors import ConfigError, broken_yaml
 from safetrain.core.formatting import counted, print_text, size_text
@@ -109,8 +109,8 @@ def console() -> "Console":
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="created if missing")] = Path(),
-    example: Annotated[bool, typer.Option("--example", help="with the example data and the small model")] = False,
+    folder: Annotated[Path, Argument(help="created if missing")] = Path(),
+    example: Annotated[bool, Option("--example", help="with the example data and the small model")] = False,
 ) -> None:
     """Make a project folder for your settings, data and models.
 
@@ -131,7 +131,7 @@ def update() -> None:
     print("\n".join(update_project()) or "The project is up to date.")
 
 
-def cache(clear: Annotated[bool, typer.Option("--clear", help="delete it")] = False) -> None:
+def cache(clear: Annotated[bool, Option("--clear", help="delete it")] = False) -> None:
     """Show what safetrain keeps outside projects.
 
     These are measurements and a prepared BLAS; deleted files are made again when needed.

@@ -1,12 +1,12 @@
 """A stage's configuration: schema, params.yaml, overlay and command line, composed by Hydra, then checked."""
 
-import dataclasses
 import difflib
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -67,9 +67,9 @@ def to_pipeline(config: DictConfig) -> Pipeline:
     if not isinstance(pipeline, Pipeline):
         raise ConfigError("The configuration is not built on the schema.", where="conf/config.yaml")
     check_ranges(pipeline)
-    model = dataclasses.replace(pipeline.model, path=str(Path(pipeline.model.path)))
-    data = dataclasses.replace(pipeline.data, path=str(Path(pipeline.data.path)))
-    return dataclasses.replace(pipeline, model=model, data=data)  # data/mine/ and ./data/mine are one folder
+    model = replace(pipeline.model, path=str(Path(pipeline.model.path)))
+    data = replace(pipeline.data, path=str(Path(pipeline.data.path)))
+    return replace(pipeline, model=model, data=data)  # data/mine/ and ./data/mine are one folder
 
 
 def config_error(error: Exception) -> ConfigError:

@@ -3,8 +3,8 @@
 Training runs in a separate process that may die; this process watches it and never loads mlx.
 """
 
-import dataclasses
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from safetrain.core.lock import training_lock
@@ -38,8 +38,8 @@ def main(config: Pipeline) -> None:
         job = job_of(config.model.path, train, config.lora, recommendation)
         backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
         here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
-        job = dataclasses.replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
-        largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
+        job = replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
+        largest = replace(recommendation.largest_update, longest=data.longest_row - 1)
         watch = WatchSettings(
             WORKER,
             paths.OUTPUT / FLIGHT,

@@ -4,13 +4,12 @@ After running out of memory, the new settings use less, rung by rung, for the sa
 watchdog, shorter GPU work.
 """
 
-import contextlib
-import dataclasses
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -106,7 +105,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show
             raise _error(_with_advice(output, death), ending)
         job, change = relief
         next_step = f"nothing: the run continued by itself with {change}"
-        write_postmortem(output, dataclasses.replace(death, advice="", next_command=next_step, went_on=True))
+        write_postmortem(output, replace(death, advice="", next_command=next_step, went_on=True))
         rungs = Ladder(asked, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
         write_record(output / LADDER, rungs)  # for the next run of the same command
         cause = "the training ran out of memory" if death.is_memory else "the training died"
@@ -125,7 +124,7 @@ def command_again() -> str:
 def _dvc_command() -> str:
     """Return dvc's own command line: without its -f, dvc might only restore a cached result."""
     starter, words = who_started_us(), list[str]()
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with suppress(psutil.Error):  # it has ended
         words = starter.cmdline() if starter is not None else []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
     return f"{dvc()} repro" if place is None else shlex.join([dvc(), *words[place + 1 :]])
@@ -135,7 +134,7 @@ def _attempt(job: TrainJob, watch: WatchSettings, show: Callable[[Event], None])
     write_record(watch.flight / JOB, job)
     open_marker(watch.flight.parent, command_again(), limit_now(job.memory_limit_bytes))
     environment = gpu_environment(len(job.gpu_rungs), os.environ)
-    return supervise(dataclasses.replace(watch, environment=environment), show)
+    return supervise(replace(watch, environment=environment), show)
 
 
 def _is_complete(output: Path, ending: Ending) -> bool:
@@ -149,11 +148,11 @@ def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> Tra
     """Put the job on the rung that its unfinished run had reached."""
     if ladder.rungs:
         say(f"this run ran out of memory before and continues with {ladder.now}")
-        settings = dataclasses.replace(job.settings, **dataclasses.asdict(ladder.now))
-        job = dataclasses.replace(job, settings=settings, rungs=ladder.rungs, mlx_limit_bytes=None)
+        settings = replace(job.settings, **asdict(ladder.now))
+        job = replace(job, settings=settings, rungs=ladder.rungs, mlx_limit_bytes=None)
     if ladder.gpu_rungs:
         say(f"the GPU watchdog ended this run before; it continues with {ladder.gpu_rungs[-1]}")
-    return dataclasses.replace(job, gpu_rungs=ladder.gpu_rungs)
+    return replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
 def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[TrainJob, str] | None:
@@ -163,12 +162,12 @@ def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[T
         if gpu_rung is None:
             return None
         line = f"step {death.step}: {death.title}: {gpu_rung}"
-        return dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
+        return replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
     smaller = _smaller(job, planned, death) if death.is_memory else None
     if smaller is None:
         return None
     rung = Rung(memory_shape(job.settings), death.step, death.title)
-    smaller_job = dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None)
+    smaller_job = replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None)
     return smaller_job, str(memory_shape(smaller))
 
 
@@ -195,7 +194,7 @@ def _with_advice(output: Path, death: PostMortem) -> PostMortem:
             advice += ", or shorter rows: 'safetrain discard', then a smaller train.max_seq_length"
     elif death.cause != "bad_update":
         return death
-    return write_postmortem(output, dataclasses.replace(death, advice=advice))
+    return write_postmortem(output, replace(death, advice=advice))
 
 
 def _is_loading(death: PostMortem) -> bool:
@@ -231,7 +230,7 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
     gradient checkpointing, a base that stays quantized, a base that stays on disk. All give the same update up to
     rounding. While ``loading``, only the base can use less memory.
     """
-    size, change = settings.batch_size, dataclasses.replace
+    size, change = settings.batch_size, replace
     if size > 1 and not loading:
         factor = next(f for f in range(2, size + 1) if size % f == 0)
         accumulation = settings.gradient_accumulation * factor
@@ -277,9 +276,9 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
         raise MachineError("Not enough free memory for this training.", expected=need, got=words, do=remedy)
     say(f"warning: {words} and {need}, so training starts with {memory_shape(settings)}")
     rung = Rung(memory_shape(job.settings), 0, words)
-    budget = dataclasses.replace(job.memory_budget, total_bytes=available)
+    budget = replace(job.memory_budget, total_bytes=available)
     limit = mlx_limit_bytes(budget.mlx_bytes, budget)
-    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
+    return replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
 
 
 def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> tuple[int, str, str]:
@@ -307,6 +306,6 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
     """Memory of the whole process, with rows truncated to the settings' length."""
     longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
-    largest = dataclasses.replace(planned.largest_update, longest=longest)
+    largest = replace(planned.largest_update, longest=longest)
     memory = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
     return memory.needed_bytes + job.memory_budget.process_bytes

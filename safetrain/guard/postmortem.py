@@ -3,7 +3,6 @@
 A training that ended together with its supervisor leaves flight/run.json (the marker); the next run explains it.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
 
 def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
     """Write the verdict; if that fails, as on a full disk, it is only printed."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         write_record(output / POSTMORTEM, verdict)
     return verdict
 

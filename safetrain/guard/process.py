@@ -1,6 +1,5 @@
 """A training process, watched by its supervisor: events, output, flight records and memory."""
 
-import contextlib
 import os
 import queue
 import signal
@@ -10,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -288,7 +288,7 @@ class WatchedProcess:
 
     def send(self, number: int) -> None:
         """Send a signal to the whole process group, so that no child stays."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+        with suppress(ProcessLookupError, PermissionError):  # it has just ended
             os.killpg(self.process.pid, number)
 
     def is_stopped(self) -> bool:
@@ -358,7 +358,7 @@ class WatchedProcess:
                 if is_visible or not self.settings.hostfile:
                     self._tail.append(line)
                 if is_visible:
-                    with contextlib.suppress(OSError):  # the terminal may be gone; the tail stays
+                    with suppress(OSError):  # the terminal may be gone; the tail stays
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()
 

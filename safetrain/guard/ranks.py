@@ -6,7 +6,6 @@ others run behind ssh, and only their output is known.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -15,6 +14,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -175,7 +176,7 @@ class LaunchedRanks(WatchedProcess):
         """
         rank_0 = self._rank_0()
         if rank_0 is not None and number in TO_RANK_0:
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 rank_0.send_signal(number)
         elif self.flight.header is None and number in ENDS_RANK_0:
             self._pending_signal = number
@@ -203,7 +204,7 @@ class LaunchedRanks(WatchedProcess):
         self._reading = False
         deadline = time.monotonic() + READING_SECONDS
         while self._readers[0].is_alive() and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.close(os.open(self._fifo, os.O_WRONLY | os.O_NONBLOCK))
             self._readers[0].join(0.02)
         super().finish_reading()
@@ -218,10 +219,10 @@ class LaunchedRanks(WatchedProcess):
         failures = (self.failed,) if rank == 0 else (self._failed_elsewhere, self.failed)
         failed = next((each for each in failures if each is not None and each.exit_code == code), None)
         if rank == 0:
-            return dataclasses.replace(ending, rank=0, failed=failed)
+            return replace(ending, rank=0, failed=failed)
         header = read_flight(rank_folder(self.settings.flight, rank) / RECORDER).header  # on this machine after all?
         pid = header.pid if header is not None else 0
-        return dataclasses.replace(ending, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
+        return replace(ending, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
 
     def _rank_0(self) -> psutil.Process | None:
         """Return rank 0's process while it runs."""
@@ -267,7 +268,7 @@ def _start_launched(settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
 def first_port(count: int) -> int:
     """Find the first of ``count`` consecutive free ports, from mlx.launch's default on."""
     for first in range(FIRST_PORT, FIRST_PORT + 100 * PORT_STEP, PORT_STEP):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        with suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("", port))
             return first

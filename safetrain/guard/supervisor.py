@@ -1,13 +1,12 @@
 """Runs the training process: watches it, passes signals on, and ends it if it hangs."""
 
-import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -139,7 +138,7 @@ class _Watch:
             cause = self._culprit if self._ended_by_us else culprit(suspects)
         ending = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
         number = cause.number if cause is not None else ending.rank
-        return dataclasses.replace(ending, rank=number, ranks=self._settings.ranks, began=first.began)
+        return replace(ending, rank=number, ranks=self._settings.ranks, began=first.began)
 
     def _sample(self) -> None:
         readings = [(rank, memory) for rank in self._ranks if (memory := rank.memory.read(rank.pid)) is not None]
@@ -147,7 +146,7 @@ class _Watch:
         limit = None if self._settings.capped_by_kernel else self._settings.memory_limit_bytes
         for rank, memory in readings:
             own = rank.memory.limit.name == OWN_LIMIT  # a limit for each rank; any other limit is for all together
-            kept = memory if own else dataclasses.replace(memory, footprint_bytes=together)
+            kept = memory if own else replace(memory, footprint_bytes=together)
             rank.memory.keep(time.monotonic(), kept)
             if limit is not None and memory.footprint_bytes > limit and not self._ended_by_us:
                 self._end("limit", LIMIT_SECONDS, rank)
@@ -256,7 +255,7 @@ def who_started_us() -> psutil.Process | None:
     if not (os.environ.get("DVC_STAGE") or os.environ.get(RUN)):
         return None
     parent = None
-    with contextlib.suppress(psutil.Error):  # it has just ended, or is not ours to look at
+    with suppress(psutil.Error):  # it has just ended, or is not ours to look at
         parent = psutil.Process().parent()
         while parent is not None and parent.name() in SHELLS and "-c" in parent.cmdline():
             parent = parent.parent()

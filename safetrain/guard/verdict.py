@@ -3,10 +3,9 @@
 The rules are tried in order, the strongest evidence first.
 """
 
-import dataclasses
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
@@ -125,7 +124,7 @@ def _text_says(ending: Ending) -> Cause | None:
     text = (failed.message if failed is not None else "") + "\n" + last_lines
     for pattern, cause in MESSAGES.items():
         if line := _line_with(pattern, text):
-            return dataclasses.replace(cause, evidence=(line,))
+            return replace(cause, evidence=(line,))
     own = _line_with(MENTIONS_MEMORY, failed.message) if failed is not None else ""  # mlx's own exception
     line = own or (_line_with(MENTIONS_MEMORY, text) if _was_short_of_memory(ending) else "")
     line = line or (_line_with(NO_ROOM, text) if ending.limit.name == OWN_LIMIT else "")

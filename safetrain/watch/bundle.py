@@ -1,11 +1,11 @@
 """A zip for a bug report: numbers of a run, and words from fixed lists. No free text, so there is nothing to redact."""
 
-import contextlib
 import json
 import platform
 import re
 import shutil
 import zipfile
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -91,7 +91,7 @@ def _numbers(value: Any, name: str = "") -> Any:
 def _machine() -> dict[str, Any]:
     memory, swap, packages = psutil.virtual_memory(), psutil.swap_memory(), dict[str, str]()
     for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
+        with suppress(PackageNotFoundError):
             packages[name] = _number(version(name))
     return {
         "system": platform.system(), "release": _number(platform.mac_ver()[0] or platform.release()),

@@ -1,13 +1,12 @@
 """What a run is doing or how it ended, and what the monitor shows of it: phase, time left, losses, memory, as JSON."""
 
-import contextlib
-import dataclasses
 import enum
 import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -119,10 +118,10 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
     state = state_of(run, stage)
     is_before = state is State.STAGE and stage in BEFORE_TRAINING
     if is_before or state is State.STARTING:  # the recorder still has another process
-        run = dataclasses.replace(run, flight=(), header=None)
+        run = replace(run, flight=(), header=None)
     marks = [entry.event for entry in run.journal if isinstance(entry.event, Started | Begun)]
     if is_before or (marks and isinstance(marks[-1], Started)):  # so do the metrics
-        run = dataclasses.replace(run, steps=(), journal=() if is_before else since_start(run.journal))
+        run = replace(run, steps=(), journal=() if is_before else since_start(run.journal))
     makes_steps = state.is_running and state not in STANDING_STILL
     left = time_left(run.journal, run.read_at_monotonic_seconds) if makes_steps else None
     phase = phase_of(run) if run.flight and state is not State.STAGE else None
@@ -132,7 +131,7 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
 def running_stage(project: Path) -> str:
     """The stage of the pipeline that a process runs in this project; empty without one."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
+        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
             module = next((word for word in process.cmdline() if STAGE_MODULE.fullmatch(word)), "")
             if module and Path(process.cwd()) == project:
                 return module.rpartition(".")[2]
@@ -241,7 +240,7 @@ def json_line(view: MonitorView) -> str:
         "events": [{"wall_seconds": at, "text": text} for at, text in events_of(run.journal)[-EVENTS_IN_JSON:]],
         "unreadable": dict(run.unreadable),
     }
-    return json.dumps(values, default=dataclasses.asdict)
+    return json.dumps(values, default=asdict)
 
 
 def state_of(run: Run, stage: str = "") -> State:

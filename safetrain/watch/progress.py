@@ -1,11 +1,10 @@
 """What training prints while it runs and at its end, and how much time is left."""
 
-import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +117,7 @@ def show_end(summary: TrainingSummary) -> None:
 def say_on_terminal(text: str) -> None:
     """Print what only a waiting person needs: to a terminal on stderr, never to a log or a program."""
     if sys.stderr.isatty():
-        with contextlib.suppress(OSError, UnicodeError):
+        with suppress(OSError, UnicodeError):
             print_text(text, sys.stderr)
 
 

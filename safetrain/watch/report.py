@@ -1,10 +1,10 @@
 """report.html and compare.html: one page about a run or about two, which loads nothing. Templates lay records out."""
 
 import base64
-import dataclasses
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -164,7 +164,7 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
 
 def values_of(settings: TrainSettings | Recommendation) -> dict[str, Any]:
     """Every training setting of a record by its key in params.yaml."""
-    names = [field.name for field in dataclasses.fields(TrainSettings) if field.name != "lora"]
+    names = [field.name for field in fields(TrainSettings) if field.name != "lora"]
     values = {f"train.{name}": getattr(settings, name) for name in names if hasattr(settings, name)}
     return values | {f"lora.{name}": value for name, value in vars(settings.lora).items()}
 

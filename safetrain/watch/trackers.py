@@ -3,13 +3,13 @@
 The training process knows nothing of it.
 """
 
-import dataclasses
 import importlib.util
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def _numbers(record: StepRecord) -> dict[str, float]:
 def _settings(run: Run) -> Iterator[tuple[str, Any]]:
     """Settings of the training, the base model's name and facts of the machine; no paths."""
     yield "base_model", Path(run.summary.outcome.base_model if run.summary else run.job.base if run.job else "").name
-    values = dataclasses.asdict(run.settings) if run.settings else {}
+    values = asdict(run.settings) if run.settings else {}
     values |= {f"lora.{name}": value for name, value in values.pop("lora", {}).items()}
     yield from ((name, ", ".join(value) if isinstance(value, tuple) else value) for name, value in values.items())
     yield from ((f"machine.{name}", getattr(run.machine, name)) for name in MACHINE_FACTS if run.machine)
