@@ -23,7 +23,7 @@ CURVES = {  # title, unit and field of StepRecord by the name of the picture
 }
 NAMES = ("loss", "memory_usage", *CURVES)
 TEXT, DIM, LINE = "#1b1f24", "#5a6370", "#d6dae0"
-BLUE, ORANGE, GREEN, RED = "#0b66b0", "#c2570c", "#0a7a55", "#b3261e"
+BLUE, ORANGE, GREEN = "#0b66b0", "#c2570c", "#0a7a55"
 STYLE: Any = {
     "font.size": 12, "text.color": TEXT, "axes.labelcolor": DIM, "axes.edgecolor": DIM, "xtick.color": DIM,
     "ytick.color": DIM, "grid.color": LINE, "legend.frameon": False, "axes.grid": True, "axes.axisbelow": True,
@@ -32,7 +32,7 @@ STYLE: Any = {
 }  # fmt: skip
 FEW_POINTS = 40  # a curve with so few points has dots too
 MOST_LETTERS = 24  # of a run's name
-IN_SIGHT = 4  # times the highest value: a higher level would flatten the curves
+GIB = 2**30
 SMOOTHING_SHARE = 0.02  # share of all points that is the smoothed curve's time constant
 LEAST_SMOOTHED = 100  # points; a smoothed curve of fewer points would lag
 
@@ -135,16 +135,15 @@ def _add_loss(run: Run, axes: Any) -> None:
 
 
 def _add_memory(run: Run, axes: Any) -> None:
-    """mlx's peak and the process's memory next to the prediction and, where it is within sight, the limit."""
-    process, peak = points_of(run.steps, "footprint_bytes"), points_of(run.steps, "peak_memory_bytes")
-    predicted, limit = predicted_peak(run), run.plan.memory_budget_bytes if run.plan is not None else 0
-    highest, size = max([predicted, *(value for _, value in process + peak)]), 2**30
-    for points, colour, label in ((process, BLUE, "process"), (peak, ORANGE, "mlx's peak so far")):
-        _plot(axes, tuple((step, value / size) for step, value in points if value), colour, label)
-    if predicted:
-        axes.axhline(predicted / size, color=GREEN, linestyle=":", linewidth=1.8, label="predicted peak of mlx")
-    if 0 < limit < IN_SIGHT * highest:
-        axes.axhline(limit / size, color=RED, linewidth=1.4, label="limit")
+    """mlx's peak and the process's memory next to the prediction."""
+    for field, colour, label in (
+        ("footprint_bytes", BLUE, "process"),
+        ("peak_memory_bytes", ORANGE, "mlx's peak so far"),
+    ):
+        points = points_of(run.steps, field)
+        _plot(axes, tuple((step, value / GIB) for step, value in points if value), colour, label)
+    if predicted := predicted_peak(run):
+        axes.axhline(predicted / GIB, color=GREEN, linestyle=":", linewidth=1.8, label="predicted peak of mlx")
 
 
 def _plot(axes: Any, points: Points, colour: str, label: str, dashes: str = "-", *, smooth: bool = False) -> None:

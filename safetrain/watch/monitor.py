@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Progress, Said, Started
-from safetrain.core.formatting import counted
+from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Said, Started
 from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import PostMortem
@@ -28,6 +27,14 @@ from safetrain.watch.result import MEASURE
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
+EVENTS: dict[type[Event], str] = {  # in words
+    Started: "training process started",
+    Begun: "begins at step {resumed_from_step} of {total_steps}: {description}",
+    Said: "{text}",
+    Failed: "error: {message}",
+    Died: "ended: {title}",
+    Finished: "finished at step {step}",
+}
 STAGE_MODULE = re.compile(r"(safetrain\.)?stages\.\w+")
 
 
@@ -187,25 +194,8 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
 
 def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
     """Wall clock and text of the last events."""
-    newest = [entry for entry in journal if not isinstance(entry.event, Progress)][-MOST_EVENTS:]
-    return [(entry.wall_seconds, _event_text(entry.event)) for entry in newest]
-
-
-def _event_text(event: Event) -> str:
-    match event:
-        case Begun():
-            start = f"continues from step {event.resumed_from_step}" if event.resumed_from_step else "begins"
-            return f"{start}, {counted(event.total_steps, 'update')}: {event.description}"
-        case Said():
-            return event.text
-        case Failed():
-            return f"error: {event.message}"
-        case Died():
-            return f"ended: {event.title}"
-        case Finished():
-            return f"finished at step {event.step}"
-        case _:
-            return "training process started"
+    newest = [entry for entry in journal if type(entry.event) in EVENTS][-MOST_EVENTS:]
+    return [(entry.wall_seconds, EVENTS[type(entry.event)].format(**vars(entry.event))) for entry in newest]
 
 
 def json_line(view: MonitorView) -> str:
