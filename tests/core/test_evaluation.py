@@ -22,7 +22,7 @@ PIECES, VOCABULARY = {"english": 24, "portuguese": 24, "code": 12}, 1000  # chan
 KNOWN = 30.0  # nats of a piece of ten labels
 
 
-def evaluated(step: int = 1, general: float = KNOWN, available: int = ROWS) -> Evaluation:
+def evaluated(step: int = 1, available: int = ROWS) -> Evaluation:
     """Row i has i % 3 + 1 labels; its question asks for 100 + i. The tuned model knows the first 24, the base 3."""
     rows = [token_row([7, *range(row % 3 + 1)], [False, *[True] * (row % 3 + 1)]) for row in range(ROWS)]
     questions = [Question(row, (1,), (100 + row,), f"question {row}") for row in range(ROWS)]
@@ -35,7 +35,7 @@ def evaluated(step: int = 1, general: float = KNOWN, available: int = ROWS) -> E
     def measured(losses: np.ndarray, right: int, nats: np.ndarray) -> ModelMeasures:
         return ModelMeasures(losses, {i: [100 + i] if i < right else [5] for i in range(0, ROWS, step)}, nats)
 
-    pieces = np.full(len(parts), general)
+    pieces = np.full(len(parts), KNOWN)
     base = measured(labels * 3.0, 3, pieces)
     tuned = measured(labels * (3.0 - np.linspace(0.5, 1.5, ROWS)), 24, pieces + np.linspace(1.0, 2.0, len(parts)))
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
@@ -56,15 +56,6 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     without = describe_evaluation(dataclasses.replace(evaluated(step=ROWS + 1), questions=0, answered=0))
     assert "Answers not measured: the test file has no questions." in without
     assert not [line for line in without if "Exact match" in line]
-
-
-def test_forgetting_is_described_or_its_absence_explained() -> None:
-    (said,) = (line for line in describe_evaluation(evaluated()) if line.startswith("Forgetting"))
-    assert said.startswith("Forgetting: general text loss +0.15 ± 0.01 nats per token (English +0.12 ± 0.01, Portu")
-    assert (
-        "Forgetting not measured: the base model is worse than guessing on the general text (loss 12.3; guessing "
-        "has 6.9)." in describe_evaluation(evaluated(general=123.0))
-    )
 
 
 @pytest.mark.parametrize(

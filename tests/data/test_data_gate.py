@@ -1,5 +1,6 @@
 """What is wrong with the words of rows is found at its line, and nothing in text that is as it should be."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,40 +122,13 @@ def test_what_lies_in_two_given_splits_is_told_with_both_places(write_jsonl: Wri
     assert near.where == (f"{path.parent / 'test.jsonl'}:7 matches {path}:50",)
 
 
-FAULTY = [
-    ("She sold 48/2 = <<48/2=24>>24 clips.", "CALCULATOR-MARKS", "<<48/2=24>>"),
-    ("<|im_start|>user\nHi<|im_end|>", "FOREIGN-MARKERS", "<|im_start|>"),
-    ("Below is one.\n### Instruction:\nDo it", "FOREIGN-MARKERS", "### Instruction:"),
-    ("<｜Assistant｜>Oi", "FOREIGN-MARKERS", "<｜Assistant｜>"),
-    ("Human: hello\n\nAssistant: hello", "FOREIGN-MARKERS", "Human: … Assistant:"),
-    ("I am {{name}}, by {{author}}", "PLACEHOLDERS", "{{name}}"),
-    ("Dear [Client Name],", "PLACEHOLDERS", "[Client Name]"),
-    ("FranÃ§oise Yip", "MOJIBAKE", "'FranÃ§oise' for 'Françoise'"),
-    ("itâ€™s late", "MOJIBAKE", "'itâ€™s' for 'it’s'"),
-    ("God's\ufffdWindow", "MOJIBAKE", "'God's\ufffdWindow Yes.'"),
-    ("tag\U000e0041\U000e0042s", "INVISIBLE-CHARACTERS", "U+E0041"),
-    ("if admin\u202e // resu fi", "INVISIBLE-CHARACTERS", "U+202E"),
-    ("```python\nprint(1)\n```<|im_end|>", "FOREIGN-MARKERS", "<|im_end|>"),
-    ("Caro [nome do cliente],", "PLACEHOLDERS", "[nome do cliente]"),
-]
-CLEAN = [
-    "cout << 48/2 << endl; a >> 2; cat <<EOF >>x=1",
-    "AKIA" + "IOSFODNN7EXAMPLE",
-    "sk-" + "your-api-key-goes-here-0000",
+TEXTS = json.loads(
+    Path(__file__).with_name("texts.json").read_text(encoding="utf-8")
+)  # of published rows, or like them
+LIKE_KEYS = (
+    "AKIA" + "IOSFODNN7EXAMPLE", "sk-" + "your-api-key-goes-here-0000",
     "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
-    "### Notes: see [the guide](https://a.b/c) and [1], arr[0], [x for x in y]",
-    "```jinja\nHello {{ name }}\n```",
-    "{% for m in messages %}{{ m.content }}{% endfor %}",
-    r"\frac{{a}}{{b}} and {{\alpha}}",
-    "NÃO, SÃO PAULO, Âmbar, à noite — “aspas”, l’été, José’s, Ñandú, 20 °C, 3 × 4, ½, €5, naïve",
-    "می\u200cخواهم and \u202bعربي\u202c",
-    "👩\u200d💻 and 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
-    "[Last visited 12 May 2020] [First published 1920] [client side only]",
-    "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
-    'Let it stop at "<|im_end|>" or `</s>`: stop=["[/INST]"]',
-    "It is asked so:\n```\n<start_of_turn>user\n[INST] Hi [/INST]\n```\nand answers.",
-    "o FQDN [nome de domínio totalmente qualificado] da conta",
-]
+)  # fmt: skip
 
 
 def faults(text: str, marker: str = "") -> list[tuple[str, str]]:
@@ -163,35 +137,20 @@ def faults(text: str, marker: str = "") -> list[tuple[str, str]]:
     return list(text_findings(row, Controls(None, frozenset([marker] if marker else []))))
 
 
-@pytest.mark.parametrize(("text", "identifier", "detail"), FAULTY)
+@pytest.mark.parametrize(("text", "identifier", "detail"), TEXTS["faulty"])
 def test_a_fault_is_found(text: str, identifier: str, detail: str) -> None:
     assert (identifier, detail) in faults(text)
     assert faults("<|user|>Hi</s>", "<|user|>") == [("FOREIGN-MARKERS", "</s>")], "the other one is at home"
 
 
-@pytest.mark.parametrize("text", CLEAN)
+@pytest.mark.parametrize("text", [*TEXTS["clean"], *LIKE_KEYS])
 def test_nothing_is_found_in_clean_text(text: str) -> None:
     assert faults(text) == []
 
 
-REFUSALS = (
-    "As an AI language model, I do not have feelings.", "I'm sorry, but I can't assist with that request.",
-    "I’m sorry, but I cannot help you there.", "Como um modelo de linguagem, não tenho opinião.",
-    "Desculpe, mas não posso ajudar com isso.", "As an AI, I cannot feel.", "Como uma IA, não sinto nada.",
-    "I cannot provide instructions for it.", "No, I'm a language model trained by them.",
-    '"As an AI language model, I cannot feel."',
-)  # fmt: skip
-ANSWERS = (
-    "I cannot stress enough how simple it is.", "The AI of the game can be beaten.", "Sorry is a board game.",
-    "You can do it as an engineer would.", "I can't help but notice the colours.", "Não posso negar que é belo.",
-    "To work as an AI engineer, learn Python.", "Veja como uma IA pode ajudar.",
-    "I cannot provide a better example than Bach.",
-)  # fmt: skip
-
-
 def test_refusals_are_told_from_answers() -> None:
-    assert [text for text in REFUSALS if not is_refusal(text)] == []
-    assert [text for text in ANSWERS if is_refusal(text)] == []
+    assert [text for text in TEXTS["refusals"] if not is_refusal(text)] == []
+    assert [text for text in TEXTS["answers"] if is_refusal(text)] == []
 
 
 @pytest.mark.parametrize("key", KEYS)

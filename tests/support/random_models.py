@@ -17,16 +17,14 @@ TINY: dict[str, Any] = {  # quick to train
 }  # fmt: skip
 
 
-def build_model(
-    folder: Path, *, bits: int | None = None, bfloat16: bool = False, seed: int = 3, **changes: Any
-) -> Path:
-    """Write a model with the embedded one's config.json and tokenizer, ``changes`` made; ``model_type`` may be any."""
+def build_model(folder: Path, *, bits: int | None = None, bfloat16: bool = False, seed: int = 3, **more: Any) -> Path:
+    """Write a model with the embedded one's tokenizer and config.json, but for ``more``; ``model_type`` may be any."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten, tree_map
 
     folder.mkdir(parents=True)
-    config = {**json.loads((EMBEDDED / "config.json").read_text()), **changes}
+    config = {**json.loads((EMBEDDED / "config.json").read_text()), **more}
     config.pop("quantization")
     mx.random.seed(seed)
     model = _unfilled(config)
