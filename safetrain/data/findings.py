@@ -1,7 +1,7 @@
 """The kinds of findings in data, each with id, severity, message and remedy, and a counter of findings."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from safetrain.core.errors import ConfigError, DataError
@@ -126,15 +126,11 @@ class Place(NamedTuple):
         return ":".join([name, *(str(number) for number in (self.line, column) if number)])
 
 
-WHOLE_FILE = Place()
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """The place of a finding: a file, the row in it, and the row that it matches (``beside``)."""
 
     file: str
-    place: Place = WHOLE_FILE
+    place: Place = Place()
     beside: "Spot | None" = None
     column: int = 0  # position in the line, if known
 
@@ -213,7 +209,7 @@ class Findings:
 
     def add_error(self, spot: Spot, error: RowError) -> None:
         """Count a row that cannot be read or rendered."""
-        self.add(error.id, str(error), where=[replace(spot, column=error.column)], remedy=error.do)
+        self.add(error.id, str(error), where=[spot._replace(column=error.column)], remedy=error.do)
 
     def found(self) -> dict[Finding, list[Spot]]:
         """All findings with their places: errors, warnings, then notes, each by name, so that reports are equal."""

@@ -55,17 +55,6 @@ class ChatForm(NamedTuple):
         return value
 
 
-@dataclass(frozen=True)
-class TemplateLayout:
-    """How a template writes chats of one shape."""
-
-    form: ChatForm
-    skeleton: Skeleton
-    turns: tuple[Turn, ...]
-    lost: frozenset[int]  # numbers of the placeholders that the template leaves out
-    tools_lost: bool
-
-
 class Span(NamedTuple):
     """Characters of a rendered row that are labels: an assistant turn with the token that closes it."""
 
@@ -74,14 +63,17 @@ class Span(NamedTuple):
     closing: str  # empty if no token closes it
 
 
-@dataclass(frozen=True)
-class PlacedChat:
-    """A chat as text, its layout, and the span of each placeholder's words in the text."""
+class PlacedChat(NamedTuple):
+    """A chat as text. What stands before the placeholders is the layout of all chats of its shape."""
 
-    layout: TemplateLayout
-    placeholders: tuple[Placeholder, ...]
-    text: str
-    places: Sequence[tuple[int, int]]
+    form: ChatForm
+    skeleton: Skeleton
+    turns: tuple[Turn, ...]
+    lost: frozenset[int]  # numbers of the placeholders that the template leaves out
+    tools_lost: bool
+    placeholders: tuple[Placeholder, ...] = ()
+    text: str = ""
+    places: Sequence[tuple[int, int]] = ()  # the span of each placeholder's words in the text
 
     @property
     def rank(self) -> tuple[int, bool, bool, bool, int]:
@@ -89,12 +81,11 @@ class PlacedChat:
 
         The length matters because some templates write null content as ``None``, and others empty content as an answer.
         """
-        losses = len(self.layout.lost) + self.layout.tools_lost
-        return losses, *self.layout.form[:3], len(self.text)
+        return len(self.lost) + self.tools_lost, *self.form[:3], len(self.text)
 
     def span(self, turn: Turn) -> Span:
         """The span of a turn in the text; its labels begin in the literal text before its words."""
-        start = self.places[turn.first][0] - len(self.layout.skeleton.literals[turn.first]) + turn.start
+        start = self.places[turn.first][0] - len(self.skeleton.literals[turn.first]) + turn.start
         return Span(start, self.places[turn.last][1] + turn.end, turn.closing)
 
 
@@ -117,7 +108,7 @@ class Renderer:
     def __init__(self, template: ChatTemplate, controls: Controls, end: str) -> None:
         """``end``: the model's end-of-text token, empty if it has none."""
         self._template, self._controls, self._end = template, controls, end
-        self._known: dict[str, TemplateLayout] = {}
+        self._known: dict[str, PlacedChat] = {}  # for each shape, without its words
         self._plain: dict[str, PlainAnswers] = {}  # for each template source
 
     def render(self, row: Row) -> RenderedRow:
@@ -132,7 +123,7 @@ class Renderer:
         except TemplateError as error:
             hint = " (the data is not at fault)" if error.is_broken else _hint(row, str(error))
             raise RowError(f"{error}{hint}", id="TEMPLATE-REFUSES") from error
-        turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
+        turns = [turn for turn in placed.turns if row.messages[turn.message].trained]
         remarks = [*_losses(row, placed), *_spelled_stops(row, self._controls)]
         if not turns:
             losses = [detail for identifier, detail in remarks if identifier == "ANSWER-LOST"]
@@ -169,16 +160,16 @@ class Renderer:
         source, chat = self._template.source(tools), chat_of(row.messages)
         marked, placeholders = mark(chat, source)
         shape = json.dumps(marked, ensure_ascii=False) + row.tools
-        layout = self._known.get(shape)
-        if layout is not None:
-            text = self._template.write(layout.form.of(chat), tools)
-            places = align(layout.skeleton, placeholders, text)
+        known = self._known.get(shape)
+        if known is not None:
+            text = self._template.write(known.form.of(chat), tools)
+            places = align(known.skeleton, placeholders, text)
             if places is not None:
-                return PlacedChat(layout, placeholders, text, places)
+                return known._replace(placeholders=placeholders, text=text, places=places)
         if len(self._known) >= KEPT:
             self._known.clear()
         placed = self._search(chat, marked, placeholders, tools)
-        self._known[shape] = placed.layout
+        self._known[shape] = placed._replace(placeholders=(), text="", places=())
         return placed
 
     def _search(self, chat: Chat, marked: Chat, placeholders: tuple[Placeholder, ...], tools: Tools) -> PlacedChat:
@@ -214,8 +205,7 @@ class Renderer:
         finder = TurnFinder(self._template, self._plain_of(tools), messages, tools, placeholders, skeleton)
         unwritten = frozenset(range(len(placeholders))) - set(skeleton.places)
         tools_lost = bool(tools) and written_by(self._template, form.of(chat), None) == text
-        layout = TemplateLayout(form, skeleton, finder.turns(), unwritten, tools_lost)
-        return PlacedChat(layout, placeholders, text, places)
+        return PlacedChat(form, skeleton, finder.turns(), unwritten, tools_lost, placeholders, text, places)
 
 
 def _hint(row: Row, fault: str) -> str:
@@ -272,12 +262,11 @@ def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]
 
 def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
     """Yield remarks on parts of the row that are missing from the rendered text."""
-    layout = placed.layout
-    for number in sorted(layout.lost):
+    for number in sorted(placed.lost):
         yield _lost(row, placed.placeholders[number].message, placed.placeholders[number].kind)
-    if layout.tools_lost:
+    if placed.tools_lost:
         yield "TEXT-LOST", "the tools that are offered"
-    turns = {turn.message for turn in layout.turns}
+    turns = {turn.message for turn in placed.turns}
     for index, message in enumerate(row.messages):
         if message.calls_tools and not _has_calls(message, placed, index):
             yield _lost(row, index, "call")
@@ -287,7 +276,7 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
 
 def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
     """Whether the message's turn contains every word of its calls: keys, strings and numbers."""
-    spans = [placed.span(turn) for turn in placed.layout.turns if turn.message == index]
+    spans = [placed.span(turn) for turn in placed.turns if turn.message == index]
     text = "".join(placed.text[span.start : span.end] for span in spans).lower()
     calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
     words = set(WORD.findall(json.dumps(calls, ensure_ascii=False).lower())) - {"name", "arguments", "null"}
