@@ -129,7 +129,7 @@ def _separator(start: str, first: str, path: Path) -> str:
         why = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
         what = f"The data file has no rows that can be read: {why}."
         raise DataError(what, where=f"{path}:1", got=shown(first), do=AS_OBJECTS)
-    return max(scores, key=lambda separator: scores[separator], default="")
+    return max(scores, key=scores.__getitem__, default="")
 
 
 # Bytes and lines

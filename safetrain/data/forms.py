@@ -110,20 +110,19 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         question, answer, contexts, lists = "prompt", "completion", [], []
     if value.get("messages") is not None:
         lists = ["messages"]
+    system = "system" if value.get("system") else "system_prompt"  # OpenOrca's
     if lists:
-        functions = "functions" if value.get("functions") else None  # OpenAI's older name of tools
-        parts: dict[str, str | None] = {"messages": lists[0], "tools": functions}
+        tools = "tools" if value.get("tools") else "functions"  # OpenAI's older name
+        parts: dict[str, str | None] = {"messages": lists[0], "tools": tools, "system": system}
     elif question and answer:
-        history = "history" if value.get("history") else None
-        context = _first(value, contexts, str | None)
-        parts = {"prompt": question, "input": context, "completion": answer, "history": history}
+        parts = {"prompt": question, "input": _first(value, contexts, str | None), "completion": answer}
+        parts |= {"history": "history", "system": system, "tools": "tools"}
     elif isinstance(value.get("text"), str):
         return {"text": "text"}
     else:
         raise _unknown(value)
-    system = "system" if value.get("system") else "system_prompt"  # OpenOrca's
-    parts |= {part: key for part, key in (("system", system), ("tools", "tools")) if value.get(key)}
-    columns = {part: key for part, key in parts.items() if key}
+    optional = ("history", "system", "tools")
+    columns = {part: key for part, key in parts.items() if key and (part not in optional or value.get(key))}
     _refuse_two_ways(value, columns)
     return columns
 

@@ -124,13 +124,13 @@ class Renderer:
             hint = " (the data is not at fault)" if error.is_broken else _hint(row, str(error))
             raise RowError(f"{error}{hint}", id="TEMPLATE-REFUSES") from error
         turns = [turn for turn in placed.turns if row.messages[turn.message].trained]
-        remarks = [*_losses(row, placed), *_spelled_stops(row, self._controls)]
+        remarks = list(_losses(row, placed))
         if not turns:
             losses = [detail for identifier, detail in remarks if identifier == "ANSWER-LOST"]
             raise RowError(losses[0], id="ANSWER-LOST") if losses else RowError(NOTHING_WRITTEN, id="NO-LABELS")
         text, last = placed.text, turns[-1]
         spans = [placed.span(turn) for turn in turns]
-        remarks += [*_opening_remarks(turns), *_stop_remarks(spans, self._controls)]
+        remarks += _remarks(row, turns, self._controls)
         if spans[-1].closing not in self._controls.stops:
             text, spans[-1] = self._closed(text, spans[-1], self._plain_of(tools))
         is_asked = row.messages[last.message].content.strip() and last.message
@@ -241,18 +241,18 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 # Remarks
 
 
-def _opening_remarks(turns: Sequence[Turn]) -> Iterator[Remark]:
-    """Yield remarks on trained-on empty thinking, and on prompts that begin answers differently from training."""
+def _remarks(row: Row, turns: Sequence[Turn], controls: Controls) -> Iterator[Remark]:
+    """Yield remarks on stop tokens in messages, and on how turns open and close."""
+    for message in row.messages:  # the tokenizer would turn the text into the token
+        token = next((stop for stop in controls.stops if stop in message.content), None)
+        if token is not None:
+            yield "STOP-IN-TEXT", token
     if any(turn.is_thinking_empty for turn in turns):
         yield "THINKING-EMPTY", ""
     differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
     if differs is not None:
         yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, but training begins it with {differs.own_opening!r}"
-
-
-def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]:
-    """Yield remarks on turns that end without a token, or with one that does not stop the model."""
-    closings = [span.closing for span in spans[::-1]]
+    closings = [turn.closing for turn in turns[::-1]]
     unknown = next((closing for closing in closings if closing and closing not in controls.stops), "")
     if unknown:
         yield "STOP-MISSING", f"{unknown}, which is not a stop token of the model"
@@ -294,11 +294,3 @@ def _lost(row: Row, index: int, kind: str) -> Remark:
         return "ANSWER-LOST", "an answer"
     role = "system" if message.role == "developer" else message.role
     return "TEXT-LOST", f"the {role} message"
-
-
-def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:
-    """Yield stop tokens spelled inside a message: the tokenizer would turn them into the token."""
-    for message in row.messages:
-        token = next((stop for stop in controls.stops if stop in message.content), None)
-        if token is not None:
-            yield "STOP-IN-TEXT", token

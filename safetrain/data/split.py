@@ -79,7 +79,7 @@ def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, 
     expected = {"valid": int(valid.sum()), "test": int(test.sum())}
     counts = {name: max(number, int(name in shares)) for name, number in expected.items()}
     while sum(counts.values()) >= count:  # train would be empty
-        counts[max(counts, key=lambda name: counts[name])] -= 1
+        counts[max(counts, key=counts.__getitem__)] -= 1
     of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(places)  # no two are equal
     of_group[order[: counts["valid"]]] = VALID
     of_group[order[count - counts["test"] :]] = TEST

@@ -177,23 +177,24 @@ class RowReader:
         """Attach tokens to the rows of a block that can be trained on, and count them."""
         results = iter(tokenized.result())
         for read in block:
-            if read.rendered is not None:
-                self._take_tokens(read, read.rendered, *next(results))
+            if read.rendered is None:
+                continue
+            tokens, runs = next(results)
+            obstacle = self._obstacle(tokens, runs)
+            if obstacle is not None:
+                self._findings.add(*obstacle, where=[read.spot])
+                read.findings += (obstacle[0],)
+                if obstacle[0] != "BEYOND-CONTEXT":
+                    continue
+            read.tokens = tokens
+            read.label_bytes = sum(len(text.encode("utf-8")) for text in _answers(read.rendered))
+            self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
+            self.label_bytes += read.label_bytes
+            if read.rendered.question is not None:
+                prompt = read.rendered.text[: read.rendered.spans[-1].start]
+                read.prompt = Prompt(runs[-1][0], prompt, read.rendered.question)
         self.rows += len(block)
         return number, block
-
-    def _take_tokens(self, read: ReadRow, rendered: RenderedRow, tokens: TokenRow, runs: Runs) -> None:
-        obstacle = self._obstacle(tokens, runs)
-        if obstacle is not None:
-            self._findings.add(*obstacle, where=[read.spot])
-            read.findings += (obstacle[0],)
-            if obstacle[0] != "BEYOND-CONTEXT":
-                return
-        read.tokens, read.label_bytes = tokens, sum(len(text.encode("utf-8")) for text in _answers(rendered))
-        self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
-        self.label_bytes += read.label_bytes
-        if rendered.question is not None:
-            read.prompt = Prompt(runs[-1][0], rendered.text[: rendered.spans[-1].start], rendered.question)
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """The finding's id and detail if a row cannot be trained on, or only in part."""
