@@ -73,7 +73,7 @@ def mark(chat: Chat, source: str) -> tuple[Chat, tuple[Placeholder, ...]]:
 
 
 class _Marker:
-    def __init__(self, control: "re.Pattern[str] | None") -> None:
+    def __init__(self, control: re.Pattern[str]) -> None:
         self._control = control
         self.placeholders: list[Placeholder] = []
 
@@ -89,7 +89,7 @@ class _Marker:
         return copy
 
     def _content(self, index: int, content: str) -> str:
-        pieces = [content] if self._control is None else self._control.split(content)  # each second one is a control
+        pieces = self._control.split(content)  # each second one is a control
         ends = [place for place in range(1, len(pieces), 2) if END_OF_THINKING.fullmatch(pieces[place])]
         for place in range(0, len(pieces), 2):
             kind = "thinking" if place < max(ends, default=0) else "content"
@@ -121,12 +121,12 @@ class _Marker:
 
 
 @functools.lru_cache(maxsize=8)
-def _control_strings(source: str) -> "re.Pattern[str] | None":
+def _control_strings(source: str) -> re.Pattern[str]:
     """A pattern for every string on which the template can depend: those it spells or searches for."""
     looked_for = {one or two for one, two in LOOKED_FOR.findall(source)}
     strings = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
     longest_first = sorted(strings, key=lambda text: (-len(text), text))
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if strings else None
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:
