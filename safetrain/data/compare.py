@@ -87,8 +87,8 @@ class RowFacts:
             self.findings.add(identifier, detail, len(rows), spots)
 
     def _spot(self, row: int, beside: Spot | None = None) -> Spot:
-        file, line, table_row = (int(self.column(name)[row]) for name in ("files", "lines", "table_rows"))
-        return Spot(self._names[file], Place(line, table_row), beside)
+        file, *place = np.frombuffer(self._numbers, dtype=NUMBERS)[row].tolist()[:3]
+        return Spot(self._names[file], Place(*place), beside)
 
     def asked_in_context(self) -> np.ndarray:
         """Hash each row's question together with its context; (rows,)."""

@@ -55,8 +55,8 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     ends = np.fromfile(index, dtype="<i8", count=index_size // 8)
     lengths, tokens = np.diff(ends, prepend=0), int(ends[-1]) if len(ends) else 0
     width = size // tokens if tokens else TOKEN_BYTES[0]
-    is_index = index_size % 8 == 0 and bool(np.all((lengths >= 0) & (lengths < 2**31)))
-    if not is_index or width not in TOKEN_BYTES or size != width * tokens:
+    is_damaged = index_size % 8 or np.any((lengths < 0) | (lengths >= 2**31))
+    if is_damaged or width not in TOKEN_BYTES or size != width * tokens:
         what = "A token file and its index do not match: one is damaged, cut off, or belongs to a different file."
         expected = "ends of documents as ascending numbers of 8 bytes, and 2 or 4 bytes for each token"
         got = f"an index of {index_size} bytes, which ends at {tokens}, and {size} bytes of tokens"
@@ -70,18 +70,18 @@ def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping
     A split without a file gets its share of train's tokens, at most 2 million, as runs of neighbouring documents from
     many places. A document is never cut. Raises DataError if there are too few documents.
     """
-    counts = [len(each) for each in ends]
-    parts = np.repeat(np.array([SPLITS.index(name) for name in names], dtype=np.uint8), counts)
+    starts = np.cumsum([0, *map(len, ends)])  # of files, in documents
+    parts = np.repeat(np.array([SPLITS.index(name) for name in names], dtype=np.uint8), np.diff(starts))
     missing = {name: share for name, share in shares.items() if name not in names}
     if missing:
         lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
         free = np.flatnonzero((parts == 0) & (lengths > 0))
         parts[free] = _deal(lengths[free], missing)
     runs: dict[str, list[Run]] = {name: [] for name in SPLITS}
-    for file, own in enumerate(np.split(parts, np.cumsum(counts)[:-1])):
-        borders = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
-        for first, stop in itertools.pairwise(borders if len(own) else []):
-            runs[SPLITS[own[first]]].append((file, range(first, stop)))
+    for first, stop in itertools.pairwise(np.union1d(starts, np.flatnonzero(np.diff(parts)) + 1).tolist()):
+        file = int(np.searchsorted(starts, first, side="right")) - 1
+        begin = int(starts[file])
+        runs[SPLITS[parts[first]]].append((file, range(first - begin, stop - begin)))
     return runs
 
 

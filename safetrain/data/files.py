@@ -272,9 +272,8 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
                     number += 1
                     yield Place(0, number), json.loads(json.dumps(row, default=_as_text))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
-        raise DataError(f"The table cannot be read: {shown(reason[0])}", where=where, do=do) from None
+        raise DataError(f"The table cannot be read: {shown(str(error))}", where=where, do=do) from None
 
 
 def _batches(path: Path, head: bytes) -> Iterator[Any]:

@@ -179,25 +179,23 @@ class _Tally:
         return Finding(identifier, severity, self.count, where, message, remedy)
 
 
+@dataclass
 class Findings:
     """Collects findings row by row, with the first ``most_places`` of each."""
 
-    def __init__(
-        self, downgrade: Sequence[str] = (), most_places: int = SHOWN_PLACES, *, may_refuse: bool = True
-    ) -> None:
-        """``downgrade``: the kinds that are one severity lower; ``may_refuse``: whether errors are raised."""
-        self.most_places = most_places
-        self._downgrade, self._may_refuse = downgrade, may_refuse
-        self._tallies: dict[tuple[str, str], _Tally] = {}
+    downgrade: Sequence[str] = ()  # the kinds that are one severity lower
+    most_places: int = SHOWN_PLACES
+    may_refuse: bool = True  # whether refuse_errors raises
+    tallies: dict[tuple[str, str], _Tally] = field(default_factory=dict)
 
     def add(
         self, identifier: str, detail: str = "", count: int = 1, where: Sequence[Spot] = (), remedy: str = ""
     ) -> None:
         """Count a finding in ``count`` rows, the first at ``where``; ``remedy`` replaces the usual one."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
-        if key not in self._tallies and sum(other == identifier for other, _ in self._tallies) >= MOST_DETAILS:
+        if key not in self.tallies and sum(other == identifier for other, _ in self.tallies) >= MOST_DETAILS:
             key, detail, remedy = (identifier, OTHERS), OTHERS, ""
-        tally = self._tallies.setdefault(key, _Tally())
+        tally = self.tallies.setdefault(key, _Tally())
         if len(tally.details) < MOST_DETAILS:
             tally.details[detail] = None
         if where and tally.last == where:
@@ -213,14 +211,14 @@ class Findings:
 
     def found(self) -> dict[Finding, list[Spot]]:
         """All findings with their places: errors, warnings, then notes, each by name, so that reports are equal."""
-        grades = {name: ORDER.index(kind.severity) + (name in self._downgrade) for name, kind in KINDS.items()}
-        keys = sorted((min(grades[key[0]], 2), key) for key in self._tallies)
-        return {self._tallies[key].finding(key[0], ORDER[grade]): self._tallies[key].where for grade, key in keys}
+        grades = {name: ORDER.index(kind.severity) + (name in self.downgrade) for name, kind in KINDS.items()}
+        keys = sorted((min(grades[key[0]], 2), key) for key in self.tallies)
+        return {self.tallies[key].finding(key[0], ORDER[grade]): self.tallies[key].where for grade, key in keys}
 
     def refuse_errors(self) -> None:
         """Raise one DataError that lists all errors, if there are any and they may be raised."""
         errors = [finding for finding in self.found() if finding.severity == ERROR]
-        if errors and self._may_refuse:
+        if errors and self.may_refuse:
             what = f"The data has errors:\n{summary(errors, 'correct these first')}"
             raise DataError(what, do="see above; nothing was written")
 
