@@ -191,9 +191,8 @@ class Repair:
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
         if self.into.suffix != FORMATS[0]:
-            with rows.open(encoding="utf-8", newline="\n") as written:
-                values = [json.loads(line) for line in written]
-            _write_rows(values, rows, self.into.suffix)
+            lines = rows.read_text(encoding="utf-8").split("\n")[:-1]
+            _write_rows([json.loads(line) for line in lines], rows, self.into.suffix)
 
     def _repaired(self, spot: Spot, before: object) -> Row | None:
         """Repair a row; None if it is to be dropped, cannot be read, or repeats an earlier one."""

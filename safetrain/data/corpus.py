@@ -110,10 +110,8 @@ class CorpusReader:
     def __init__(self, source: Path, tokenizer: ChatTokenizer) -> None:
         """Raises DataError, ModelError."""
         self._tokenizer, self._vocabulary = tokenizer, read_model_files(tokenizer.folder).vocab_size
-        by_split = corpus_of(source)
-        self._names = [name for name, paths in by_split.items() for _ in paths]
-        read = [read_tokenized(path) for paths in by_split.values() for path in paths]
-        self._files, self._bounds = zip(*read, strict=True)
+        self._names, paths = zip(*corpus_of(source), strict=True)
+        self._files, self._bounds = zip(*map(read_tokenized, paths), strict=True)
         sizes = byte_lengths(tokenizer)[: self._vocabulary]
         self._text_bytes = np.pad(sizes, (0, self._vocabulary - len(sizes)))
         self._closing = np.isin(np.arange(self._vocabulary), list(tokenizer.stop_ids))

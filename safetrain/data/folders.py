@@ -81,18 +81,17 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
     return DataFiles(tuple(names), tuple(found), tuple(unread))
 
 
-def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
-    """Find the token files of ``source`` by split; files not named after a split belong to train.
+def corpus_of(source: Path) -> list[tuple[str, Path]]:
+    """Find the token files of ``source``, each with its split; files not named after a split belong to train.
 
     Raises DataError if some files are named train and others have no split, or if a folder cannot be read.
     """
     files = _files_in(source, (TOKENS,))
-    splits = {split: tuple(file.path for file in files if file.split == split) for split in ("", *SPLITS)}
-    if splits[""] and splits["train"]:
+    unnamed = [file.path for file in files if not file.split]
+    if unnamed and any(file.split == "train" for file in files):
         what, do = "Some token files are named train, and others have no split.", "put them all into a folder train"
-        raise DataError(what, where=str(splits[""][0]), do=do)
-    splits["train"] += splits.pop("")
-    return {split: paths for split, paths in splits.items() if paths}
+        raise DataError(what, where=str(unnamed[0]), do=do)
+    return sorted(((file.split or "train", file.path) for file in files), key=lambda pair: SPLITS.index(pair[0]))
 
 
 def suffix_of(path: Path) -> str:
