@@ -175,7 +175,7 @@ class CorpusReader:
             there = np.flatnonzero(lengths)
             if len(there):
                 ids = self._tokens(self._files[file], int(bounds[batch.start]), int(bounds[batch.stop]))
-                self._open += int(np.count_nonzero(~self._closing[ids[np.cumsum(lengths)[there] - 1]]))
+                self._open += int(np.sum(~self._closing[ids[np.cumsum(lengths)[there] - 1]]))
                 yield ids, documents.start + batch.start + there + 1, lengths[there]
 
     def _tokens(self, file: TokenFile, begin: int, end: int) -> np.ndarray:

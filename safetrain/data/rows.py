@@ -287,7 +287,7 @@ def _message(value: object, place: str) -> Message:
     weight = next((weight for weight in weights if weight is not None), 1)
     if weight not in (0, 1):
         raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained on) or 1 (trained on)")
-    details = _details(turn, role, place) if turn else {}
+    details = _details(turn, role, place)
     calls = "tool_calls" in details
     text = "" if content is None and calls else _text_of(content, f"{place}.content")
     if role == "assistant" and not calls and not text.strip():
@@ -304,7 +304,7 @@ def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
             turn["content"] = turn.pop("value", None)
     if turn.get("function_call"):  # OpenAI, before tools
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
-    name = turn["role"].strip().casefold() if isinstance(turn.get("role"), str) else ""
+    name = str(turn.get("role")).strip().casefold()
     if name in CALL_ROLES:
         calls = _parsed(turn.pop("content", None), place)
         turn |= {"role": "assistant", "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}

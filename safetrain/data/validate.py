@@ -8,6 +8,7 @@ question decides its split.
 import contextlib
 import dataclasses
 import hashlib
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
-PIECE_CHARACTERS = 2**16  # of text, up to the end of the line
+PIECE = re.compile(r"(?s:.{1,65536})[^\n]*\n?")  # of text, up to the end of a line, so that a sample can be spread
 
 
 @dataclass(frozen=True)
@@ -257,14 +258,5 @@ def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[s
                 findings.add_error(Spot(str(path), place), error)
                 continue
             for text in (row.text, *(message.content for message in row.messages)):
-                yield from _pieces(text)
+                yield from PIECE.findall(text)
     findings.refuse_errors()
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Yield a text a few lines at a time, so that a sample can be spread over it."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
-        yield text[start:end]
-        start = end
