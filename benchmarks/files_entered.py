@@ -40,10 +40,10 @@ from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.guard.keep_going import PlannedUpdate
 from stages.recommend_config import main as recommend_config
+from tests.stores import worst_update
 from tests.support.chaos.project import TRAIN, Project
 from tests.support.jobs import job_of
 from tests.support.settings import SETTINGS
-from tests.updates import worst_update
 
 KILLED = """
 import os, sys

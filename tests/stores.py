@@ -1,4 +1,4 @@
-"""Writes token stores for tests."""
+"""Token stores for tests, and the largest update of a run of which no more is known than its longest row."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,9 @@ import numpy as np
 
 from safetrain.core.data.store import Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
+from safetrain.core.memory.terms import padded
 from safetrain.core.model.files import tokenizer_hash
+from safetrain.core.records.settings import LargestUpdate
 
 MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
 
@@ -37,3 +39,9 @@ def write_stores(folder: Path, base: Path, train: Sequence[TokenRow], valid: Seq
     made = Provenance(tokenizer_hash(base), "", "2026-01-31", (2,), "")
     write_store(store_path(folder, "train"), train, made)
     write_store(store_path(folder, "valid"), valid, made)
+
+
+def worst_update(longest_row: int, rows: int) -> LargestUpdate:
+    """Nothing but rows as long as the longest, every token a label."""
+    tokens = rows * padded(longest_row - 1)
+    return LargestUpdate(rows, longest_row - 1, tokens, tokens)

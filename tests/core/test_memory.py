@@ -28,7 +28,7 @@ from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
-from tests.updates import worst_update
+from tests.stores import worst_update
 
 CPU = Backend(4, True, True)
 ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))

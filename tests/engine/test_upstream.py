@@ -16,13 +16,12 @@ from mlx_lm.models import base, cache, gated_delta, llama, switch_layers
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
-from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.adaptation import few_blocks, packed_attention, trunk_of
 from safetrain.engine.upstream.loading import READ_DIRECTLY, build
 from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
-from tests.support.random_models import TINY, open_skeleton
+from tests.support.random_models import TINY
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64, "rms_norm_eps": 1e-5}
 MOVED = "mlx-lm has moved: see safetrain/engine/upstream/"
@@ -108,17 +107,6 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
         assert len(module.layers) == 1
     with few_blocks(build(config_of("muse_spark"))) as fewer:  # whose trunk has them as a property
         assert not fewer
-
-
-@pytest.mark.parametrize(("family", "said"), [
-    ("llama", ""),
-    ("gpt_oss", "its attention has sinks"),
-    ("jamba", "TypeError: 'PackedRowsCache' object is not subscriptable"),
-])  # fmt: skip
-def test_a_model_that_cannot_pack_rows_says_why(family: str, said: str) -> None:
-    model: BaseModel = open_skeleton(config_of(family))
-    assert (model.packing_refusal, model.split_refusal) == (said, "")
-    assert model.packs_rows == (family == "llama")
 
 
 def test_the_server_asks_for_nothing_that_it_is_not_given() -> None:

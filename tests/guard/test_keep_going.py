@@ -42,8 +42,8 @@ from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
 from tests.guard.programs import IMPORTS
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
+from tests.stores import worst_update
 from tests.support.settings import SETTINGS as USUAL
-from tests.updates import worst_update
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -2,12 +2,16 @@
 
 import dataclasses
 import os
+import platform
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from safetrain.core.errors import ConfigError
+from safetrain.cli import app
+from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
@@ -18,7 +22,8 @@ from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.preflight import engine_checks, environment_checks, power_check, pressure_check, software_checks
-from tests.conftest import EMBEDDED
+from safetrain.plan.selftest import judge, report_lines, selftest
+from tests.conftest import EMBEDDED, ROOT
 from tests.plan.test_recommend import OPEN, data, plan
 from tests.watch.made_run import DEATH
 
@@ -171,3 +176,61 @@ def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> Non
     assert before.process_memory_bytes == 224 * 2**20  # 140 and 64, up to a multiple of 32
     a_little_more = read_machine_now(dataclasses.replace(CPU, process_bytes=170 * 2**20))
     assert settle(a_little_more, before).process_memory_bytes == before.process_memory_bytes
+
+
+LABELS = ["system", "versions", "device", "training"]
+
+
+def command(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def labels(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines if line[0] not in " `" and not line.startswith("safetrain ")]
+
+
+def test_a_wrong_gradient_fails() -> None:
+    found = {
+        "in_float32": True, "on_cpu": True, "loss_difference": 1e-7, "gradient_difference": 0.2, "packs_rows": True,
+        "layers_with_adapter": 2, "step_seconds": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1,
+    }  # fmt: skip
+    assert [name for name, _, passed in judge(found) if not passed] == ["gradient"]
+
+
+def test_the_command_says_what_it_found() -> None:
+    said = command("selftest")
+    assert said.count("[ok]") == 5
+    assert said.endswith("the self-test passed\n")
+
+
+def test_the_report_is_one_screen_without_names() -> None:
+    said = command("selftest", "--report")
+    lines = said.splitlines()
+    assert lines[0] == lines[-1] == "```"
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert labels(lines) == LABELS
+    assert "FAILED" not in said
+    assert float(said.partition("within ")[2].split()[0]) < 1e-5  # of mlx-lm's own loss and gradient
+    for name in (str(Path.home()), str(ROOT), platform.node(), sys.prefix):
+        assert name not in said
+
+
+def test_a_child_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying_child.py").write_text(
+        "import os, sys\n"
+        "print('a banner', flush=True)\n"
+        "if len(sys.argv) > 1: raise OSError(f'{os.getcwd()}/secret is missing')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(MachineError, match="did not finish"):
+        selftest("dying_child", tmp_path / "nowhere")
+    lines = list(report_lines("dying_child", tmp_path))
+    assert labels(lines) == LABELS
+    assert "device     FAILED: the answer cannot be read" in lines
+    text = "\n".join(lines)
+    assert "FAILED: exit code 1: OSError\n" in text
+    assert "secret" not in text
+    assert "banner" not in text

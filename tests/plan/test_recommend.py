@@ -21,7 +21,7 @@ from safetrain.plan.recommend import recommendation_of
 from safetrain.plan.remedies import nothing_fits
 from stages.recommend_config import recommendation_lines
 from tests.conftest import EMBEDDED
-from tests.updates import worst_update
+from tests.stores import worst_update
 
 GIB = 2**30
 OPEN = Train(

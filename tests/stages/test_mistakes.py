@@ -25,11 +25,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.mark.parametrize(("override", "says"), [
     ("train.learning_rat=1", "Unknown key train.learning_rat: did you mean train.learning_rate?|the command line"),
-    ("trian.seed=1", "Unknown key trian: did you mean train?"),
     ("lora.xyz=1", "Unknown key lora.xyz.|one of lora.rank, lora.scale, lora.dropout"),
     ("train.batch_size=two", "train.batch_size has the wrong type.|a whole number, at least 1|two"),
     ("train.learning_rate=0", "train.learning_rate = 0.0: allowed is a number, above 0 and at most 1, or null"),
-    ("data.valid_fraction=0.9", "data.valid_fraction = 0.9: allowed is a number, above 0 and at most 0.5"),
     ("lora.targets=q_proj", "lora.targets has the wrong type.|a list of texts, e.g. [a,b], or null"),
     ("data.columns.prompt=Frage", "data.columns has the wrong type.|e.g. {prompt: frage, completion: antwort}"),
     ("model.path=", "model.path is empty"),
@@ -57,7 +55,6 @@ def test_help_shows_the_keys_with_their_values_and_examples_that_run(workspace: 
 @pytest.mark.parametrize(("old", "new", "says"), [
     ("  seed: 42", "  sede: 42", "Unknown key train.sede: did you mean train.seed?"),
     ("  seed: 42", "", "train.seed has no value.|add train.seed"),
-    ("  seed: 42", "  seed: forty", "train.seed has the wrong type.|a whole number"),
     ("  seed: 42", "  seed: [1", "params.yaml is not valid YAML.|params.yaml:"),
 ])  # fmt: skip
 def test_a_wrong_params_yaml_stops_the_first_stage(workspace: Workspace, old: str, new: str, says: str) -> None:
