@@ -136,10 +136,8 @@ def _add_loss(run: Run, axes: Any) -> None:
 
 def _add_memory(run: Run, axes: Any) -> None:
     """mlx's peak and the process's memory next to the prediction."""
-    for field, colour, label in (
-        ("footprint_bytes", BLUE, "process"),
-        ("peak_memory_bytes", ORANGE, "mlx's peak so far"),
-    ):
+    curves = ("footprint_bytes", BLUE, "process"), ("peak_memory_bytes", ORANGE, "mlx's peak so far")
+    for field, colour, label in curves:
         points = points_of(run.steps, field)
         _plot(axes, tuple((step, value / GIB) for step, value in points if value), colour, label)
     if predicted := predicted_peak(run):
