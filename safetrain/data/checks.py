@@ -86,9 +86,9 @@ def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
 
 def foreign_markers(text: str) -> list[str]:
     """Find literal markers of other chat formats, except in quotation marks or code."""
-    markers = list[str]()
+    markers: list[str] = []
     if "<" in text or "INST]" in text:
-        markers += [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
+        markers = [match[2] for match in MARKER.finditer(FENCE.sub("", text) if "```" in text else text)]
         if "<s>" in text and "[INST]" not in markers:
             markers = [marker for marker in markers if marker != "</s>"]  # strikethrough in HTML
     if "###" in text:

@@ -183,7 +183,8 @@ class Repair:
             log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._log_file,
         ):
             for place, value in rows_of(self.source):
-                row, self.read = self._repaired(Spot(str(self.source), place), value), self.read + 1
+                self.read += 1
+                row = self._repaired(Spot(str(self.source), place), value)
                 if row is not None:
                     file.write(json.dumps(row.as_json(), ensure_ascii=False) + "\n")
                     self.written += 1
@@ -211,7 +212,7 @@ class Repair:
             return None
         if value != before:
             self._log(where, "form", before, value)
-        digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
+        digest = hashlib.blake2b(row.identity().encode(), digest_size=16).digest()
         first = self._first_places.setdefault(digest, where)
         if first != where:
             self._log(where, "duplicate", mended, None, reason=f"repeats {first}")

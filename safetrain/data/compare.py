@@ -10,6 +10,7 @@ already: so the clusters are exact.
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -49,14 +50,11 @@ class RowFacts:
     """Collects the digests and the place of each row that can be trained on, and finds duplicate questions.
 
     ``groups`` and ``clusters``, (rows,): for each row, the first with the same question, and with nearly the same one.
-    ``left_out`` says why some pairs were not compared; empty if all were.
     """
 
-    def __init__(self, names: Sequence[str], findings: Findings) -> None:
-        """``names``: the names of the files."""
-        self._names, self._numbers, self._shingles, self.findings = names, bytearray(), Shingles(), findings
+    def __init__(self, files: Sequence[Path], findings: Findings) -> None:
+        self._files, self._numbers, self._shingles, self.findings = files, bytearray(), Shingles(), findings
         self.groups = self.clusters = np.zeros(0, dtype=np.int64)
-        self.left_out = ""
 
     def __len__(self) -> int:
         return len(self._numbers) // NUMBERS.itemsize
@@ -88,7 +86,7 @@ class RowFacts:
 
     def _spot(self, row: int, beside: Spot | None = None) -> Spot:
         file, *place = np.frombuffer(self._numbers, dtype=NUMBERS)[row].tolist()[:3]
-        return Spot(self._names[file], Place(*place), beside)
+        return Spot(str(self._files[file]), Place(*place), beside)
 
     def asked_in_context(self) -> np.ndarray:
         """Hash each row's question together with its context; (rows,)."""
@@ -98,8 +96,10 @@ class RowFacts:
         """Find duplicate questions; a ``similarity`` of 1 finds only those with the same words in the same order."""
         self.groups = self.clusters = first_alike(self.column("questions"))
         if similarity < 1:
-            clusters, self.left_out = self._shingles.clusters(similarity)
+            clusters, left_out = self._shingles.clusters(similarity)
             self.clusters = clusters[self.groups]
+            if left_out:
+                self.findings.add("NEAR-COPIES", f"; {left_out}", 0)
 
 
 def compare(facts: RowFacts, parts: np.ndarray) -> None:
@@ -111,8 +111,6 @@ def compare(facts: RowFacts, parts: np.ndarray) -> None:
     groups, clusters = facts.groups[train], facts.clusters[train]
     firsts = first_alike(clusters)  # the first row of a cluster is not a copy
     near = groups != groups[firsts]
-    if facts.left_out:
-        facts.findings.add("NEAR-COPIES", f"; {facts.left_out}", 0)
     facts.tell("NEAR-COPIES", train[near], train[firsts[near]])
     _answers(facts)
 
@@ -256,7 +254,7 @@ class _CandidateSearch:
 
     def run(self) -> tuple[np.ndarray, str]:
         """Compare candidates: first neighbours in the list of texts that share a run, then texts two apart, etc."""
-        codes = np.sort(np.concatenate([np.zeros(0, dtype=np.uint64), *self._prefixes()]))
+        codes = np.sort(np.concatenate(list(self._prefixes())))
         runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
         _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the texts of each run
         ends = np.repeat(firsts + sizes, sizes)

@@ -25,7 +25,6 @@ from safetrain.data.folders import SPLITS, corpus_of
 from safetrain.data.split import split_report
 
 FORMAT = "tokens of documents (datatrove)"
-TOKEN_BYTES = (2, 4)
 PIECE = 2**21  # tokens to read at a time, or one longer document
 MOST_TOKENS = 2_000_000  # in valid and in test each: more would not make the loss more precise
 RUNS = 64  # roughly how many runs of neighbouring documents valid and test have
@@ -54,9 +53,9 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     size, index_size = path.stat().st_size, index.stat().st_size
     ends = np.fromfile(index, dtype="<i8", count=index_size // 8)
     lengths, tokens = np.diff(ends, prepend=0), int(ends[-1]) if len(ends) else 0
-    width = size // tokens if tokens else TOKEN_BYTES[0]
+    width = size // tokens if tokens else 2
     is_damaged = index_size % 8 or np.any((lengths < 0) | (lengths >= 2**31))
-    if is_damaged or width not in TOKEN_BYTES or size != width * tokens:
+    if is_damaged or width not in (2, 4) or size != width * tokens:
         what = "A token file and its index do not match: one is damaged, cut off, or belongs to a different file."
         expected = "ends of documents as ascending numbers of 8 bytes, and 2 or 4 bytes for each token"
         got = f"an index of {index_size} bytes, which ends at {tokens}, and {size} bytes of tokens"
@@ -187,7 +186,7 @@ class CorpusReader:
                 "A token file has an id beyond the model's vocabulary.",
                 where=f"{file.path}, token {begin + int(unknown[0]) + 1}",
                 expected=f"ids below {self._vocabulary}",
-                got=str(int(ids[unknown[0]])),
+                got=f"{ids[unknown[0]]}",
                 do="use the model whose tokenizer made the corpus, or tokenize it with this model's tokenizer",
             )
         return ids
@@ -215,9 +214,10 @@ def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
     for number in range(tokenizer.size):
         piece = tokenizer.token_of(number)
         if number in added:
-            lengths[number] = 0 if added[number] else len(piece.encode("utf-8"))
+            size = 0 if added[number] else len(piece.encode())
         elif is_bytes or BYTE.fullmatch(piece):
-            lengths[number] = len(piece) if is_bytes else 1
+            size = len(piece) if is_bytes else 1
         else:
-            lengths[number] = len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode("utf-8"))
+            size = len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode())
+        lengths[number] = size
     return lengths

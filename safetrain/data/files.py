@@ -295,6 +295,6 @@ def _as_text(value: object) -> str | None:
     if not isinstance(value, bytes):
         return str(value)
     try:
-        return value.decode("utf-8")
+        return value.decode()
     except UnicodeDecodeError:  # an image, or text in another encoding: no value
         return None

@@ -115,11 +115,12 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
 def _files_below(folder: Path) -> Iterator[Path]:
     """Yield files that are not hidden, shard 2 before 10. Raises DataError for broken links and links to folders."""
     try:
-        inside = sorted((path for path in folder.iterdir() if not path.name.startswith(".")), key=_natural_order)
+        there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         what = f"A folder of the data cannot be read: {error.strerror}."
         do = "give yourself permission to read it, or set another data.path"
         raise DataError(what, where=str(folder), do=do) from None
+    inside = sorted(there, key=lambda path: re.sub(r"\d+", lambda number: number[0].zfill(20), path.name))
     for path in inside:
         if path.is_symlink() and not path.is_file():
             what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
@@ -129,10 +130,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
     for path in inside:
         if path.is_dir():
             yield from _files_below(path)
-
-
-def _natural_order(path: Path) -> str:
-    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
 
 
 def _split_of(path: Path) -> tuple[str, Path]:

@@ -63,8 +63,7 @@ def _look_at(*ways: Columns) -> str:
 
 def _names(keys: Collection[str]) -> str:
     """The first keys, for an error."""
-    names = [shown(key) for key in list(keys)[:MOST_NAMES]]
-    return ", ".join(names) + (", …" if len(keys) > MOST_NAMES else "") or "none"
+    return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "") or "none"
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:

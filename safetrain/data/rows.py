@@ -207,9 +207,8 @@ def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
         require_unicode(message.content, f"messages[{index}].content")
     if not any(message.trained for message in messages if message.role == "assistant"):
         raise RowError("no assistant turn to train on; turns with weight 0 or in the prompt are not trained on")
-    is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
-    is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
-    tools = _tools(parts.get("tools"))
+    tools, has_more = _tools(parts.get("tools")), parts.get("tools") or parts.get("history")
+    is_plain = not has_more and all(isinstance(parts.get(part), str) for part in ("prompt", "completion"))  # as mlx-lm
     return Row("tools" if tools else "completions" if is_plain else "chat", messages, tools)
 
 

@@ -120,7 +120,7 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
 def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
     """Append a few hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
     if rows:
-        spool.write((_encode([(*row[:-1], len(row.tokens)) for row in rows]) + "\n").encode("utf-8"))
+        spool.write((_encode([(*row[:-1], len(row.tokens)) for row in rows]) + "\n").encode())
         spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
         spool.writelines(row.tokens.trained.tobytes() for row in rows)
 
@@ -155,7 +155,7 @@ class SplitWriter(contextlib.ExitStack):
         lines, files, numbers, sizes, _, tokens = zip(*rows, strict=True)
         lengths = np.array(list(map(len, tokens)))
         label_counts = np.array([each.trained_tokens for each in tokens])
-        self._lines.writelines(line.encode("utf-8") for line in lines)
+        self._lines.writelines(line.encode() for line in lines)
         ids = np.concatenate([each.ids for each in tokens])
         trained = np.concatenate([each.trained for each in tokens])
         self._store.add(ids, trained, lengths, label_counts, np.array(files), np.array(numbers))

@@ -187,8 +187,9 @@ class RowReader:
                 if obstacle[0] != "BEYOND-CONTEXT":
                     continue
             read.tokens = tokens
-            read.label_bytes = sum(len(text.encode("utf-8")) for text in _answers(read.rendered))
-            self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
+            read.label_bytes = sum(len(text.encode()) for text in _answers(read.rendered))
+            self.tokens += len(tokens)
+            self.labels += tokens.trained_tokens
             self.label_bytes += read.label_bytes
             if read.rendered.question is not None:
                 prompt = read.rendered.text[: read.rendered.spans[-1].start]

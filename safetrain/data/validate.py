@@ -64,9 +64,8 @@ class Validation:
 
     @property
     def report(self) -> DataReport:
-        """The content of data_report.json; raises ValueError if nothing was written."""
-        if self.written is None:
-            raise ValueError("the splits were not written")
+        """The content of data_report.json, if the splits were written."""
+        assert self.written is not None, "the splits were not written"
         return self.written
 
 
@@ -128,7 +127,7 @@ def _validate_rows(
     provenance = _provenance(model, into, _digest(files.paths) if into is not None else "")
     tokenizer = ChatTokenizer(model, date.fromisoformat(provenance.made_on))
     reader, sample, report = RowReader(files, tokenizer, settings, findings), list[ReadRow](), None
-    facts = RowFacts(list(map(str, files.paths)), findings)
+    facts = RowFacts(files.paths, findings)
     with written(into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
         for number, block in reader.blocks():
             facts.add(block, number)
@@ -141,7 +140,7 @@ def _validate_rows(
         if into is not None:
             made, form = reader.provenance(provenance), "+".join(sorted(reader.formats))
             splits = write_splits(spool, folder, parts, files.paths, made, tokenizer)
-            report = _report(findings, paths[0], splits, made, tokenizer, form, how, _opening(made))
+            report = _report(findings, paths[0], splits, made, tokenizer, form, how)
     counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
     return Validation(findings.found(), *counts, report, sample, reader.context, settings.documents)
 
@@ -159,7 +158,7 @@ def _validate_tokens(
     with written(into) as folder:
         splits, how = corpus.write_splits(folder, settings.shares, provenance, findings)
         findings.refuse_errors()
-    report = _report(findings, source, splits, provenance, tokenizer, FORMAT, how, "as a text that continues")
+    report = _report(findings, source, splits, provenance, tokenizer, FORMAT, how)
     each = [(split.rows, split.tokens, split.trained_tokens, split.label_bytes) for split in splits.values()]
     rows, tokens, labels, label_bytes = map(sum, zip(*each, strict=True))
     return Validation(findings.found(), rows, tokens, labels, label_bytes, report, documents=True)
@@ -197,23 +196,21 @@ def _provenance(model: Path, into: Path | None, source: str) -> Provenance:
 
 def _report(
     findings: Findings, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer,
-    form: str, how: str, opening: str,
+    form: str, how: str,
 ) -> DataReport:  # fmt: skip
-    listed = tuple(findings.found())
+    listed, opening = tuple(findings.found()), "the generation prompt matches the training format"
+    if form == FORMAT:
+        opening = "as a text that continues"
+    elif made.asked:
+        opening = f"prompts leave out the generation prompt's {made.asked!r}, as in training"
+    elif made.opening:
+        opening = f"prompts end with {made.opening!r}, as in training"
     warnings = tuple(finding.message for finding in listed if finding.severity == WARNING)
     stops = tuple(map(tokenizer.token_of, made.stop_ids))
     return DataReport(
         source=str(source), format=form, split=how, warnings=warnings, findings=listed,
         template_date=made.made_on, stop_tokens=stops, opening=opening, **splits,
     )  # fmt: skip
-
-
-def _opening(provenance: Provenance) -> str:
-    if provenance.asked:
-        return f"prompts leave out the generation prompt's {provenance.asked!r}, as in training"
-    if provenance.opening:
-        return f"prompts end with {provenance.opening!r}, as in training"
-    return "the generation prompt matches the training format"
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -244,19 +241,19 @@ def written(into: Path | None) -> Iterator[Path]:
 
 def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[str]:
     """Yield every training text of some files and folders, a few lines at a time; raises DataError."""
-    findings, sets = Findings(), list[DataFiles]()
+    findings = Findings()
     for source in paths:
         if corpus_of(source):
             do = "safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus"
             raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=str(source), do=do)
-        sets.append(data_files_of(source, documents=True))
-    for path in [path for each in sets for split, path in zip(each.names, each.paths, strict=True) if split == "train"]:
-        for place, value in rows_of(path, documents=True):
-            try:
-                row = parse_row(value, columns)
-            except RowError as error:
-                findings.add_error(Spot(str(path), place), error)
-                continue
-            for text in (row.text, *(message.content for message in row.messages)):
-                yield from PIECE.findall(text)
+        files = data_files_of(source, documents=True)
+        for path in files.paths[: files.names.count("train")]:  # the first ones
+            for place, value in rows_of(path, documents=True):
+                try:
+                    row = parse_row(value, columns)
+                except RowError as error:
+                    findings.add_error(Spot(str(path), place), error)
+                    continue
+                for text in (row.text, *(message.content for message in row.messages)):
+                    yield from PIECE.findall(text)
     findings.refuse_errors()
