@@ -76,7 +76,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
 
 def refuse_idle(options: Mapping[str, object], when: str) -> None:
     """Raise ConfigError if any of these options is set, because ``when`` --fix it would be ignored."""
-    idle = [name for name, value in options.items() if value not in (None, False, "")]
+    idle = [name for name, value in options.items() if value]
     if idle:
         raise ConfigError(f"{when} --fix, {', '.join(idle)} does nothing.", do="leave it out")
 

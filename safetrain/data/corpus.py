@@ -63,17 +63,17 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     return TokenFile(str(path), tokens, width, sampled_digest(path)), np.concatenate([[0], ends])
 
 
-def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]) -> dict[str, list[Run]]:
-    """Split the documents of files whose splits are ``names``; ``ends`` (documents,) of each file.
+def split_runs(bounds: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]) -> dict[str, list[Run]]:
+    """Split the documents of files whose splits are ``names``; ``bounds`` (documents + 1,) of each file.
 
     A split without a file gets its share of train's tokens, at most 2 million, as runs of neighbouring documents from
     many places. A document is never cut. Raises DataError if there are too few documents.
     """
-    starts = np.cumsum([0, *map(len, ends)])  # of files, in documents
+    starts = np.cumsum([0, *(len(each) - 1 for each in bounds)])  # of files, in documents
     parts = np.repeat(np.array([SPLITS.index(name) for name in names], dtype=np.uint8), np.diff(starts))
     missing = {name: share for name, share in shares.items() if name not in names}
     if missing:
-        lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
+        lengths = np.concatenate([np.diff(each) for each in bounds])
         free = np.flatnonzero((parts == 0) & (lengths > 0))
         parts[free] = _deal(lengths[free], missing)
     runs: dict[str, list[Run]] = {name: [] for name in SPLITS}
@@ -113,7 +113,6 @@ class CorpusReader:
         self._files, self._bounds = zip(*map(read_tokenized, paths), strict=True)
         sizes = byte_lengths(tokenizer)[: self._vocabulary]
         self._text_bytes = np.pad(sizes, (0, self._vocabulary - len(sizes)))
-        self._closing = np.isin(np.arange(self._vocabulary), list(tokenizer.stop_ids))
         self._open = 0  # documents that do not end with a stop token
 
     def digest(self) -> str:
@@ -137,7 +136,7 @@ class CorpusReader:
         self, folder: Path, shares: Mapping[str, float], provenance: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
         """Read all tokens and write the stores of the splits; also returns how the splits were chosen."""
-        runs = split_runs([each[1:] for each in self._bounds], self._names, shares)
+        runs = split_runs(self._bounds, self._names, shares)
         splits = {name: self._write(folder, name, parts, provenance) for name, parts in runs.items()}
         if self._open:
             rows = sum(split.rows for split in splits.values())
@@ -174,7 +173,8 @@ class CorpusReader:
             there = np.flatnonzero(lengths)
             if len(there):
                 ids = self._tokens(self._files[file], int(bounds[batch.start]), int(bounds[batch.stop]))
-                self._open += int(np.sum(~self._closing[ids[np.cumsum(lengths)[there] - 1]]))
+                last = ids[np.cumsum(lengths)[there] - 1]
+                self._open += int(np.isin(last, list(self._tokenizer.stop_ids), invert=True).sum())
                 yield ids, documents.start + batch.start + there + 1, lengths[there]
 
     def _tokens(self, file: TokenFile, begin: int, end: int) -> np.ndarray:

@@ -126,8 +126,7 @@ def _separator(start: str, first: str, path: Path) -> str:
         if usual_names or is_named or (len(names) > 1 and all(map(NAME.fullmatch, names))):
             scores[separator] = (usual_names, len(names))
     if not scores and not re.search(r"^\s*\{", start, re.MULTILINE):
-        why = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
-        what = f"The data file has no rows that can be read: {why}."
+        what = "The data file is neither JSON lines nor a table with a header and commas, tabs or semicolons."
         raise DataError(what, where=f"{path}:1", got=shown(first), do=AS_OBJECTS)
     return max(scores, key=scores.__getitem__, default="")
 
@@ -229,10 +228,12 @@ def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Pl
     try:
         for cells in reader:
             begin, line = line, reader.line_num + 1
-            if names and any(map(str.strip, cells)):
+            if not any(map(str.strip, cells)):
+                continue
+            if names:
                 row += 1
                 yield Place(begin, row), _table_row(names, cells)
-            elif any(map(str.strip, cells)):
+            else:
                 names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
                 ((name, count),) = collections.Counter(names).most_common(1)
                 if count > 1:

@@ -147,8 +147,7 @@ def checked_downgrade(names: Iterable[str]) -> tuple[str, ...]:
     """
     names = tuple(names)
     require_kinds("data.downgrade", names)
-    fixed = [name for name in names if KINDS[name].fixed]
-    if fixed:
+    if fixed := [name for name in names if KINDS[name].fixed]:
         raise ConfigError(f"data.downgrade: training is impossible with {', '.join(fixed)}.", do="correct the data")
     return names
 

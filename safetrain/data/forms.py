@@ -18,8 +18,8 @@ FORMS = (  # the required parts of a row, and the optional ones
     ({"text"}, set[str]()),
 )
 MAKES_ROW = "messages (and system, tools); or prompt and completion (and input, system, tools, history); or text"
-KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history",
-                        "conversations", "conversation"))  # fmt: skip
+KNOWN_KEYS = {*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history", "conversations",
+              "conversation"}  # fmt: skip
 FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
@@ -63,7 +63,7 @@ def _look_at(*ways: Columns) -> str:
 
 def _names(keys: Collection[str]) -> str:
     """The first keys, for an error."""
-    return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "") or "none"
+    return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "")
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:

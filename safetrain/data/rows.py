@@ -56,8 +56,6 @@ def _constant(name: str) -> None:
 
 
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-_LENIENT = json.JSONDecoder()
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def value_at(text: str, start: int) -> tuple[object, int]:
@@ -68,7 +66,7 @@ def value_at(text: str, start: int) -> tuple[object, int]:
     try:
         value, end = _STRICT.raw_decode(text, start)
     except RowError as error:
-        return error, _LENIENT.raw_decode(text, start)[1]
+        return error, json.JSONDecoder().raw_decode(text, start)[1]
     brackets = text.count("[", start, end) + text.count("{", start, end)
     return RowError(DEEP) if brackets > MOST_DEEP and _is_deep(value, MOST_DEEP) else value, end
 
@@ -101,7 +99,7 @@ def said_of(error: ValueError | RecursionError) -> str:
 def dump(value: object, place: str) -> str:
     """Encode a value as JSON text that ``load`` can read; ``place`` names it in errors."""
     try:
-        text = _ENCODER.encode(value)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # 1e999, which Python reads as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
     require_unicode(text, place)

@@ -25,7 +25,7 @@ from safetrain.data.rows import Row, RowError
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
-Runs = tuple[tuple[int, int], ...]  # first and last token of each span of labels
+Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
 
 
@@ -171,7 +171,7 @@ class RowReader:
 
     def _document(self, row: RenderedRow) -> tuple[TokenRow, Runs]:
         ids = text_ids(row.text, self._tokenizer)
-        return token_row(ids, [True] * len(ids)), ((0, len(ids) - 1),)
+        return token_row(ids, [True] * len(ids)), [(0, len(ids) - 1)]
 
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
         """Attach tokens to the rows of a block that can be trained on, and count them."""
@@ -214,14 +214,14 @@ def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
     """Ids and labels of a rendered row, from the tokenizer library's ``encoding`` of its text."""
     ids = np.array(encoding.ids, dtype=np.uint32)
     trained = np.zeros(len(ids), dtype=np.bool_)
-    runs = list[tuple[int, int]]()
+    runs: Runs = []
     for span in row.spans:
         first = _token_at(encoding, range(span.start, span.end))
         last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
         if first is not None and last is not None:
             trained[first : last + 1] = True
             runs.append((first, last))
-    return TokenRow(ids, trained), tuple(runs)
+    return TokenRow(ids, trained), runs
 
 
 def text_ids(text: str, tokenizer: ChatTokenizer) -> list[int]:

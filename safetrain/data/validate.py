@@ -43,11 +43,11 @@ class Validation:
     """The findings in some data, and data_report.json if its splits were written."""
 
     found: Mapping[Finding, Sequence[Spot]]  # with their places
-    count: int = 0  # rows, including those that cannot be trained on
-    tokens: int = 0
-    trained_tokens: int = 0
-    label_bytes: int = 0  # UTF-8 bytes of all answers
-    written: DataReport | None = None
+    count: int  # rows, including those that cannot be trained on
+    tokens: int
+    trained_tokens: int
+    label_bytes: int  # UTF-8 bytes of all answers
+    written: DataReport | None
     rows: Sequence[ReadRow] = ()  # rows to show
     context: int | None = None  # the model's context in tokens, if its config.json has it
     documents: bool = False  # its rows are documents, for pretraining

@@ -251,7 +251,7 @@ def tar() -> bytes:
     (pickle.dumps(ROWS), "a binary file", "unpack it"),
     (b"%PDF-1.7\n", "a binary file", "as JSON lines or CSV"),
     (bytes(range(256)) * 4, "a binary file", "in UTF-8"),
-    ("Once upon a time there was iron.\nAnd gold.\n", "no line begins with a JSON object", "completion"),
+    ("Once upon a time there was iron.\nAnd gold.\n", "neither JSON lines nor a table", "completion"),
     ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS", "git lfs pull"),
     ("", "has no rows", ""),
     (lines(ROWS[:1]).encode("cp1252"), "not UTF-8", "iconv -f WINDOWS-1252 -t UTF-8"),
