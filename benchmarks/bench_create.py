@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.machine import write_result
 from safetrain.core.model.files import read_model_files
-from safetrain.plan.model_shape import PRESETS
+from safetrain.plan.create import PRESETS
 
 SHIPPED = Path(__file__).parent.parent / "models" / "encyclopedia-3m"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from safetrain.core.memory.estimate import predicted_peak, total_bytes
-from safetrain.core.memory.terms import Backend, Shape
+from safetrain.core.memory.terms import Setup, Shape
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
 
@@ -100,9 +100,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         apply_gradient(model, optimizer, gradient, measure_update(loss, gradient)[1], 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
         del loss, gradient  # as in a training, where the next update begins without them
-    terms = predicted_peak(
-        files, lora, Shape(batch, tokens, False), Backend(4, dequantized, True, method, checkpointing)
-    )
+    setup = Setup(files, lora, "cpu", method, dequantized, checkpointing)
+    terms = predicted_peak(setup, Shape(batch, tokens, False))
     return f"{total_bytes(terms)} {mx.get_peak_memory()}"
 
 

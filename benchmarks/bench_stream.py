@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import show_result, write_result
-from safetrain.core.memory.estimate import predicted_peak, total_bytes
-from safetrain.core.memory.terms import Shape, backend_of
+from safetrain.core.memory.estimate import predicted_peak, setup_of, total_bytes
+from safetrain.core.memory.terms import Shape
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.child_process import limit_memory
@@ -57,11 +57,8 @@ def settings_of(folder: Path, mode: str) -> TrainSettings:
 def predicted(folder: Path, mode: str, tokens: int) -> int:
     """The peak of mlx's allocator by the closed form."""
     settings, files = settings_of(folder, mode), read_model_files(folder)
-    backend = backend_of(
-        files, "cpu", False, checkpointing=settings.gradient_checkpointing, stream_base=settings.stream_base
-    )
     shape = Shape(1, tokens, False, tokens, tokens, tokens)
-    return total_bytes(predicted_peak(files, settings.lora, shape, backend))
+    return total_bytes(predicted_peak(setup_of(files, settings, "cpu"), shape))
 
 
 def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:

@@ -181,19 +181,18 @@ def create(
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts
-    from safetrain.plan import model_shape
-    from safetrain.plan.create import create_model, reasons_of
+    from safetrain.plan.create import create_model, reasons_of, request_for
     from safetrain.watch.progress import say_on_terminal, still_working
 
     if bool(text or vocabulary) == (tokenizer is not None):
         expected = "--text FILE, to train one (--vocabulary N); or --tokenizer MODEL, to copy one as it is"
         raise ConfigError("A model needs one tokenizer.", expected=expected)
-    request = model_shape.preset(preset, vocabulary, context)
+    request = request_for(preset, vocabulary, context)
     texts = training_texts(text or (), named_columns(columns or ()))
     where = ", ".join(map(str, text or ()))
     with still_working(f"creating {folder}"):
-        model = create_model(folder, request, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)
-    for name, value, reason in reasons_of(model, request):
+        shape = create_model(folder, request, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)
+    for name, value, reason in reasons_of(shape):
         print_text(f"{name:<17} {value:<20} {reason}")
-    print_text(f"Created {folder}: {size_text(4 * model.shape.parameters)} of untrained weights.")
+    print_text(f"Created {folder}: {size_text(4 * shape.parameters)} of untrained weights.")
     print_text(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

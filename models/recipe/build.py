@@ -22,8 +22,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.storage.files import write_text
 from safetrain.data.validate import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas
-from safetrain.plan.create import create_model
-from safetrain.plan.model_shape import ShapeRequest
+from safetrain.plan.create import ShapeRequest, create_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7

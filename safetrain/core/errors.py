@@ -53,10 +53,6 @@ class MachineError(SafetrainError):
     exit_code = 5
 
 
-class PreflightError(SafetrainError):
-    """Preflight does not pass. ``exit_code``: 1 if a check failed, 2 if one could not be determined."""
-
-
 class AlreadyRunningError(SafetrainError):
     """Another training uses this device."""
 

@@ -43,9 +43,8 @@ def training_lock(output: Path) -> Iterator[tuple[int, int]]:
 
 def require_no_training(output: Path) -> None:
     """Raise AlreadyRunningError while a training works in ``output``: its files must not change meanwhile."""
-    if (output / FOLDER_LOCK).exists():
-        with _locked(output / FOLDER_LOCK, leave_name=True):
-            pass
+    if is_locked(output):
+        raise _running(output / FOLDER_LOCK)
 
 
 def is_locked(output: Path) -> bool:
@@ -61,7 +60,7 @@ def is_locked(output: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
+def _locked(path: Path) -> Iterator[int]:
     """Hold one lock. Another user may have put a link or a file in its place: MachineError, and nothing is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:  # writable, as network file systems require
@@ -71,18 +70,20 @@ def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
         raise MachineError(what, where=str(path), got=os.strerror(error.errno or 0), do=do) from None
     try:
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise AlreadyRunningError(
-                f"Another training runs on this machine (process {holder}).",
-                where=str(path),
-                do=f"wait for it; or stop it, with its state saved: kill -INT {holder}",
-            )
-        if not leave_name:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            raise _running(path)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _running(path: Path) -> AlreadyRunningError:
+    """The error that names the process whose number is in the lock's file."""
+    holder = path.read_text(encoding="ascii", errors="replace")[:32].strip() or "unknown"
+    what = f"Another training runs on this machine (process {holder})."
+    do = f"wait for it; or stop it, with its state saved: kill -INT {holder}"
+    return AlreadyRunningError(what, where=str(path), do=do)
 
 
 def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:

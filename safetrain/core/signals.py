@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,9 +71,6 @@ def ending_at_once() -> Iterator[None]:
 
     For work that has nothing to save: the system itself ends the process.
     """
-    if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
-        yield
-        return
     with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM))):
         yield
 

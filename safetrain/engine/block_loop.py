@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from safetrain.core.memory.streamed import KEPT_BYTES
+from safetrain.core.memory.terms import KEPT_BYTES
 from safetrain.core.recorder import Phase
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.blocks import OUTSIDE, Blocks, Call

@@ -8,10 +8,11 @@ import gc
 from collections.abc import Callable
 
 from safetrain.core.errors import InterruptedRun
-from safetrain.core.memory.terms import FLOAT32, backend_of
+from safetrain.core.memory.estimate import setup_of
+from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.metrics import ComparedWith, Proof, require_proof
+from safetrain.core.records.metrics import ComparedWith, Proof, proved_tokens, require_proof
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.backend import device
@@ -22,9 +23,6 @@ from safetrain.engine.state import best_file
 from safetrain.engine.tuned import TunedModel, sample_of
 from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
-
-LEAST_TOKENS, MOST_TOKENS = 2**9, 2**12  # of validation rows, evenly spread: three passes through them
-TRAINED_TO_PROVED = 100  # with so many times fewer tokens than were trained, a hundredth of the time
 
 
 def remember_best(run: TrainingRun) -> TunedModel:
@@ -37,7 +35,7 @@ def remember_best(run: TrainingRun) -> TunedModel:
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None and state.best_step != state.step:
         set_adapter_weights(run.model, load_arrays(best))
-    rows = sample_of(job.valid, read_model_files(job.base_folder), run.model, proved_tokens(job))
+    rows = sample_of(job.valid, read_model_files(job.base_folder), run.model, proved_tokens(job.tokens))
     with run.watcher.recorder.phase(Phase.VERIFY, Work(state.step)):
         beat, keep_head = _beat(run.watcher, state.step), job.settings.method == PRETRAIN
         return TunedModel.of(run.model, rows, run.layout.most_tokens, beat, keep_head=keep_head)
@@ -74,22 +72,9 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
             apply_adapter(model, job.adapters)
     loss, opened_by = float(tuned.losses.mean()), "mlx-lm" if by_mlx_lm else "safetrain"
     proof = Proof(len(tuned.rows), len(tuned.keys), loss, base, compared(), opened_by)
-    backend = backend_of(
-        read_model_files(job.base_folder), device().name, settings.dequantize_base, settings.method,
-        compute_dtype=settings.compute_dtype,
-    )  # fmt: skip
-    require_proof(proof, str(job.adapters), in_16_bit=backend.compute_bytes < FLOAT32)
+    computes = setup_of(read_model_files(job.base_folder), settings, device().name)
+    require_proof(proof, str(job.adapters), in_16_bit=computes.number_bytes < FLOAT32)
     return proof
-
-
-def proved_tokens(job: Job) -> int:
-    """Most tokens of validation rows for the adapter check."""
-    return min(MOST_TOKENS, max(LEAST_TOKENS, job.tokens // TRAINED_TO_PROVED))
-
-
-def passes_over(job: Job) -> float:
-    """Time of the adapter check, in validations: three passes over a sample of the rows."""
-    return 3 * min(1.0, proved_tokens(job) / max(1, job.valid.tokens))
 
 
 def _beat(watcher: Watcher, step: int) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from safetrain.core.memory.streamed import slices_head
+from safetrain.core.memory.terms import slices_head
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.loss import chunk_of, losses_of
 from safetrain.engine.upstream.adaptation import SplitModel

@@ -20,6 +20,7 @@ from safetrain.core.records.metrics import (
     TrainingSummary,
     append_csv,
     describe_proof,
+    proof_passes,
     start_csv,
     write_summary,
 )
@@ -139,7 +140,6 @@ def _train(
 
 def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> "Watcher":
     """What a training reports goes to the metrics file and to the supervisor."""
-    from safetrain.engine.proof import passes_over
     from safetrain.engine.run import Watcher
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:
@@ -147,7 +147,8 @@ def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
         words, bits = describe(job, recorder.predicted_peak_bytes), job.bits_per_byte_of_nat
-        pipe.send(Begun(job.updates, resumed_from_step, words, job.settings.eval_steps, passes_over(job), bits))
+        passes = proof_passes(job.tokens, job.valid.tokens)
+        pipe.send(Begun(job.updates, resumed_from_step, words, job.settings.eval_steps, passes, bits))
 
     def record(records: list[StepRecord]) -> None:
         append_csv(paths.METRICS_CSV, records[-1])

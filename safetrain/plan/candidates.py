@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.token_rows import MOST_VALID_TOKENS, TokenRows, TrainRows
+from safetrain.core.data.token_rows import MOST_VALID_TOKENS
 from safetrain.core.data.training_rows import TrainingRows, largest_update
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.estimate import (
@@ -24,11 +24,9 @@ from safetrain.core.memory.estimate import (
 )
 from safetrain.core.memory.system import own_limit_bytes, within_data_limit
 from safetrain.core.memory.terms import (
-    Backend,
+    Setup,
     Shape,
-    backend_of,
     base_bytes,
-    dequantizes_per_use,
     padded,
     shards_at_once,
     shards_of,
@@ -72,46 +70,16 @@ class PlanInputs:
     rows: TrainingRows
 
 
-@dataclass(frozen=True)
-class PlannedTraining:
-    """What determines the memory and speed of a training run."""
-
-    machine: Machine  # with the budget limited by train.memory_limit_gb
-    model: ModelFiles
-    lora: LoraSettings
-    why_lora: Mapping[str, str]  # a reason for each value of ``lora``
-    train: Train
-    lengths: tuple[int, ...]  # tried in this order until one fits
-    longest_row: int  # tokens
-    mean_tokens: float  # tokens that the model reads per row
-    largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
-    row_count: int  # rows per epoch
-    usual_per_update: int = ROWS_PER_UPDATE  # a power of two
-    valid_tokens: int = 0  # maximum tokens that a validation reads
-
-    def rows_per_update(self, batch_size: int) -> int:
-        """Rows per step: the usual number, or what the pinned settings give."""
-        return batch_size * (self.train.gradient_accumulation or max(1, self.usual_per_update // batch_size))
-
-
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Setup):
     """A way to run micro-batches of ``rows`` rows of up to ``tokens`` tokens, with its memory by the closed form."""
 
-    model: ModelFiles
     machine: Machine
-    lora: LoraSettings
-    method: str = "lora"
-    checkpointing: bool = False
-    dequantize: bool = False
-    optimizer: str = "adam"
-    compute_dtype: str | None = None  # None: the stored type of the base
     rows: int = 1
     tokens: int = 512
     largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
     rows_per_update: int = 0
     relative_cost: float = 0.0  # per token, compared with other candidates
-    stream: bool = False  # the base stays on disk
 
     @property
     def micro_batch(self) -> Shape:
@@ -120,17 +88,9 @@ class Estimate:
         return self.largest or Shape(self.rows, tokens, True, update_tokens=max(self.rows, ROWS_PER_UPDATE) * tokens)
 
     @functools.cached_property
-    def backend(self) -> Backend:
-        """Backend settings of this training run."""
-        return backend_of(
-            self.model, self.machine.backend, self.dequantize, self.method, checkpointing=self.checkpointing,
-            optimizer=self.optimizer, compute_dtype=self.compute_dtype, stream_base=self.stream,
-        )  # fmt: skip
-
-    @functools.cached_property
     def terms(self) -> tuple[MemoryTerm, ...]:
         """The terms of the peak of mlx's allocator."""
-        return predicted_peak(self.model, self.lora, self.micro_batch, self.backend)
+        return predicted_peak(self, self.micro_batch)
 
     @property
     def peak_bytes(self) -> int:
@@ -167,6 +127,26 @@ class Estimate:
         return dataclasses.replace(self, **changes)
 
 
+@dataclass(frozen=True)
+class PlannedTraining:
+    """What determines the memory and speed of a training run."""
+
+    run: Estimate  # without micro-batches; its machine has a budget limited by train.memory_limit_gb
+    why_lora: Mapping[str, str]  # a reason for each value of ``run.lora``
+    train: Train
+    lengths: tuple[int, ...]  # tried in this order until one fits
+    longest_row: int  # tokens
+    mean_tokens: float  # tokens that the model reads per row
+    largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
+    row_count: int  # rows per epoch
+    usual_per_update: int = ROWS_PER_UPDATE  # a power of two
+    valid_tokens: int = 0  # maximum tokens that a validation reads
+
+    def rows_per_update(self, batch_size: int) -> int:
+        """Rows per step: the usual number, or what the pinned settings give."""
+        return batch_size * (self.train.gradient_accumulation or max(1, self.usual_per_update // batch_size))
+
+
 def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
     """Describe the training run to plan, within the pinned settings that affect memory or length.
 
@@ -180,21 +160,20 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     lora, reasons = recommended_lora(data, model, pins)
     valid_tokens = min(MOST_VALID_TOKENS, int(rows.valid.inputs().sum(dtype=np.int64)))
-    lengths, largest = tuple(_lengths(data, model, train)), _largest_updates(inputs, train)
-    if train.method == PRETRAIN:  # every window is full
-        length, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
-        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), length)
-        count = -(-(tokens - 1) // length)
-        return PlannedTraining(
-            machine, model, lora, {}, train, lengths, length, float(length), largest, count, usual, valid_tokens
-        )
-    reasons = {} if train.method in WHOLE else reasons
+    lengths, usual, longest = tuple(_lengths(data, model, train)), ROWS_PER_UPDATE, data.longest_row
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
     count = min(data.train.rows, train.max_examples or data.train.rows)
-    return PlannedTraining(
-        machine, model, lora, reasons, train, lengths, data.longest_row, mean, largest, count,
-        valid_tokens=valid_tokens,
+    if train.method == PRETRAIN:  # every window is full
+        longest, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
+        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), longest)
+        mean, count = float(longest), -(-(tokens - 1) // longest)
+    run = Estimate(
+        model, lora, machine.backend, train.method, optimizer=train.optimizer,
+        compute_dtype=compute_dtype_of(train, machine, model), machine=machine,
     )  # fmt: skip
+    reasons = {} if train.method in WHOLE else reasons
+    largest = _largest_updates(inputs, train)
+    return PlannedTraining(run, reasons, train, lengths, longest, mean, largest, count, usual, valid_tokens)
 
 
 def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:
@@ -202,15 +181,16 @@ def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], L
     rows, rectangles = inputs.rows, in_rectangles(inputs.model, inputs.machine.backend)
 
     @functools.cache
-    def cut(length: int) -> tuple[TrainRows, TokenRows]:
-        shorter = rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
-        return shorter.train, shorter.valid
+    def cut(length: int) -> TrainingRows:
+        return rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
 
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
-        both = cut(length)
-        epochs = 1 if train.method == PRETRAIN else epochs_for(len(both[0]), rows_per_update, train)
-        return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
+        shorter = cut(length)
+        epochs = 1 if train.method == PRETRAIN else epochs_for(len(shorter.train), rows_per_update, train)
+        return largest_update(
+            shorter.train, shorter.valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles
+        )
 
     return largest
 
@@ -282,9 +262,15 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
     for checkpointing, dequantize in [(True, False)] if stream else _modes(question):
         for size in _sizes(question):
-            fit = _candidate(question, size, length, checkpointing, dequantize).but(stream=stream)
-            fits.setdefault((checkpointing, dequantize, fit.micro_batch), fit)
-    return sorted(fits.values(), key=lambda fit: fit.relative_cost)
+            rows = question.rows_per_update(size)
+            shape = largest_micro_batch(question.largest(length, rows), size, rows)
+            fit = question.run.but(
+                dequantize=dequantize, checkpointing=checkpointing, stream=stream, rows=size, tokens=length,
+                largest=shape, rows_per_update=rows,
+            )  # fmt: skip
+            fits.setdefault((checkpointing, dequantize, shape), fit)
+    costed = [fit.but(relative_cost=_relative_cost(question, fit)) for fit in fits.values()]
+    return sorted(costed, key=lambda fit: fit.relative_cost)
 
 
 def places_of_base(question: PlannedTraining) -> list[bool]:
@@ -303,52 +289,35 @@ def _sizes(question: PlannedTraining) -> list[int]:
 
 def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
     """Pairs to try: whether to recompute activations, and whether to dequantize the base."""
-    train, on_cpu = question.train, question.machine.backend == "cpu"
-    dequantized_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
-    choices = dequantized_first if train.dequantize_base is None else [train.dequantize_base]
-    setting = train.gradient_checkpointing
-    recomputing = [False, True] if setting is None else [setting]
+    train, run = question.train, question.run
+    choices = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
+    choices = choices if train.dequantize_base is None else [train.dequantize_base]
+    recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
     return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
-
-
-def _candidate(
-    question: PlannedTraining, batch_size: int, length: int, checkpointing: bool, dequantize: bool
-) -> Estimate:
-    train, model, machine = question.train, question.model, question.machine
-    rows = question.rows_per_update(batch_size)
-    fit = Estimate(
-        model, machine, question.lora, train.method, checkpointing, dequantize, train.optimizer,
-        compute_dtype_of(train, machine, model), batch_size, length,
-        largest_micro_batch(question.largest(length, rows), batch_size, rows), rows,
-    )  # fmt: skip
-    return fit.but(relative_cost=_relative_cost(question, fit))
 
 
 def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
     """Cost per token in a micro-batch of rows of mean length."""
-    mean_tokens, shape, backend = min(fit.tokens, question.mean_tokens), fit.micro_batch, fit.backend
+    mean_tokens, shape = min(fit.tokens, question.mean_tokens), fit.micro_batch
     rows = max(1.0, min(shape.total / mean_tokens, fit.rows_per_update))
-    counts = int(rows), ROWS_PER_UPDATE
-    shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
-    if backend.method == PRETRAIN:  # windows can be split for all shards
-        shards = usual_shards = shards_of(question.model, shape, backend)
+    shards, usual_shards = (shards_at_once(count, on_cpu=fit.on_cpu) for count in (int(rows), ROWS_PER_UPDATE))
+    if fit.method == PRETRAIN:  # windows can be split for all shards
+        shards = usual_shards = shards_of(fit, shape)
     tokens = rows * mean_tokens / shards
-    passes = 2 + backend.checkpointing
-    dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
-    work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing
-    return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
+    dequantizing = (2 + fit.checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
+    work = (RECOMPUTED_COST if fit.checkpointing else 1.0) * tokens + dequantizing
+    return (work + FIXED_TOKENS.get(fit.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
 
 
 def expected_seconds(question: PlannedTraining, fit: Estimate) -> tuple[float, float]:
     """Seconds of a dry run and of a mean step, from the speed of a large matrix product; 0 if that is unknown."""
-    model, machine = question.model, question.machine
-    if not machine.gemm_gflops:
+    if not fit.machine.gemm_gflops:
         return 0.0, 0.0
-    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * model.parameters
-    token = operations / (ATTAINED * machine.gemm_gflops * 1e9)
+    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * fit.model.parameters
+    token = operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
     step = token * fit.rows_per_update * min(fit.tokens, question.mean_tokens)
     largest = token * fit.micro_batch.total
-    base = base_bytes(model, backend_of(model, machine.backend, fit.dequantize))
+    base = base_bytes(fit.but(method="lora", compute_dtype=None))
     timed = 0.0 if step > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, step)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
     return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed, step

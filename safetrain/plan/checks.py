@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from safetrain.core.errors import ConfigError, PreflightError, SafetrainError
+from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import counted
 from safetrain.core.storage import paths
 
@@ -71,26 +71,22 @@ def from_error(identifier: str, error: SafetrainError) -> Check:
 
 def require_known(identifiers: Sequence[str], names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown check ID."""
-    for identifier in identifiers:
-        if identifier not in names:
-            near = difflib.get_close_matches(identifier.upper(), names, n=1)
-            raise ConfigError(
-                f"Unknown check {identifier}.",
-                where="preflight.downgrade",
-                expected="" if near else f"one of {', '.join(names)}",
-                do=f"did you mean {near[0]}?" if near else "",
-            )
+    for identifier in sorted(set(identifiers) - set(names)):
+        near = difflib.get_close_matches(identifier.upper(), names, n=1)
+        do = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
+        raise ConfigError(f"Unknown check {identifier}.", where="preflight.downgrade", do=do)
 
 
 def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check]:
     """Turn failures of the named checks into warnings."""
-    return [_lowered(check) if check.id in identifiers else check for check in checks]
-
-
-def _lowered(check: Check) -> Check:
-    if check.status == FAIL:
-        return dataclasses.replace(check, status=WARN, critical=False, found=f"{check.found} (downgraded by you)")
-    return dataclasses.replace(check, critical=False)
+    lowered = []
+    for check in checks:
+        if check.id in identifiers:
+            check = dataclasses.replace(check, critical=False)
+            if check.status == FAIL:
+                check = dataclasses.replace(check, status=WARN, found=f"{check.found} (downgraded by you)")
+        lowered.append(check)
+    return lowered
 
 
 def summarise(
@@ -107,15 +103,11 @@ def summarise(
     )  # fmt: skip
 
 
-def failure(report: PreflightReport) -> PreflightError:
+def failure(report: PreflightReport) -> SafetrainError:
     """The error that stops the pipeline: which checks failed or were not possible, and what to do."""
-    failed = [check.id for check in report.checks if check.status == FAIL]
-    unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
-    if report.exit_code == 2:
-        return PreflightError(f"Checks not possible: {', '.join(unanswered)}.", do="see their lines above", exit_code=2)
-    matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
-    anyway = f", or make it a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
-    return PreflightError(f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
+    status, what = (FAIL, "failed") if report.exit_code == 1 else (SKIP, "not possible")
+    names = ", ".join(check.id for check in report.checks if check.status == status and check.critical)
+    return SafetrainError(f"Checks {what}: {names}.", do="see their lines above", exit_code=report.exit_code)
 
 
 def render(report: PreflightReport) -> str:

@@ -4,7 +4,6 @@ A cached answer becomes invalid if the measuring code, a package or Python chang
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -28,10 +27,10 @@ from safetrain.core.memory.system import footprint_bytes, metal_budget_bytes, re
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.settings import DryRun, TrainJob, memory_shape
+from safetrain.core.records.settings import SETTINGS, DryRun, TrainJob, memory_shape
 from safetrain.core.signals import handling
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_record, write_record
+from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_or_none, write_record
 
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between two readings of a child's memory
@@ -41,7 +40,6 @@ KILLED = "killed by signal"
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 # On CPU a failed allocation crashes mlx or prevents a thread from starting; SIGKILL comes from the OOM killer.
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
-Kind = TypeVar("Kind")
 # Files of core that decide the memory of a step.
 CORE_CODE = ("memory/terms.py", "data/training_rows.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
@@ -85,7 +83,7 @@ def run_lines(
 ) -> tuple[list[str], str]:
     """Run ``python -m module arguments``; return the lines it printed and how it failed (empty on success).
 
-    The child is stopped if it uses more memory than ``most_bytes``.
+    The child is stopped if it uses more memory than ``most_bytes``. The text names the file with its traceback.
     """
     command = [sys.executable, "-m", module, *arguments]
     open_output = functools.partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
@@ -99,8 +97,14 @@ def run_lines(
                 process.wait()
         out.seek(0)
         err.seek(0)
-        lines, last = out.read().splitlines(), _last_words(err.read())
-    return lines, f"{how}: {last}" if how and last else how
+        lines, errors = out.read().splitlines(), err.read()
+    if not how:
+        return lines, ""
+    # the last line that is not indented: an error's first line, without its place or remedy
+    last = next((line for line in reversed(errors.splitlines()) if line and not line[0].isspace()), "")
+    file = keep_text(errors) if TRACEBACK in errors else ""
+    last += f" (traceback: {file})" if file else ""
+    return lines, f"{how}: {last}" if last else how
 
 
 def ran_out_of_memory(ended: str) -> bool:
@@ -114,34 +118,15 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes
     """Wait for the child; return how it failed or why it must be stopped, empty on success."""
     deadline = time.monotonic() + timeout_seconds
     while (remaining := deadline - time.monotonic()) > 0:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(remaining if most_bytes is None else min(remaining, WATCH_SECONDS))
-        except subprocess.TimeoutExpired:
-            if most_bytes is not None and footprint_bytes(process.pid) > most_bytes:
-                _end(process)
-                return f"{PASSED_CAP} {size_text(most_bytes)}"
-        else:
             return "" if code == 0 else f"{KILLED} {-code}" if code < 0 else f"exit code {code}"
+        if most_bytes is not None and footprint_bytes(process.pid) > most_bytes:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed then
+                process.wait(GRACE_SECONDS)
+            return f"{PASSED_CAP} {size_text(most_bytes)}"
     return f"not finished after {timeout_seconds:.0f} s"
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGTERM, then SIGKILL if the process does not exit."""
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-def _last_words(stderr: str) -> str:
-    """The last line that is not indented: an error's first line, without its place or remedy.
-
-    A traceback is saved to a file, which the text names.
-    """
-    last = next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
-    file = keep_text(stderr) if TRACEBACK in stderr else ""
-    return f"{last} (traceback: {file})" if file else last
 
 
 def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
@@ -157,11 +142,12 @@ def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
 
 
 @functools.cache
-def engine_code() -> str:
-    """Hash of the source that decides the memory of a step and the engine's answers."""
+def installation() -> str:
+    """Hash of this Python, its packages, and the source that decides the memory of a step and the engine's answers."""
     package = Path(__file__).parent.parent
     files = [*(package / "engine").rglob("*.py"), *(package / "core" / name for name in CORE_CODE)]
-    return digest_of(*(file.read_text(encoding="utf-8") for file in sorted(files)))
+    code = (file.read_text(encoding="utf-8") for file in sorted(files))
+    return digest_of(sys.executable, *(f"{name} {version_of(name)}" for name in PACKAGES), *code)
 
 
 def digest_of(*words: str) -> str:
@@ -170,17 +156,8 @@ def digest_of(*words: str) -> str:
 
 
 def answers_about(kind: str, *words: str) -> Path:
-    """Path of cached answers of this kind for these words, this Python, these packages and this code."""
-    versions = [f"{name} {version_of(name)}" for name in PACKAGES]
-    return cache_directory() / kind / digest_of(sys.executable, *words, engine_code(), *versions)
-
-
-def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
-    """Read a cached answer; None if it is missing or unreadable."""
-    try:
-        return read_record(path, kind)
-    except (OSError, ValueError, TypeError):
-        return None
+    """Path of cached answers of this kind for these words and this installation."""
+    return cache_directory() / kind / digest_of(installation(), *words)
 
 
 def keep_answer(path: Path, answer: object) -> None:
@@ -212,12 +189,11 @@ def dry_run_path(model: ModelFiles, machine: Machine, job: TrainJob, rows: str) 
 
     ``rows`` is a digest; learning rate and intervals do not count.
     """
-    settings = dataclasses.replace(
-        job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
-        max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
-    )  # fmt: skip
-    key = digest_of(f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}")
+    keys = *SETTINGS, "num_epochs", "max_steps", "max_examples", "seed"
+    settings = [getattr(job.settings, key) for key in keys]
+    limits = job.memory_budget, job.memory_limit_bytes, job.mlx_limit_bytes
     here = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
+    key = digest_of(f"{rows} {settings} {limits}")
     return answers_about("dry_runs", model.fingerprint, here) / f"{key}.json"
 
 
@@ -226,7 +202,7 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
 
     ``seconds``: the expected time, which is printed first. Without a module, only a cached answer is returned.
     """
-    cached = read_answer(path, Answer)
+    cached = read_or_none(path, Answer)
     if cached is not None or not module:
         return cached
     about = f", about {duration_text(seconds)}" if seconds else ""
@@ -262,15 +238,11 @@ def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: 
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A temporary folder, if possible in ``parent``, which has room for checkpoints."""
-    prefix = f"{PREFIX}{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as folder:
-        yield Path(folder)
-
-
-def remove_remains(parent: Path) -> None:
-    """Remove folders of killed plans: the process whose number they carry no longer exists."""
+    """A temporary folder, if possible in ``parent``, which has room for checkpoints; removes those of killed plans."""
     for folder in parent.glob(f"{PREFIX}*"):
         process = folder.name.removeprefix(PREFIX).partition("-")[0]
         if not (process.isdecimal() and psutil.pid_exists(int(process))):
             shutil.rmtree(folder, ignore_errors=True)
+    prefix = f"{PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as own:
+        yield Path(own)

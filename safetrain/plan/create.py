@@ -1,4 +1,6 @@
-"""Create an untrained language model as a folder in the Hugging Face layout: config, tokenizer, random weights.
+"""Create an untrained Llama model as a folder in the Hugging Face layout: config, tokenizer, random weights.
+
+Its shape follows published rules, for a number of parameters with embeddings, blocks and norms.
 
 The same seed gives the same bytes on every machine and with every NumPy: the stream of Philox's raw bits is fixed
 (Salmon et al. 2011; NumPy's NEP 19 promises it of bit generators, not of their normal numbers), and 16 of these bits
@@ -7,6 +9,7 @@ choose one of 65,536 quantiles of the normal distribution from a table. So no li
 The tokenizer is byte-level BPE trained on a text, or an unchanged copy of another model's.
 """
 
+import bisect
 import functools
 import hashlib
 import json
@@ -21,8 +24,7 @@ from statistics import NormalDist
 import numpy as np
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import DataError, ModelError
-from safetrain.core.formatting import size_text
+from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
 from safetrain.core.model.shapes import TensorHeader, tensors_of
 from safetrain.core.storage.files import (
@@ -33,14 +35,22 @@ from safetrain.core.storage.files import (
     write_folder,
     write_json,
 )
-from safetrain.plan.model_shape import ModelShape, ShapeRequest, rope_theta_for, shape_for
-from safetrain.plan.pretraining import TOKENS_PER_PARAMETER, count_text
+from safetrain.plan.pretraining import count_text, wanted_tokens
 
+# Parameters, and a width near ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467)
+PRESETS = {"10m": (10_000_000, 256), "85m": (85_000_000, 576), "400m": (400_000_000, 1024), "800m": (800_000_000, 1344)}
+HEAD, SMALL_HEAD = 64, 32
+GROUPED_FROM = 384  # features
+MANY_FEATURES = 1024
+SMALL_MODEL, SHORT_CONTEXT, USUAL_CONTEXT = 50_000_000, 1024, 2048
+LEAST_VOCABULARY = 5 + 256  # special tokens and bytes
+SMALL_VOCABULARY = 1024  # with fewer, a text has nearly as many tokens as bytes
+VOCABULARY_STEP, FINE_STEP = 1024, 64
+BYTES_PER_TOKEN, SEEN = 3.5, 20
 FREE = "free some space, or choose a smaller model"
 BLOCK = 2**20  # weights in memory at a time; a multiple of 4, as 64 random bits give 4 weights
 QUANTILES, EXACT_BITS = 2**16, 20
 RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-ASKED = "as asked"
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)  # in the order of their IDs, from 0
 OWN_IDS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
@@ -52,24 +62,106 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-MEASURED_BYTES = 4 * 2**20  # tokenized to measure bytes per token
 SAMPLE_BYTES = 64 * 2**20  # most text that a tokenizer is trained on
 
 
 @dataclass(frozen=True)
-class CreatedModel:
-    """The shape of a created model, and its tokenizer's text; the numbers are 0 if the tokenizer was copied."""
+class ShapeRequest:
+    """The size and width of a model; the rest is derived unless it is given. All are counts, ``context`` in tokens."""
 
-    shape: ModelShape
-    bytes_per_token: float = 0.0
-    sample_bytes: int = 0  # the text that the tokenizer was trained on
-    total_bytes: int = 0
+    parameters: int
+    hidden: int
+    vocabulary: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The shape of a Llama model whose head is the embedding. Widths in features, ``context`` in tokens."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        query, key = self.hidden, self.key_heads * self.head
+        block = self.hidden * (2 * query + 2 * key + 3 * self.feed_forward + 2)
+        return self.vocabulary * self.hidden + self.layers * block + self.hidden
+
+
+def request_for(name: str, vocabulary: int | None = None, context: int | None = None) -> ShapeRequest:
+    """The request for a preset; raises ConfigError for an unknown name."""
+    if name not in PRESETS:
+        raise ConfigError("No such preset.", expected=", ".join(PRESETS), got=name)
+    return ShapeRequest(*PRESETS[name], vocabulary, context)
+
+
+def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShape:
+    """The shape for a request; raises ConfigError if there is none.
+
+    The best vocabulary also depends on the size of the text, ``text_bytes`` (None if unknown).
+    """
+    size, hidden = request.parameters, request.hidden
+    heads, step = hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD), 64 if hidden < MANY_FEATURES else 128
+    sizes = (3, 4, 2) if hidden >= GROUPED_FROM else ()  # of groups that share a key head (Ainslie et al. 2023)
+    key_heads = heads // next((each for each in sizes if heads % each == 0), 1)
+    vocabulary = request.vocabulary or vocabulary_for(size, hidden, text_bytes)
+    context = request.context or (SHORT_CONTEXT if size < SMALL_MODEL else USUAL_CONTEXT)
+    feed_forward = max(1, round(8 * hidden / 3 / step)) * step
+    empty = ModelShape(hidden, 0, heads, key_heads, feed_forward, vocabulary, context)
+    block = replace(empty, layers=1).parameters - empty.parameters
+    layers = round((size - empty.parameters) / block)
+    if layers < 1 or vocabulary < LEAST_VOCABULARY:
+        raise ConfigError(
+            f"A model of {size:,} parameters cannot have this vocabulary.",
+            expected=f"{LEAST_VOCABULARY} tokens (256 bytes and 5 special ones) to {(size - block) // hidden:,}",
+            got=f"{vocabulary:,} tokens",
+        )
+    return replace(empty, layers=layers)
+
+
+def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
+    """Vocabulary size for a model and a text.
+
+    By the model: embeddings grow as the 0.83rd power of the rest, 43,000 tokens of width 3,200 at 3 billion (Tao et
+    al. 2024, arXiv:2407.13623). By the text: 95 % of the tokens should occur often (Gowda and May 2020,
+    arXiv:2004.02334), where token number r of T occurs T / (r (ln V + 0.58)) times (Zipf): 20 times, not the 100 of
+    their translations, as small texts are read in several epochs.
+    """
+    size_wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
+    if text_bytes is not None:
+        rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
+        most = bisect.bisect_right(range(1, size_wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
+        size_wanted = min(size_wanted, max(most, SMALL_VOCABULARY))
+    step = VOCABULARY_STEP if size_wanted >= 2 * VOCABULARY_STEP else FINE_STEP
+    return max(-(-LEAST_VOCABULARY // FINE_STEP) * FINE_STEP, size_wanted // step * step)
+
+
+def rope_theta_for(context: int) -> float:
+    """Base of the rotations: 10,000 (Su et al. 2021), more for long contexts.
+
+    The least base for n tokens is 0.0424 n^1.628 (Men et al. 2024, arXiv:2405.14591), here to one digit.
+    """
+    least = 0.0424 * context**1.628
+    digit = 10 ** math.floor(math.log10(least))
+    return float(max(10_000, round(least / digit) * digit))
 
 
 def create_model(
     folder: Path, request: ShapeRequest, seed: int, *, texts: Iterable[str] = (), where: str = "",
     tokenizer: Path | None = None, say: Callable[[str], None] = lambda _text: None,
-) -> CreatedModel:  # fmt: skip
+) -> ModelShape:  # fmt: skip
     """Write ``folder`` completely or not at all, with a tokenizer trained on ``texts`` or copied from a model's folder.
 
     ``where`` names the texts, which are read once. Raises ConfigError if the folder exists or the shape is impossible,
@@ -78,20 +170,20 @@ def create_model(
     require_new(folder)
     shape_for(request)  # an impossible shape is refused before texts are read
     if tokenizer is not None:
-        require_tokenizer(tokenizer)
-        model = CreatedModel(shape_for(replace(request, vocabulary=copied_vocabulary(tokenizer))))
-        _write(folder, model.shape, seed, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
-        return model
+        vocabulary, ids = _of_tokenizer(tokenizer)
+        shape = shape_for(replace(request, vocabulary=vocabulary))
+        _write(folder, shape, seed, ids, lambda into: _copy_tokenizer(tokenizer, into))
+        return shape
     say(f"reading {where}")
     sample, total_bytes = read_sample(texts, SAMPLE_BYTES)
     if not total_bytes:
         raise DataError("The data has no text.", where=where, do="name a file with text, or rows")
     vocabulary = shape_for(request, total_bytes).vocabulary
     say(f"training a tokenizer of {vocabulary:,} tokens")
-    definition, tokens, bytes_per_token = train_tokenizer(sample, vocabulary)
+    definition, tokens = _train_tokenizer(sample, vocabulary)
     shape = shape_for(replace(request, vocabulary=tokens))
-    _write(folder, shape, seed, OWN_IDS, lambda into: write_tokenizer(into, definition, shape.context))
-    return CreatedModel(shape, bytes_per_token, sum(len(text.encode("utf-8")) for text in sample), total_bytes)
+    _write(folder, shape, seed, OWN_IDS, lambda into: _write_tokenizer(into, definition, shape.context))
+    return shape
 
 
 def _write(
@@ -195,24 +287,17 @@ def normal_quantiles() -> np.ndarray:
     return np.concatenate([lower, -lower[::-1]])
 
 
-def reasons_of(model: CreatedModel, request: ShapeRequest) -> Iterator[tuple[str, str, str]]:
+def reasons_of(shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     """Yield the main values of a model with their reasons."""
-    shape, total, sample = model.shape, model.total_bytes, size_text(model.sample_bytes)
     share = 100 * shape.vocabulary * shape.hidden / shape.parameters
-    yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"
+    target = count_text(wanted_tokens(shape.parameters))
+    yield "parameters", f"{shape.parameters:,}", f"of which embeddings {share:.0f} %; they want {target} tokens of text"
     yield "layers x width", f"{shape.layers} x {shape.hidden}", "near the best of depth and width (Levine et al. 2020)"
     shared = f"{shape.key_heads} for keys and values (Ainslie et al. 2023)"
     yield "heads", f"{shape.heads} of {shape.head}", shared
-    vocabulary = "by model (Tao et al. 2024) and text (Gowda and May 2020)" if total else "copied with the tokenizer"
-    yield "vocabulary", f"{shape.vocabulary:,}", ASKED if request.vocabulary else vocabulary
-    if total:
-        trained_on = sample if model.sample_bytes == total else f"a sample, {sample} of {size_text(total)}"
-        yield "tokenizer", f"{model.bytes_per_token:.2f} bytes per token", f"trained on {trained_on}"
-        target = count_text(TOKENS_PER_PARAMETER * shape.parameters)
-        there = count_text(total / model.bytes_per_token)
-        yield "text for it", f"{target} tokens", f"20 a parameter (Hoffmann et al. 2022); this text has {there}"
-    yield "context", f"{shape.context:,}", ASKED if request.context else "tokens; --context for more"
-    yield "initial weights", f"std {deviation(shape):.4f}", "sqrt(2 / (5 x width)) (Nguyen and Salazar 2019)"
+    by_rule = "as set, copied, or by model (Tao et al. 2024) and text (Gowda and May 2020)"
+    yield "vocabulary", f"{shape.vocabulary:,}", by_rule
+    yield "context", f"{shape.context:,}", "tokens; --context changes it"
 
 
 def read_sample(texts: Iterable[str], most_bytes: int) -> tuple[list[str], int]:
@@ -235,8 +320,8 @@ def read_sample(texts: Iterable[str], most_bytes: int) -> tuple[list[str], int]:
     return [text for _, _, text in kept], total
 
 
-def train_tokenizer(texts: Sequence[str], vocabulary: int) -> tuple[str, int, float]:
-    """Train byte-level BPE; return tokenizer.json, its number of tokens, and the mean bytes per token.
+def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> tuple[str, int]:
+    """Train byte-level BPE; return tokenizer.json and its number of tokens.
 
     There are fewer than ``vocabulary`` tokens if the text has no more pairs to merge. Decoding restores any text byte
     by byte: nothing is normalized, and all 256 bytes are tokens.
@@ -253,13 +338,10 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> tuple[str, int, fl
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    measured = texts[:: max(1, -(-sum(map(len, texts)) // MEASURED_BYTES))]  # spread over the text
-    size = sum(len(text.encode("utf-8")) for text in measured)
-    count = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in measured)
-    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size(), size / max(1, count)
+    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
 
 
-def write_tokenizer(folder: Path, definition: str, context: int) -> None:
+def _write_tokenizer(folder: Path, definition: str, context: int) -> None:
     """Write tokenizer.json, and tokenizer_config.json with the chat template."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -273,32 +355,17 @@ def write_tokenizer(folder: Path, definition: str, context: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def require_tokenizer(source: Path) -> None:
-    """Raise ModelError if ``source`` is not a folder with a tokenizer."""
-    if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ModelError(
-            "The tokenizer is missing.", where=str(source), expected="a model's folder, with tokenizer.json"
-        )
+def _of_tokenizer(source: Path) -> tuple[int, dict[str, object]]:
+    """Vocabulary size and IDs of special tokens of another model, by config.json and tokenizer; raises ModelError."""
+    config, tokenizer, ids = json_object(source / "config.json"), ChatTokenizer(source), dict[str, object]()
+    for name in ("bos", "eos", "pad"):
+        value = config.get(f"{name}_token_id", tokenizer.special_id(name))
+        ids[f"{name}_token_id"] = value if isinstance(value, int) or name == "eos" else None  # several may end a text
+    stated = config.get("vocab_size")
+    return max(tokenizer.size, stated if isinstance(stated, int) else 0), ids
 
 
-def copied_vocabulary(source: Path) -> int:
-    """Vocabulary size for a copied tokenizer: the larger of its size and config.json's; raises ModelError."""
-    stated = json_object(source / "config.json").get("vocab_size")
-    return max(ChatTokenizer(source).size, stated if isinstance(stated, int) else 0)
-
-
-def copied_ids(source: Path) -> dict[str, object]:
-    """IDs of special tokens of another model, from its config.json, else its tokenizer; raises ModelError.
-
-    Several tokens may end a text.
-    """
-    config, tokenizer = json_object(source / "config.json"), ChatTokenizer(source)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: config.get(name, tokenizer.special_id(name.partition("_")[0])) for name in names}
-    return {name: value if isinstance(value, int) or name.startswith("eos") else None for name, value in ids.items()}
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
+def _copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the tokenizer's files and the chat template."""
     for path in [*(source / name for name in TOKENIZER_FILES), *sorted(source.glob(TEMPLATES))]:
         if path.is_file():

@@ -12,19 +12,16 @@ from rich.table import Table
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.formatting import duration_text
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.estimate import MARGIN, require_computable, require_trainable, with_margin
-from safetrain.core.memory.streamed import read_bytes
+from safetrain.core.memory.estimate import MARGIN, read_bytes, require_computable, require_trainable, with_margin
 from safetrain.core.memory.terms import padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, read_recommendation
-from safetrain.core.storage import paths
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate
-from safetrain.plan.create import OWN_IDS, config_of
+from safetrain.plan.create import OWN_IDS, config_of, request_for, shape_for
 from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
-from safetrain.plan.model_shape import preset, shape_for
 from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
 from safetrain.plan.recommend import disk_bytes_of
 from safetrain.plan.remedies import what_would_fit
@@ -43,24 +40,17 @@ def estimate_of(
 
     Raises ConfigError for settings that training does not accept.
     """
-    lora = LoraSettings(rank, 2.0, 0.0, num_layers or model.num_layers, (ALL_LINEAR,))
+    lora = LoraSettings(rank, 2.0, 0.0, min(num_layers or model.num_layers, model.num_layers), (ALL_LINEAR,))
     dequantize = machine.backend == "cpu" and model.quantization_bits is not None
-    estimate = Estimate(model, machine, lora, method, dequantize=dequantize, **options)
-    for key in ("method", "optimizer", "compute_dtype"):
-        _require_choice(key, getattr(estimate, key))
+    estimate = Estimate(model, lora, machine.backend, method, dequantize, machine=machine, **options)
+    for field in dataclasses.fields(Train):
+        if field.name in ("method", "optimizer", "compute_dtype"):
+            value, option = getattr(estimate, field.name), f"--{field.name.replace('_', '-')}"
+            if value is not None and value not in field.metadata[CHOICES]:
+                raise ConfigError(f"Unknown value: {option} {value}.", expected=describe_allowed("train", field.name))
     require_computable(estimate.compute_dtype, machine.backend)
-    if lora.num_layers > model.num_layers:
-        raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers} blocks")
     require_trainable(method, quantized=model.quantization_bits is not None)
     return estimate
-
-
-def _require_choice(key: str, value: str | None) -> None:
-    """Raise ConfigError if the key ``train.<key>`` does not allow the value."""
-    choices = next(field for field in dataclasses.fields(Train) if field.name == key).metadata[CHOICES]
-    allowed = describe_allowed("train", key)
-    if value not in choices and not (value is None and allowed.endswith("or null")):
-        raise ConfigError(f"Unknown value: --{key.replace('_', '-')} {value}.", expected=allowed)
 
 
 def print_info(console: Console, model: ModelFiles) -> None:
@@ -100,18 +90,20 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     rank = f" rank {run.lora.rank}" if run.method not in WHOLE else ""
     here = f"{name} ({run.machine.backend}, budget {size(run.machine.memory_budget_bytes)})"
     table = _table(console, f"{run.rows} x {run.tokens} tokens, {run.method}{rank}{note}, on {here}")
-    margin = with_margin(run.terms) - run.peak_bytes
-    for term in run.terms:
-        table.add_row(term.name, size(term.size_bytes))
-    table.add_row("predicted peak of mlx", size(run.peak_bytes), style="bold")
-    table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of the estimate", size(margin))
-    table.add_row("process around it", size(run.machine.process_memory_bytes))
-    table.add_row("needed", size(run.needed_bytes), style="bold")
-    table.add_row("budget", size(run.machine.memory_budget_bytes))
+    sizes = {
+        **{term.name: term.size_bytes for term in run.terms},
+        "predicted peak of mlx": run.peak_bytes,
+        f"margin, {100 * (MARGIN - 1):.0f} % of the estimate": with_margin(run.terms) - run.peak_bytes,
+        "process around it": run.machine.process_memory_bytes,
+        "needed": run.needed_bytes,
+        "budget": run.machine.memory_budget_bytes,
+    }
+    for name, size_bytes in sizes.items():
+        table.add_row(name, size(size_bytes), style="bold" if name in ("predicted peak of mlx", "needed") else None)
     console.print(table)
     console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
     if run.stream:
-        step, speed = read_bytes(run.model, run.lora, run.micro_batch, run.backend), DISK_BYTES_PER_SECOND
+        step, speed = read_bytes(run, run.micro_batch), DISK_BYTES_PER_SECOND
         reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly while it computes"
         console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
     if run.fits:
@@ -127,7 +119,7 @@ def _print_model(console: Console, run: Estimate) -> None:
     """Print the model in one line."""
     model = run.model
     bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
-    trained = trained_parameters(model, run.lora, run.method)
+    trained = trained_parameters(run)
     weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
     blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
     console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained")
@@ -154,14 +146,14 @@ def model_to_pretrain(name: str) -> ModelFiles:
     """
     if Path(name).exists():
         return read_model_plan(Path(name))
-    return model_of_config(config_of(shape_for(preset(name)), OWN_IDS), Path(name))
+    return model_of_config(config_of(shape_for(request_for(name)), OWN_IDS), Path(name))
 
 
 def print_pretraining(
     console: Console, model: ModelFiles, places: Sequence[tuple[Machine, Profile | None]], keep_checkpoints: int
 ) -> bool:
     """Print memory and time of pretraining, a line for each machine. Returns whether any has enough memory."""
-    length, tokens, any_fits, sources = window_length(model), wanted_tokens(model.parameters), False, list[str]()
+    length, tokens, now, any_fits = window_length(model), wanted_tokens(model.parameters), datetime.now(), False
     disk = size(disk_bytes_of(model.parameters, keep_checkpoints))
     words = f"{count_text(model.parameters)} parameters, {count_text(tokens)} tokens (Hoffmann et al. 2022)"
     title = f"{model.folder.name} from scratch: {words}, windows of {length}; {disk} of checkpoints"
@@ -171,39 +163,24 @@ def print_pretraining(
         recomputed = not window.largest_batch
         window = window.cheapest if recomputed else window
         rows = f"{_rows_text(window.largest_batch)}{' (r)' if recomputed and window.fits else ''}"
-        flops = flops_per_token(model, padded(length), recompute=recomputed)
-        per_second, source = training_speed(model, machine, profile, flops)
+        per_second = training_speed(machine, profile, flops_per_token(model, padded(length), recompute=recomputed))
         time = [UNKNOWN, UNKNOWN, UNKNOWN if window.fits else "it does not fit"]
         if per_second is not None and window.fits:
-            seconds, now = tokens / per_second, datetime.now().astimezone()
-            time = [f"{per_second:,.0f}", duration_text(seconds), finish_text(now, seconds)]
+            seconds = tokens / per_second
+            time = [f"{per_second:,.0f}", duration_text(seconds), finish_text(now.astimezone(), seconds)]
         table.add_row(profile.name if profile else HERE, size(window.needed_bytes), rows, *time)
         any_fits |= window.fits
-        sources.append(source)
     console.print(table)
-    speed = sources[0] if len(sources) == 1 else "assumed, tflops in conf/machine"
-    note = "Memory for one window; windows that fit at a time ((r): with recomputed blocks); the end if it starts now"
-    console.print(f"{note} and never pauses. Speed: {speed}.", style="dim")
+    console.print(
+        "Memory for one window; windows that fit at a time ((r): with recomputed blocks); the end if it starts now and "
+        "never pauses. Speed: assumed, tflops in conf/machine; here, half of the matrix products on a CPU.",
+        style="dim",
+    )
     return any_fits
 
 
-def training_speed(
-    model: ModelFiles, machine: Machine, profile: Profile | None, flops: float
-) -> tuple[float | None, str]:
-    """Tokens per second of pretraining at ``flops`` operations per token (None: unknown), and the source."""
-    if profile:
-        tflops, file = profile.tflops, f"conf/machine/{profile.name}.yaml"
-        source = f"assumed, {tflops:g} TFLOP/s, {file}" if tflops else f"unknown, no tflops in {file}"
-    else:
-        try:
-            plan = read_recommendation(paths.RECOMMENDED_CONFIG)
-        except ConfigError:
-            plan = None
-        key = (str(model.folder), PRETRAIN, machine.backend)
-        if plan and plan.step_seconds and key == (plan.planned_model, plan.planned_method, plan.planned_backend):
-            tokens = plan.batch_size * plan.gradient_accumulation * plan.max_seq_length
-            return tokens / plan.step_seconds, f"measured, {plan.step_seconds:.3g} s per step in a dry run"
-        tflops = CPU_SHARE * machine.gemm_gflops / 1000 if machine.backend == "cpu" else None
-        half = f"assumed, {tflops or 0:.2g} TFLOP/s, half of the matrix-product speed that preflight measured"
-        source = f"{half if tflops else 'unknown'}; to measure it: safetrain stage recommend_config"
-    return (tflops * 1e12 / flops if tflops else None), source
+def training_speed(machine: Machine, profile: Profile | None, flops: float) -> float | None:
+    """Tokens per second of pretraining at ``flops`` operations per token; None: unknown."""
+    here = CPU_SHARE * machine.gemm_gflops / 1000 if machine.backend == "cpu" else None
+    tflops = profile.tflops if profile else here
+    return tflops * 1e12 / flops if tflops else None

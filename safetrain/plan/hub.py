@@ -8,7 +8,7 @@ from safetrain.core.model.files import SOURCE, read_model_files, source_of
 from safetrain.core.storage.files import require_room, write_text
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 SPARE_BYTES = 2**30  # for the other files, and as a reserve
 FREE = "free some disk space, or choose another folder with --into"
 
@@ -21,51 +21,43 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     Raises ModelError if the Hub does not have the model or cannot be reached, DiskFullError if the disk is too small.
     """
     import httpx2
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import constants
 
     if HUB_ID.fullmatch(hub_id) is None:
         raise ModelError(f"{hub_id!r} is not a Hub ID.", expected="owner/name")
     target = into / hub_id.rpartition("/")[2]
-    partial = into / f".{target.name}.partial"
     if target.exists():
         read_model_files(target)
-        _require_same_source(target, hub_id)
+        if (source := source_of(target))[:1] != [hub_id]:
+            do = "move that folder away, or choose another one with --into"
+            got = " ".join(source) or "unknown"
+            what = "The folder holds a different model with this name."
+            raise ModelError(what, where=str(target), expected=hub_id, got=got, do=do)
         return target
+    partial = into / f".{target.name}.partial"
     try:
-        info = HfApi().model_info(hub_id, files_metadata=True)
-        files = [file for file in info.siblings or [] if Path(file.rfilename).match("*.safetensors")]
-        into.mkdir(parents=True, exist_ok=True)
-        present_bytes = sum(file.stat().st_size for file in partial.rglob("*.safetensors")) if partial.is_dir() else 0
-        missing_bytes = sum(file.size or 0 for file in files) - present_bytes
-        require_room(into, missing_bytes + SPARE_BYTES, "The disk has no room for this model.", FREE)
-        snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=list(PATTERNS))
-    except HfHubHTTPError as error:
-        raise ModelError(
-            f"The Hub does not provide {hub_id}: {str(error).splitlines()[0]}",
-            do="check the name; for a gated model: hf auth login",
-        ) from error
+        commit = _download(hub_id, partial)
     except (OSError, httpx2.HTTPError) as error:
         raise ModelError(
-            f"The download of {hub_id} did not finish: {error}",
+            f"The download of {hub_id} did not finish: {str(error).splitlines()[0]}",
             where=constants.ENDPOINT,
-            do="check the internet connection, then run the same command again; the download continues. "
-            f"Offline, copy the model's folder from another machine into {into}",
+            do="check the internet connection and the name (for a gated model: hf auth login), then run the same "
+            f"command again; the download continues. Offline, copy the model's folder from another machine into {into}",
         ) from error
     read_model_files(partial)
-    write_text(partial / SOURCE, f"{hub_id}\n{info.sha}\n")
+    write_text(partial / SOURCE, f"{hub_id}\n{commit}\n")
     partial.replace(target)
     return target
 
 
-def _require_same_source(folder: Path, hub_id: str) -> None:
-    """Raise ModelError if a folder with this name holds another model."""
-    source = source_of(folder)
-    if source[:1] != [hub_id]:
-        raise ModelError(
-            "The folder holds a different model with this name.",
-            where=str(folder),
-            expected=hub_id,
-            got=f"{' '.join(source) or 'unknown'} by {SOURCE}",
-            do="move that folder away, or choose another one with --into",
-        )
+def _download(hub_id: str, partial: Path) -> str | None:
+    """Download what is missing in ``partial``; returns the commit."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    info = HfApi().model_info(hub_id, files_metadata=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    missing_bytes = -sum(file.stat().st_size for file in partial.rglob("*.safetensors"))
+    missing_bytes += sum(file.size or 0 for file in info.siblings or [] if file.rfilename.endswith(".safetensors"))
+    require_room(partial, missing_bytes + SPARE_BYTES, "The disk has no room for this model.", FREE)
+    snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=PATTERNS)
+    return info.sha

@@ -3,9 +3,11 @@
 import difflib
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 from omegaconf import OmegaConf
@@ -22,16 +24,16 @@ from safetrain.core.memory.system import (
     sysctl_number,
     sysctl_text,
 )
-from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
+from safetrain.core.memory.terms import FLOAT32, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_or_none
 from safetrain.plan.child import (
     ChildFailed,
     answers_about,
     keep_answer,
     ran_out_of_memory,
-    read_answer,
     room_bytes,
     run_json,
     version_of,
@@ -103,32 +105,26 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     """
     if before is None:
         return now
+    kept = dict[str, Any]()
     if before.gemm_gflops and abs(now.gemm_gflops / before.gemm_gflops - 1) <= NOISY_SPEED:
-        now = replace(now, gemm_gflops=before.gemm_gflops)
+        kept["gemm_gflops"] = before.gemm_gflops
     if (now.backend, now.device, now.mlx) == (before.backend, before.device, before.mlx):
-        quantized = before.quantized_compute_dtype or now.quantized_compute_dtype
-        dtype = before.compute_dtype or now.compute_dtype
-        now = replace(now, compute_dtype=dtype, quantized_compute_dtype=quantized)
+        kept["compute_dtype"] = before.compute_dtype or now.compute_dtype
+        kept["quantized_compute_dtype"] = before.quantized_compute_dtype or now.quantized_compute_dtype
     if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
-        now = replace(now, process_memory_bytes=before.process_memory_bytes)
-    ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)
-    if 1 - LESS_COUNTS <= ratio <= 1 + MORE_COUNTS:
-        return replace(now, memory_budget_bytes=before.memory_budget_bytes)
-    return now
+        kept["process_memory_bytes"] = before.process_memory_bytes
+    if 1 - LESS_COUNTS <= now.memory_budget_bytes / max(1, before.memory_budget_bytes) <= 1 + MORE_COUNTS:
+        kept["memory_budget_bytes"] = before.memory_budget_bytes
+    return replace(now, **kept)
 
 
 def chip_name() -> str:
     """The processor's name, or its architecture if the system gives no name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
     if sys.platform == "darwin":
-        name = sysctl_text("machdep.cpu.brand_string")
-        if name:
-            return name
-    return platform.processor() or platform.machine()
+        return sysctl_text("machdep.cpu.brand_string") or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    name = re.search(r"^model name\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:
@@ -138,7 +134,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
     is not loaded, so that the machine does not swap; the checks report it.
     """
     path = answer_path(model.fingerprint) if model else None
-    cached = read_answer(path, Probe) if path else None
+    cached = read_or_none(path, Probe) if path else None
     if cached is not None and cached.backend != "cuda":
         return cached, ""
     try:
@@ -146,10 +142,11 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
     except ChildFailed as error:
         return None, str(error)
     if cached is not None:  # free GPU memory is read every time
-        return replace(probe, loads=cached.loads, load_seconds=cached.load_seconds, trains=cached.trains), ""
+        return replace(cached, device_free_bytes=probe.device_free_bytes), ""
     if model is None or path is None or level == "quick":
         return probe, ""
-    opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
+    opens_as_stored = probe.backend != "cpu" or model.quantization_bits is not None
+    opened_bytes = model.static_bytes if opens_as_stored else FLOAT32 * model.parameters
     if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
         return probe, ""
     try:
@@ -163,17 +160,17 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
 
 
 def answer_path(model_fingerprint: str) -> Path:
-    """Path of the cached answer for this model on this machine."""
-    words = (model_fingerprint, chip_name(), str(usable_cores()), *_graphics())
-    return answers_about("probes", *words).with_suffix(".json")
+    """Path of the cached answer for this model on this machine.
 
-
-def _graphics() -> list[str]:
-    """Facts that decide whether mlx finds a GPU and how much memory it may use (macOS 26 allows more than 15)."""
+    With what decides whether mlx finds a GPU and how much memory it may use (macOS 26 allows more than 15).
+    """
     if sys.platform == "darwin":
-        return [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
-    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
+        graphics = [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
+    else:
+        devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+        graphics = [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
+    words = model_fingerprint, chip_name(), str(usable_cores()), *graphics
+    return answers_about("probes", *words).with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -214,45 +211,38 @@ def place_of(
     return machine, profile
 
 
-def profiles() -> Path:
+def profile_names() -> list[str]:
+    """Names of the machines in conf/machine."""
+    return sorted(path.stem for path in _profiles().glob("*.yaml"))
+
+
+def _profiles() -> Path:
     """The folder of machine files: the project's own, else the one shipped with safetrain."""
     return PROFILES if PROFILES.is_dir() else paths.shipped(str(PROFILES))
 
 
-def profile_names(folder: Path | None = None) -> list[str]:
-    """Names of the machines in conf/machine; raises ConfigError if there are none."""
-    folder = folder or profiles()
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
-    if not names:
-        raise ConfigError("No machines found.", where=str(folder), do="go to the project's root")
-    return names
-
-
-def read_profile(name: str, folder: Path | None = None) -> Profile:
+def read_profile(name: str) -> Profile:
     """Read a machine by name; raises ConfigError with the known names."""
-    folder = folder or profiles()
-    names, path = profile_names(folder), folder / f"{name}.yaml"
+    names, path = profile_names(), _profiles() / f"{name}.yaml"
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(
             f"Unknown machine {name}.",
-            where=str(folder),
+            where=str(path.parent),
             expected=f"one of {', '.join(names)}",
             do=f"did you mean {near[0]}?" if near else f"add {path}, or use --memory-gb",
         )
-    value = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(value, dict):
-        raise ConfigError("A machine file must contain keys with values.", where=str(path))
+    settings: Any = OmegaConf.to_container(OmegaConf.load(path))
     try:
-        return Profile(name=name, **{str(key): setting for key, setting in value.items()})
+        return Profile(name=name, **settings)
     except TypeError as error:
         raise ConfigError(f"The machine cannot be read: {error}", where=str(path)) from None
 
 
 def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
     """The record that preflight would write on that machine when idle; the budget follows preflight's rules."""
-    newer = profile.usable_memory_gb_macos_26 if macos_26 else None
-    usable, total = int((newer or profile.usable_memory_gb) * GIB), int(profile.total_memory_gb * GIB)
+    usable_gb = (profile.usable_memory_gb_macos_26 if macos_26 else None) or profile.usable_memory_gb
+    usable, total = int(usable_gb * GIB), int(profile.total_memory_gb * GIB)
     if profile.backend == "metal":
         usable = metal_budget_bytes(usable, total)
     elif profile.backend == "cuda":

@@ -1,6 +1,7 @@
 """The checks before training: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
+import fcntl
 import os
 import platform
 import resource
@@ -25,7 +26,6 @@ from safetrain.core.memory.system import (
     own_limit_bytes,
     sysctl_number,
 )
-from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import hosts_of
@@ -35,11 +35,11 @@ from safetrain.core.records.schema import WHOLE, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
-from safetrain.plan.candidates import PlanInputs, recommended_lora
+from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
-from safetrain.plan.recommend import disk_bytes_of, plan_run
+from safetrain.plan.recommend import plan_run
 
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
 IDS = (
@@ -47,6 +47,7 @@ IDS = (
     "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MODEL-FILES", "DATA-FILES", "DISK-FREE", "RUN-PREV", "HOSTS-FILE",
     "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "DISK-READ", "MEM-FIT",
 )  # fmt: skip
+PLANNED = "DISK-FREE", "MEM-FIT"  # by a plan
 READ_BYTES, PIECE_BYTES = 2**28, 2**23
 F_NOCACHE = 48  # of macOS's fcntl: what is read does not stay in the file cache
 SLOW_BYTES = 0.5e9  # a second
@@ -59,18 +60,12 @@ SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 
 SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # with this much swap in use, the machine is already short of memory
 # An idle 8 GB M1 has 54 or more; at 44, a run of 11 GB did not fit in 24 GB (john-rocky/apple-silicon-llm-bench #7).
 LITTLE_FREE_PERCENT = 45
-LEVELS = {1: "normal", 2: "warning", CRITICAL: "critical"}
-SPARE_DISK_BYTES = GIB
 
 
 def examine(
-    config: Pipeline,
-    folder: Path,
-    before: Machine | None,
-    probe_module: str,
-    dry_run_module: str,
+    config: Pipeline, folder: Path, before: Machine | None, probe_module: str, dry_run_module: str,
     say: Callable[[str], None],
-) -> tuple[list[Check], Machine | None]:
+) -> tuple[list[Check], Machine | None]:  # fmt: skip
     """Run all checks of preflight.level and read the machine, which is None if mlx does not work.
 
     ``folder`` is the model's, ``before`` the machine of the last preflight; the modules belong to the engine.
@@ -91,19 +86,19 @@ def examine(
                               f"python -m {probe_module}", REINSTALL))  # fmt: skip
     held_bytes = model.static_bytes if model is not None and must_fit(train) else 0
     checks += [*environment_checks(held_bytes), model_check, data_check]
-    checks += [_disk_check(config, data, model), previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
+    checks += [previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
     if machine is None or probe is None or model is None:
         why = "the model is incomplete" if model is None else "mlx does not work"
-        return [*checks, *(skipped(each, why) for each in ("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"))], machine
-    checks += [load_check(probe, level), train_check(model, probe), static_check(model, machine, train)]
+        return [*checks, *(skipped(each, why) for each in ("MODEL-LOAD", "MODEL-TRAIN", *PLANNED))], machine
+    checks += model_checks(model, machine, probe, train, level)
     is_refused = FAIL in (each.status for each in checks[-2:])
     if train.stream_base or checks[-1].status == WARN:
         checks.append(reading_check(model))
     if data is None or rows is None or is_refused:
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
-        return [*checks, skipped("MEM-FIT", why)], machine
+        return [*checks, *(skipped(each, why) for each in PLANNED)], machine
     module, inputs = dry_run_module if level == "certify" else "", PlanInputs(data, machine, model, rows)
-    return [*checks, _fit_check(config, inputs, module, say)], machine
+    return [*checks, *_plan_checks(config, inputs, module, say)], machine
 
 
 def software_checks() -> Iterator[Check]:
@@ -144,51 +139,40 @@ def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
 
 def environment_checks(static_bytes: int) -> Iterator[Check]:
     """Check limits of the shell, memory used by other programs, and a laptop's power."""
-    yield _ulimit_check(static_bytes)
+    kinds = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
+    limits = {resource.getrlimit(kind)[0]: flag for flag, kind in kinds.items()}
+    limit = min((each for each in limits if each != resource.RLIM_INFINITY), default=None)
+    least = static_bytes + PROCESS_BYTES
+    yield verdict("ENV-ULIMIT", limit is None, limit is None or limit < least,
+                  "no limit" if limit is None else f"ulimit {limits[limit]} is {size(limit)}",
+                  f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails", "getrlimit",
+                  "ulimit -v unlimited; ulimit -d unlimited")  # fmt: skip
     if sys.platform == "darwin":
-        yield pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT))
-        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
-        if battery is not None:
-            yield power_check(bool(battery.power_plugged), battery.percent)
+        battery = psutil.sensors_battery()
+        power = None if battery is None else (bool(battery.power_plugged), battery.percent)
+        yield from mac_checks(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT), power)
         return
     swap = psutil.swap_memory()
     short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
-    text = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
-    yield verdict("ENV-SWAP", not short, False, text, f"less than {size(SWAP_BYTES)} or a quarter in use", "psutil",
+    yield verdict("ENV-SWAP", not short, False, f"{size(swap.used)} used of {size(swap.total)}",
+                  f"less than {size(SWAP_BYTES)} or a quarter in use", "psutil",
                   "close other programs: training that swaps is ten times slower")  # fmt: skip
 
 
-def _ulimit_check(static_bytes: int) -> Check:
-    names = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
-    limits = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
-    limited = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
-    if not limited:
-        return Check("ENV-ULIMIT", PASS, True, "no limit", source="getrlimit")
-    flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
-    if flag == "-v":  # it also counts memory that libraries map but never use
-        least += psutil.Process().memory_info().vms
-    return verdict("ENV-ULIMIT", False, limited[flag] < least, f"ulimit {flag} is {size(limited[flag])}",
-                   f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails", "getrlimit",
-                   f"ulimit {flag} unlimited")  # fmt: skip
-
-
-def pressure_check(level: int, free_percent: int) -> Check:
-    """Check macOS's own measure of memory pressure.
+def mac_checks(level: int, free_percent: int, power: tuple[bool, float] | None) -> Iterator[Check]:
+    """Check macOS's own measure of memory pressure, and warn about a laptop on battery.
 
     Swap in use means nothing: macOS swaps idle pages even with half of its memory free, and enlarges swap on demand.
-    Level 2 means little: 8 GB machines stay there with 46 % free.
+    Level 2 means little: 8 GB machines stay there with 46 % free. ``power``: whether plugged in, and percent.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
-    reading = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "unknown"
-    return verdict("ENV-SWAP", not short, False, reading, f"not critical, at least {LITTLE_FREE_PERCENT} % free",
-                   f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
-                   "close other programs: training that swaps is ten times slower")  # fmt: skip
-
-
-def power_check(plugged: bool, percent: float) -> Check:
-    """Warn about a laptop on battery."""
-    text = "mains" if plugged else f"battery, {percent:.0f} %"
-    return verdict("MAC-POWER", plugged, False, text, "mains", "psutil", "plug it in, and leave the lid open")
+    yield verdict("ENV-SWAP", not short, False, f"pressure level {level}, {free_percent} % free",
+                  f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free",
+                  f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
+                  "close other programs: training that swaps is ten times slower")  # fmt: skip
+    if power is not None:
+        text = "mains" if power[0] else f"battery, {power[1]:.0f} %"
+        yield verdict("MAC-POWER", power[0], False, text, "mains", "psutil", "plug it in, and leave the lid open")
 
 
 def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
@@ -223,20 +207,9 @@ def data_check(report: DataReport) -> Check:
                    "at least one row in each", paths.DATA_REPORT.name, f"see {paths.DATA_REPORT}")  # fmt: skip
 
 
-def _disk_check(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
-    if data is None or model is None:
-        return skipped("DISK-FREE", "the needed space depends on the data and the model")
-    try:
-        lora, _ = recommended_lora(data, model, config.lora)
-    except ConfigError as error:
-        return from_error("DISK-FREE", error)
-    trained = trained_parameters(model, lora, config.train.method)
-    return disk_check(paths.OUTPUT, disk_bytes_of(trained, config.train.keep_checkpoints))
-
-
 def disk_check(folder: Path, needed_bytes: int) -> Check:
     """Check that the disk has room for these bytes."""
-    free, better = shutil.disk_usage(folder).free, needed_bytes + SPARE_DISK_BYTES
+    free, better = shutil.disk_usage(folder).free, needed_bytes + GIB
     return verdict("DISK-FREE", free >= better, free < needed_bytes, f"{size(free)} free",
                    f"{size(needed_bytes)} for checkpoints and adapter, better {size(better)}",
                    "trained weights and their checkpoints (train.keep_checkpoints)",
@@ -282,26 +255,33 @@ def _hosts_check(train: Train) -> Iterator[Check]:
     yield Check("HOSTS-FILE", PASS, True, text, source=train.hostfile or "train.ranks")
 
 
-def load_check(probe: Probe, level: str) -> Check:
-    """Check that mlx-lm loads the model and that a forward pass works through each kind of block."""
+def model_checks(
+    model: ModelFiles, machine: Machine, probe: Probe, train: Train, level: str = "probe"
+) -> Iterator[Check]:
+    """Check that mlx-lm loads the model, that it can be trained, and that its weights fit the memory budget.
+
+    Some models have kernels without gradients, or attention to later tokens.
+    """
     if probe.loads is None:
         why = "level quick does not load the model" if level == "quick" else "it is larger than the memory budget"
-        return skipped("MODEL-LOAD", why)
-    text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
-    return verdict("MODEL-LOAD", probe.loads, True, text if probe.loads else probe.load_error,
-                   "loads, with finite logits", "mlx-lm",
-                   "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
-
-
-def train_check(model: ModelFiles, probe: Probe) -> Check:
-    """Check that the model can be trained: some have kernels without gradients, or attention to later tokens."""
+        yield skipped("MODEL-LOAD", why)
+    else:
+        text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
+        yield verdict("MODEL-LOAD", probe.loads, True, text if probe.loads else probe.load_error,
+                      "loads, with finite logits", "mlx-lm",
+                      "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
     if probe.trains is None:
-        return skipped("MODEL-TRAIN", "no forward pass was run")
-    works = "backward pass works for every kind of block"
-    return verdict("MODEL-TRAIN", probe.trains, True,
-                   works if probe.trains else f"{model.model_type}: {probe.train_error}",
-                   "a gradient for each, causal attention", "mlx-lm",
-                   "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
+        yield skipped("MODEL-TRAIN", "no forward pass was run")
+    else:
+        works = "backward pass works for every kind of block"
+        yield verdict("MODEL-TRAIN", probe.trains, True,
+                      works if probe.trains else f"{model.model_type}: {probe.train_error}",
+                      "a gradient for each, causal attention", "mlx-lm",
+                      "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
+    yield verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, must_fit(train),
+                  f"weights {size(model.static_bytes)}",
+                  f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
+                  "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
 
 
 def must_fit(train: Train) -> bool:
@@ -309,22 +289,19 @@ def must_fit(train: Train) -> bool:
     return train.method in WHOLE or train.stream_base is False
 
 
-def static_check(model: ModelFiles, machine: Machine, train: Train) -> Check:
-    """Check that the weights fit the memory budget; if they may stay on disk, a warning."""
-    return verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, must_fit(train),
-                   f"weights {size(model.static_bytes)}",
-                   f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
-                   "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
-
-
-def _fit_check(config: Pipeline, inputs: PlanInputs, module: str, say: Callable[[str], None]) -> Check:
-    """Check by a cached or new dry run that recommend_config's plan fits."""
+def _plan_checks(config: Pipeline, inputs: PlanInputs, module: str, say: Callable[[str], None]) -> Iterator[Check]:
+    """Check that recommend_config's plan fits, by a cached or new dry run, and that the disk has room for it."""
     if not module and not is_known(inputs.model.model_type):
-        return skipped("MEM-FIT", "the architecture is unknown; the dry run of recommend_config decides")
+        why = "the architecture is unknown; the dry run of recommend_config decides"
+        yield from (skipped(each, why) for each in PLANNED)
+        return
     try:
-        return fit_check(plan_run(inputs, config.train, config.lora, module, say), by_dry_run=bool(module))
+        plan = plan_run(inputs, config.train, config.lora, module, say)
     except (ConfigError, DataError, ModelError, MachineError) as error:
-        return from_error("MEM-FIT", error)
+        yield from (skipped("DISK-FREE", "there is no plan"), from_error("MEM-FIT", error))
+        return
+    yield disk_check(paths.OUTPUT, plan.disk_bytes)
+    yield fit_check(plan, by_dry_run=bool(module))
 
 
 def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
@@ -347,40 +324,22 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     return verdict("MEM-FIT", not over, False, text, most, source)
 
 
-def read_speed(folder: Path) -> float:
-    """Bytes a second from the largest weight file, as far as possible not from the file cache."""
-    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        if sys.platform == "darwin":
-            import fcntl
-
-            fcntl.fcntl(descriptor, F_NOCACHE, 1)
-        else:
-            os.posix_fadvise(descriptor, 0, READ_BYTES, os.POSIX_FADV_DONTNEED)
-        began, done = time.perf_counter(), 0
-        while done < READ_BYTES and (piece := os.pread(descriptor, PIECE_BYTES, done)):
-            done += len(piece)
-        return done / max(1e-9, time.perf_counter() - began)
-    finally:
-        os.close(descriptor)
-
-
-def file_system_of(folder: Path) -> str:
-    """The name of the file system that a folder is on; empty if unknown."""
-    place = folder.resolve()
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
-
-
 def reading_check(model: ModelFiles) -> Check:
-    """Check that a base that stays on disk can be read fast enough."""
-    speed, system = read_speed(model.folder), file_system_of(model.folder)
-    seconds = 2 * model.static_bytes / speed
-    text = f"the base stays on disk: {speed / 1e9:.1f} GB/s from {system or 'an unknown file system'}, "
-    text += f"about {seconds:.0f} s of reading per step"
-    is_remote = system.startswith(NETWORKS)
-    if speed >= SLOW_BYTES and not is_remote:
-        return Check("DISK-READ", PASS, False, text)
-    needed = f"at least {size(int(SLOW_BYTES))} a second, not over a network"
-    return Check("DISK-READ", WARN, False, text, needed, str(model.folder), "copy the model to an internal SSD")
+    """Check that a base that stays on disk is read fast enough, with the largest file, uncached if possible."""
+    file = max(model.folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with file.open("rb", buffering=0) as weights:
+        if sys.platform == "darwin":
+            fcntl.fcntl(weights, F_NOCACHE, 1)
+        else:
+            os.posix_fadvise(weights.fileno(), 0, READ_BYTES, os.POSIX_FADV_DONTNEED)
+        began, done = time.perf_counter(), 0
+        while done < READ_BYTES and (piece := weights.read(PIECE_BYTES)):
+            done += len(piece)
+        speed = done / max(1e-9, time.perf_counter() - began)
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    system = next((mounts[parent] for parent in file.resolve().parents if parent in mounts), "an unknown file system")
+    text = f"the base stays on disk: {speed / 1e9:.1f} GB/s from {system}, "
+    text += f"about {2 * model.static_bytes / speed:.0f} s of reading per step"
+    return verdict("DISK-READ", speed >= SLOW_BYTES and not system.startswith(NETWORKS), False, text,
+                   f"at least {size(SLOW_BYTES)} a second, not over a network", str(model.folder),
+                   "copy the model to an internal SSD")  # fmt: skip

@@ -98,19 +98,15 @@ def flops_per_token(model: ModelFiles, length: int, *, recompute: bool = False) 
     """Operations per token in windows of ``length`` tokens.
 
     6 per weight (Kaplan et al. 2020, arXiv:2001.08361), and attention, half of the 12 x layers x width x length of
-    PaLM (arXiv:2204.02311, appendix B), because a token sees only earlier tokens.
+    PaLM (arXiv:2204.02311, appendix B), because a token sees only earlier tokens. The embedding multiplies nothing,
+    unless it is also the head.
     """
-    weights = multiplied_weights(model)
+    matrices = [tensor for tensor in model.tensors if tensor.weights and len(tensor.shape) >= 2]
+    has_head = any(HEAD in tensor.name for tensor in matrices)
+    weights = sum(tensor.weights for tensor in matrices if not (has_head and EMBEDDING in tensor.name))
     attention = FORWARD * ATTENTION_PASSES * model.num_layers * model.num_heads * model.head_dim * length
     again = FORWARD * weights + attention / ATTENTION_PASSES if recompute else 0
     return (FORWARD + BACKWARD) * weights + WEIGHT_GRADIENT * model.parameters + attention + again
-
-
-def multiplied_weights(model: ModelFiles) -> int:
-    """Weights multiplied with every token: all matrices except the embedding, unless it is also the head."""
-    matrices = [tensor for tensor in model.tensors if tensor.weights and len(tensor.shape) >= 2]
-    has_head = any(HEAD in tensor.name for tensor in matrices)
-    return sum(tensor.weights for tensor in matrices if not (has_head and EMBEDDING in tensor.name))
 
 
 def pretraining_lines(plan: Recommendation, parameters: int, tokens_there: int, now: datetime) -> Iterator[str]:

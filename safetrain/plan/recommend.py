@@ -3,7 +3,6 @@
 The best candidate by the closed form is tried first, then at most two more, if a faster one can pay for its dry run.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -11,13 +10,13 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
-from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.evaluation import EVALUATION_SHARE, LEAST_EVALUATION_SECONDS
+from safetrain.core.records.evaluation import evaluation_seconds
+from safetrain.core.records.metrics import proof_passes
+from safetrain.core.records.reports import Machine
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     DryRun,
-    LoraSettings,
     Recommendation,
     TrainJob,
     resolve,
@@ -25,7 +24,6 @@ from safetrain.core.records.settings import (
     updates_per_epoch,
     usual_warmup,
 )
-from safetrain.core.storage import paths
 from safetrain.plan.candidates import (
     ROWS_PER_UPDATE,
     Estimate,
@@ -38,7 +36,7 @@ from safetrain.plan.candidates import (
     places_of_base,
     usual_epochs,
 )
-from safetrain.plan.child import Answer, dry_run_path, remove_remains, try_out
+from safetrain.plan.child import dry_run_path, try_out
 from safetrain.plan.pretraining import (
     MOST_WINDOW,
     TOKENS_PER_PARAMETER,
@@ -57,7 +55,6 @@ LESS_AFTER_A_DEATH = 0.85  # after an out-of-memory dry run, only candidates wit
 UNCERTAIN, LIKELY = 1.1, 0.5  # predicted speed ratios are off by a tenth; half of the possible saving is likely
 ALIKE = 1.1  # speeds within this ratio count as equal: two dry runs on a busy machine differ as much
 SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: no two processes use the same memory
-PROVED_TOKENS, PROOF_PASSES = 2**12, 3  # most tokens of the adapter check, and its passes (engine/proof.py)
 FULL_RATE_FACTOR = 10
 
 
@@ -68,19 +65,15 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Cal
     dry run is missing or failed for a reason other than memory. Raises MachineError if nothing fits, ConfigError like
     ``ask``.
     """
-    remove_remains(paths.OUTPUT)
     question = ask(inputs, train, lora)
     search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", module, say)
     fits = list[Estimate]()
     for stream, length in ((stream, length) for stream in places_of_base(question) for length in question.lengths):
         candidates = candidates_at(question, length, stream=stream)
-        unmeasured = search.try_out([fit for fit in candidates if fit.may_fit])
-        if search.passed:
-            return _fastest(search.passed)[1]
-        if unmeasured is not None:
-            return recommendation_of(question, unmeasured)
+        if (chosen := search.try_out([fit for fit in candidates if fit.may_fit])) is not None:
+            return chosen
         fits += candidates
-    raise nothing_passed(question) if search.made else nothing_fits(question, fits)
+    raise nothing_passed(question) if search.seconds else nothing_fits(question, fits)
 
 
 class _Search:
@@ -91,50 +84,49 @@ class _Search:
     ) -> None:
         self._question, self._lora, self._rows_digest = question, lora, rows_digest
         self._module, self._say = module, say
-        self.passed = list[tuple[Estimate, Recommendation]]()
-        self.made, self._more = 0, 0  # dry runs in total, and after one that has passed
-        self._spent_seconds = self._last_seconds = 0.0
+        self.seconds = list[float]()  # of each dry run
         self._most_bytes = math.inf  # largest predicted peak that is still worth a dry run
 
-    def try_out(self, fits: list[Estimate]) -> Estimate | None:
-        """Make dry runs until a choice is possible; if one gave no answer, return a candidate to use unmeasured."""
+    def try_out(self, fits: list[Estimate]) -> Recommendation | None:
+        """Make dry runs until a choice is possible; None if no candidate passes.
+
+        If a dry run gave no answer, the choice is unmeasured.
+        """
+        question, passed, more, unmeasured = self._question, list[tuple[Estimate, Recommendation]](), 0, None
         for fit in sorted(fits, key=self._lateness):
-            if fit.peak_bytes > self._most_bytes or (self.passed and not self._pays(fit)):
+            if fit.peak_bytes > self._most_bytes or (passed and not self._pays(fit, *_fastest(passed))):
                 continue
-            if self.made >= MOST_DRY_RUNS or self._more >= MOST_MORE:
+            if len(self.seconds) >= MOST_DRY_RUNS or more >= MOST_MORE:
                 break
-            self._more += bool(self.passed)
-            job, question = self._job(fit), self._question
-            path = dry_run_path(question.model, question.machine, job, self._rows_digest)
+            more += bool(passed)
+            job = self._job(fit)
+            path = dry_run_path(fit.model, fit.machine, job, self._rows_digest)
             answer = try_out(path, self._module, job, expected_seconds(question, fit)[0], self._say)
             if answer is None:  # dry runs are not allowed
-                return fit
+                unmeasured = fit
+                break
             if answer.measured is None and not answer.ran_out_of_memory:
                 self._say(f"not measured: the dry run failed: {answer.ended}")
-                return next((each for each in fits if each.fits), min(fits, key=lambda each: each.peak_bytes))
-            self._take(fit, answer)
-        return None
+                unmeasured = next((each for each in fits if each.fits), min(fits, key=lambda each: each.peak_bytes))
+                break
+            self.seconds.append(answer.measured.own_seconds if answer.measured else answer.seconds)
+            recommendation = recommendation_of(question, fit, answer.measured)
+            if recommendation.verified:
+                passed.append((fit, recommendation))
+                continue
+            why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
+            self._say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
+            self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
+        if passed:
+            return _fastest(passed)[1]
+        return recommendation_of(question, unmeasured) if unmeasured else None
 
-    def _take(self, fit: Estimate, answer: Answer) -> None:
-        """Record a dry run's answer; if the candidate did not pass, print why."""
-        measured = answer.measured
-        self._last_seconds = answer.seconds if measured is None else measured.own_seconds
-        self._spent_seconds += self._last_seconds
-        self.made += 1
-        if measured is not None and (recommendation := _with_measured(self._question, fit, measured)).verified:
-            self.passed.append((fit, recommendation))
-            return
-        why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
-        self._say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
-        self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
-
-    def _pays(self, fit: Estimate) -> bool:
+    def _pays(self, fit: Estimate, best: Estimate, recommendation: Recommendation) -> bool:
         """Whether another dry run probably saves more time than it costs, within planning's share of the training."""
-        best, recommendation = _fastest(self.passed)
         training = (recommendation.step_seconds or 0.0) * _updates_of(self._question, recommendation)
         saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
-        within = self._spent_seconds + self._last_seconds <= max(LEAST_SECONDS, SHARE * training)
-        return within and self._last_seconds < saved
+        last = self.seconds[-1]
+        return sum(self.seconds) + last <= max(LEAST_SECONDS, SHARE * training) and last < saved
 
     def _lateness(self, fit: Estimate) -> float:
         """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may."""
@@ -148,7 +140,7 @@ class _Search:
         train, plan = self._question.train, recommendation_of(self._question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         return TrainJob(
-            str(self._question.model.folder), resolve(train, self._lora, plan), False, plan.memory_budget, None,
+            plan.planned_model, resolve(train, self._lora, plan), False, plan.memory_budget, None,
             keep_checkpoints=1, memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
             mlx_limit_bytes=plan.mlx_limit_bytes,
         )  # fmt: skip
@@ -159,43 +151,18 @@ def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:
     return total_updates(question.row_count, rows_per_update, plan.num_epochs, plan.max_steps)
 
 
-def _whole_seconds(question: PlannedTraining, plan: Recommendation, step_seconds: float) -> float:
+def _whole_seconds(question: PlannedTraining, fit: Estimate, updates: int, eval_steps: int, measured: DryRun) -> float:
     """Time of all steps, validations, the adapter check and the evaluation.
 
     A forward pass takes half of a token's training time, or a third if training recomputes activations or trains all
     weights.
     """
-    updates = _updates_of(question, plan)
+    step_seconds, valid_tokens = measured.update_seconds, question.valid_tokens
+    fed_tokens = min(question.row_count, fit.rows_per_update) * min(fit.tokens, question.mean_tokens)
+    forward_seconds = step_seconds / max(1.0, fed_tokens) / (2 + (fit.checkpointing or question.train.method in WHOLE))
+    passes = 1 + math.ceil(updates / eval_steps) + proof_passes(int(updates * fed_tokens), valid_tokens)
     training = step_seconds * updates
-    rows_per_update = min(question.row_count, plan.batch_size * plan.gradient_accumulation)
-    fed_tokens = max(1.0, rows_per_update * min(plan.max_seq_length, question.mean_tokens))
-    forward_seconds = step_seconds / fed_tokens / (2 + (plan.gradient_checkpointing or question.train.method in WHOLE))
-    validations, valid_tokens = 1 + math.ceil(updates / plan.eval_steps), question.valid_tokens
-    read_tokens = validations * valid_tokens + PROOF_PASSES * min(PROVED_TOKENS, valid_tokens)
-    evaluation = max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training)  # its time limit
-    return training + forward_seconds * read_tokens + evaluation
-
-
-def _with_measured(question: PlannedTraining, fit: Estimate, measured: DryRun) -> Recommendation:
-    """Add a dry run's measurements; verified if the process stayed within the budget (on a GPU: if mlx did)."""
-    machine = question.machine
-    if machine.backend == "cpu":
-        enough = measured.footprint_bytes <= machine.memory_budget_bytes
-    else:
-        enough = measured.peak_bytes <= machine.memory_budget.mlx_bytes
-    plan = recommendation_of(question, fit)
-    return dataclasses.replace(
-        plan,
-        step_seconds=round(measured.update_seconds, 4),
-        total_seconds=round(_whole_seconds(question, plan, measured.update_seconds), 1),
-        measured_peak_bytes=measured.peak_bytes,
-        own_order=measured.own_order,
-        mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
-        measured_footprint_bytes=measured.footprint_bytes,
-        margin_bytes=0,
-        basis=DRY_RUN,
-        verified=enough,
-    )
+    return round(training + forward_seconds * passes * valid_tokens + evaluation_seconds(training), 1)
 
 
 def _fastest(passed: list[tuple[Estimate, Recommendation]]) -> tuple[Estimate, Recommendation]:
@@ -206,9 +173,9 @@ def _fastest(passed: list[tuple[Estimate, Recommendation]]) -> tuple[Estimate, R
     return min(alike, key=lambda each: each[0].relative_cost)
 
 
-def recommendation_of(question: PlannedTraining, fit: Estimate) -> Recommendation:
-    """The whole configuration for a candidate, before any measurement."""
-    machine, model, train, lora = question.machine, question.model, question.train, question.lora
+def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun | None = None) -> Recommendation:
+    """The whole configuration for a candidate; verified if its dry run stayed within the budget (on a GPU: mlx did)."""
+    machine, model, train = fit.machine, fit.model, question.train
     reasons = {**question.why_lora, **_reasons_of_fit(question, fit)}
     epochs, max_steps = _epochs_and_steps(question, fit.rows_per_update, reasons)
     updates = total_updates(question.row_count, fit.rows_per_update, epochs, max_steps)
@@ -216,7 +183,8 @@ def recommendation_of(question: PlannedTraining, fit: Estimate) -> Recommendatio
         update_tokens = int(fit.rows_per_update * question.mean_tokens)
         rate = pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
     else:
-        rate = learning_rate_for(model, lora, train.method, fit.rows_per_update, reasons)
+        rate = learning_rate_for(fit, reasons)
+    intervals = _intervals(question, fit, updates, reasons)
     return Recommendation(
         batch_size=fit.rows,
         gradient_accumulation=fit.rows_per_update // fit.rows,
@@ -224,33 +192,40 @@ def recommendation_of(question: PlannedTraining, fit: Estimate) -> Recommendatio
         learning_rate=rate,
         num_epochs=epochs,
         max_steps=max_steps,
-        **_intervals(question, fit, updates, reasons),
+        **intervals,
         dequantize_base=fit.dequantize,
         gradient_checkpointing=fit.checkpointing,
         stream_base=fit.stream,
         compute_dtype=fit.compute_dtype,
-        lora=lora,
+        lora=fit.lora,
         largest_update=question.largest(fit.tokens, fit.rows_per_update),
         planned_method=train.method,
         planned_optimizer=train.optimizer,
         planned_model=str(model.folder),
-        planned_backend=machine.backend,
+        planned_backend=fit.backend,
         reasons=reasons,
         predicted_peak_bytes=fit.peak_bytes,
-        mlx_limit_bytes=mlx_limit_bytes(fit.peak_bytes, machine.memory_budget),
+        mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes if measured else fit.peak_bytes, machine.memory_budget),
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
         process_memory_bytes=machine.process_memory_bytes,
-        margin_bytes=max(0, with_margin(fit.terms) - fit.peak_bytes),
-        basis=CLOSED_FORM,
-        step_seconds=None,
-        total_seconds=None,
-        disk_bytes=disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints),
-        measured_peak_bytes=None,
-        own_order=None,
-        measured_footprint_bytes=None,
-        verified=False,
+        margin_bytes=0 if measured else max(0, with_margin(fit.terms) - fit.peak_bytes),
+        basis=DRY_RUN if measured else CLOSED_FORM,
+        step_seconds=round(measured.update_seconds, 4) if measured else None,
+        total_seconds=_whole_seconds(question, fit, updates, intervals["eval_steps"], measured) if measured else None,
+        disk_bytes=disk_bytes_of(trained_parameters(fit), train.keep_checkpoints),
+        measured_peak_bytes=measured.peak_bytes if measured else None,
+        own_order=measured.own_order if measured else None,
+        measured_footprint_bytes=measured.footprint_bytes if measured else None,
+        verified=measured is not None and _stays_within(machine, measured),
     )
+
+
+def _stays_within(machine: Machine, measured: DryRun) -> bool:
+    """Whether the dry run stayed within the budget: its process, or on a GPU mlx alone."""
+    if machine.backend == "cpu":
+        return measured.footprint_bytes <= machine.memory_budget_bytes
+    return measured.peak_bytes <= machine.memory_budget.mlx_bytes
 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
@@ -262,7 +237,7 @@ def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
 def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     """Reasons for length, batch size, recomputation, dequantizing, compute type and accumulation."""
     train, rows = question.train, fit.rows_per_update
-    budget = size_text(question.machine.memory_budget_bytes)
+    budget = size_text(fit.machine.memory_budget_bytes)
     predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.tokens} tokens"
     usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
@@ -273,11 +248,11 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
         "gradient_checkpointing": "less memory for a third more time"
         if fit.checkpointing
         else "not needed: stored activations fit",
-        "dequantize_base": _why_dequantize(question, fit),
+        "dequantize_base": _why_dequantize(fit),
         "stream_base": "the base does not fit into memory: each block is read from disk twice per step"
         if fit.stream
         else "the base fits into memory",
-        "compute_dtype": _why_compute_dtype(question, fit),
+        "compute_dtype": _why_compute_dtype(fit),
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
     together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
@@ -294,25 +269,25 @@ def _why_length(question: PlannedTraining, fit: Estimate) -> str:
         return (
             f"the longest row has {longest:,} tokens, so nothing is truncated (lengths are multiples of {WIDTH_STEP})"
         )
-    by_context = length == question.model.max_positions
+    by_context = length == fit.model.max_positions
     limit = "the model's context" if by_context else "to fit the memory; at most 1 row in 200 is truncated"
     return f"the longest row has {longest:,} tokens and is truncated: {limit}"
 
 
-def _why_dequantize(question: PlannedTraining, fit: Estimate) -> str:
+def _why_dequantize(fit: Estimate) -> str:
     if fit.dequantize:
         return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
-    if question.model.quantization_bits is None:
+    if fit.model.quantization_bits is None:
         return "the base is not quantized"
-    if question.machine.backend != "cpu":
+    if not fit.on_cpu:
         return "the GPU multiplies quantized weights directly"
     return "kept quantized to save memory"
 
 
-def _why_compute_dtype(question: PlannedTraining, fit: Estimate) -> str:
-    if question.machine.backend == "cpu":
+def _why_compute_dtype(fit: Estimate) -> str:
+    if fit.on_cpu:
         return "a CPU always computes in float32"
-    if question.train.method == PRETRAIN:
+    if fit.method == PRETRAIN:
         return "compute type; the weights stay in float32"
     if fit.compute_dtype is not None:
         return "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
@@ -336,7 +311,7 @@ def _epochs_and_steps(
     if steps is not None:
         reasons["num_epochs"] = "as many as train.max_steps needs"
         return math.ceil(steps * rows_per_update / max(1, rows)), steps
-    parameters, update_tokens = question.model.parameters, int(rows_per_update * question.mean_tokens)
+    parameters, update_tokens = question.run.model.parameters, int(rows_per_update * question.mean_tokens)
     epochs, reasons["num_epochs"] = passes_for(parameters, int(rows * question.mean_tokens))
     target = wanted_tokens(parameters)
     enough = math.ceil(target / update_tokens)
@@ -367,22 +342,20 @@ def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
     return {"warmup_steps": usual_warmup(updates), **steps}
 
 
-def learning_rate_for(
-    model: ModelFiles, lora: LoraSettings, method: str, rows_per_update: int, reasons: dict[str, str]
-) -> float:
+def learning_rate_for(fit: Estimate, reasons: dict[str, str]) -> float:
     """Learning rate, from scale x rate = 4e-4 up to width 2560, 2e-4 up to 5120, 1e-4 above; times sqrt(batch / 16).
 
     To first order, Adam's step depends on scale x rate, so both are chosen together (QLoRA, Unsloth and tinker's sweeps
     bracket the values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for Llama.
     It never depends on the memory. Full fine-tuning needs a tenth (LoRA without regret, Thinking Machines 2025).
     """
-    width, per_update = model.hidden_size, f"for {rows_per_update} rows per update"
+    width, rows, scale = fit.model.hidden_size, fit.rows_per_update, fit.lora.scale
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
-    product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
-    if method == "full":
-        reasons["learning_rate"] = f"width {width}: a tenth of the rate for LoRA, {per_update}"
+    product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows / ROWS_PER_UPDATE)))
+    if fit.method == "full":
+        reasons["learning_rate"] = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
         return float(f"{product / FULL_RATE_FACTOR:.2g}")
-    rate, scale = float(f"{product / lora.scale:.2g}"), lora.scale
-    together = f"scale x rate = {rate * scale:.2g}"
-    reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}, {per_update}"
+    rate = float(f"{product / scale:.2g}")
+    together = f"scale x rate = {rate * scale:.2g}, for {rows} rows per update"
+    reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}"
     return rate

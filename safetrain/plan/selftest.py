@@ -4,7 +4,7 @@ import platform
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from safetrain.plan.machine import Probe, chip_name, read_machine_now
 
 SECONDS = 600.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
-PACKAGES = ("mlx", "mlx-lm", "safetrain")
-PASS = ("3", "64")  # rows and tokens
+ROWS, TOKENS = "3", "64"  # of the pass
 COLUMNS, LABEL = 80, 11
 FENCE = "```"  # keeps the columns aligned in an issue
 
@@ -29,10 +28,14 @@ def selftest(module: str, model: Path) -> list[tuple[str, str, bool]]:
     Raises MachineError if the child fails.
     """
     try:
-        return judge(run_json(module, ["--pass", str(model), *PASS], SECONDS, room_bytes()))
+        return judge(_one_pass(module, model))
     except ChildFailed as error:
         do = "'safetrain preflight' checks the machine; if it ran out of memory, name a smaller model"
         raise MachineError(f"The self-test did not finish: {error}", where=str(model), do=do) from None
+
+
+def _one_pass(module: str, model: Path) -> dict[str, Any]:
+    return run_json(module, ["--pass", str(model), ROWS, TOKENS], SECONDS, room_bytes())
 
 
 def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
@@ -52,37 +55,33 @@ def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
 
 
 def report_lines(probe: str, model: Path) -> Iterator[str]:
-    """Yield the report line by line; ``python -m probe`` measures."""
+    """Yield the report line by line; ``python -m probe`` measures.
+
+    A child that fails says how, and the kind of its error; the message is left out because it may contain a path.
+    """
     yield FENCE
     yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
-    last = ""
-    for label, text in _figures(probe, model):
-        start = f"{label if label != last else '':<{LABEL}}"
-        yield from textwrap.wrap(start + text, COLUMNS, subsequent_indent=" " * LABEL)
-        last = label
+    figures: dict[str, Callable[[], str]] = {
+        "system": _system,
+        "device": lambda: _device(Probe(**run_json(probe, [], SECONDS, room_bytes()))),
+        "training": lambda: "; ".join(f"{name} {text}" for name, text, _ in judge(_one_pass(probe, model))),
+    }
+    for label, describe in figures.items():
+        try:
+            text = describe()
+        except ChildFailed as error:
+            text = f"FAILED: {': '.join(str(error).split(': ')[:2])}"
+        yield from textwrap.wrap(f"{label:<{LABEL}}{text}", COLUMNS, subsequent_indent=" " * LABEL)
     yield FENCE
 
 
-def _figures(probe: str, model: Path) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts; a child that fails says how."""
+def _system() -> str:
+    """Describe the system, the processor and the versions of packages."""
     is_macos, cores = sys.platform == "darwin", psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     system = f"macOS {platform.mac_ver()[0]}" if is_macos else f"{platform.system()} {platform.release()}"
-    yield "system", f"{system}, {platform.machine()}, {chip_name()}, {counted(cores, 'core')}"
-    versions = [f"Python {platform.python_version()}", *(f"{name} {version_of(name)}" for name in PACKAGES)]
-    yield "versions", ", ".join(versions)
-    try:
-        yield "device", _device(Probe(**run_json(probe, [], SECONDS, room_bytes())))
-    except ChildFailed as error:
-        yield "device", _failed(str(error))
-    try:
-        found = run_json(probe, ["--pass", str(model), *PASS], SECONDS, room_bytes())
-    except ChildFailed as error:
-        yield "training", _failed(str(error))
-        return
-    difference = max(found["loss_difference"], found["gradient_difference"])
-    yield "training", f"{model.name}: loss and gradient within {difference:.1e} of mlx-lm's own"
-    speed, peak = f"{found['tokens_per_second']:,.0f} tokens/s", size_text(found["peak_memory_bytes"])
-    yield "training", f"{found['step_seconds']:.3f} s, {speed}, peak {peak}"
+    packages = ", ".join(f"{name} {version_of(name)}" for name in ("mlx", "mlx-lm", "safetrain"))
+    machine = f"{system}, {platform.machine()}, {chip_name()}, {counted(cores, 'core')}"
+    return f"{machine}; Python {platform.python_version()}, {packages}"
 
 
 def _device(probe: Probe) -> str:
@@ -100,8 +99,3 @@ def _device(probe: Probe) -> str:
     dtype = f", bfloat16 emulated: {machine.compute_dtype}" if machine.compute_dtype else ""
     speed = f"matrix products {probe.gemm_gflops:,.0f} GFLOP/s"
     return f"{machine.backend}, {machine.device or probe.blas}{dtype}; {limits}; {speed}"
-
-
-def _failed(ended: str) -> str:
-    """How a child failed, and the kind of error; its message is left out because it may contain a path."""
-    return f"FAILED: {': '.join(ended.split(': ')[:2])}" if ended.startswith("exit code") else f"FAILED: {ended}"

@@ -62,7 +62,7 @@ def write_bundle(out: Path, run: Run) -> list[str]:
             for name, text in texts.items():
                 file.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
 
-    write_atomic(out, write, over=False)
+    write_atomic(out, write)
     return [f"{len(text) / 1024:>7.1f} KiB  {name}" for name, text in texts.items()]
 
 

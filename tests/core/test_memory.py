@@ -12,9 +12,8 @@ from safetrain.core.memory.estimate import memory_of_run, require_fit
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     METAL_HEAD_SIZES,
-    Backend,
+    Setup,
     Shape,
-    backend_of,
     base_bytes,
     lora_parameters,
     optimizer_state_bytes,
@@ -30,9 +29,9 @@ from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.stores import worst_update
 
-CPU = Backend(4, True, True)
 ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))
 MODEL = read_model_files(EMBEDDED)
+CPU = Setup(MODEL, ALL, "cpu", dequantize=True)
 
 
 @pytest.mark.parametrize(("bits", "method", "targets", "num_layers"), [
@@ -45,10 +44,12 @@ def test_base_and_trained_weights_are_counted_exactly(
     folder = tiny_model(bits=bits)
     model, lora = read_model_files(folder), LoraSettings(5, 2.0, 0.0, num_layers, targets)
     opened = open_base(folder, dequantize=True)
-    assert base_bytes(model, CPU) == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
+    setup = dataclasses.replace(CPU, model=model, lora=lora, method=method)
+    stored = base_bytes(dataclasses.replace(setup, method="lora"))
+    assert stored == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
     make_trainable(opened, method, lora, 1)
     trained = sum(value.size for _, value in tree_flatten(opened.module.trainable_parameters()))
-    assert trained_parameters(model, lora, method) == trained
+    assert trained_parameters(setup) == trained
     experts = TensorHeader("model.layers.0.mlp.switch_mlp.up_proj.weight", "BF16", (8, 100, 64), 8 * 100 * 64 * 2)
     mixture = dataclasses.replace(MODEL, num_layers=1, tensors=(experts,), quantization_bits=None)
     assert lora_parameters(mixture, dataclasses.replace(ALL, num_layers=1)) == 16 * 8 * 164
@@ -66,8 +67,8 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
     optimizer = BlockOptimizer(of_mlx(name, 0.0, whole_model=method == "pretrain"))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
-    backend = dataclasses.replace(CPU, method=method, optimizer=name)
-    found, expected = optimizer_state_bytes(read_model_files(folder), lora, backend), sum(v.nbytes for v in kept)
+    setup = Setup(read_model_files(folder), lora, "cpu", method, optimizer=name)
+    found, expected = optimizer_state_bytes(setup), sum(v.nbytes for v in kept)
     assert expected <= found <= (1.1 if name == "adafactor" else 1.0) * expected
 
 
@@ -75,10 +76,10 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
 def test_attention_on_metal_has_tiles_of_few_rows_and_never_all_scores(head_size: int) -> None:
     """What mlx-metal 0.32.4 allocates: three tiles of at most 1024 x 1024 a row and head, and three float32 sums."""
     model = dataclasses.replace(MODEL, num_heads=32, num_kv_heads=8, head_dim=head_size)
-    metal = backend_of(model, "metal", dequantize_base=False)
+    metal = Setup(model, ALL, "metal", compute_dtype="float16")
 
     def bytes_of(rows: int, tokens: int) -> int:
-        return tiles_bytes(model, Shape(rows, tokens, False), dataclasses.replace(metal, compute_bytes=2))
+        return tiles_bytes(metal, Shape(rows, tokens, False))
 
     def sums(tokens: int) -> int:
         return 4 * tokens * (32 + 8 + 8) * head_size

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
 from safetrain.core.errors import ModelError
-from safetrain.core.memory.terms import Backend, Shape, dequantized_bytes, lora_parameters
+from safetrain.core.memory.terms import Setup, Shape, dequantized_bytes, lora_parameters
 from safetrain.core.model.files import read_limits, read_model_files, read_model_plan, sizes_of
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.settings import LoraSettings
@@ -216,7 +216,7 @@ def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path
     assert found.parameters == expected.parameters == sum(tensor.weights for tensor in expected.tensors)
     assert lora_parameters(found, LORA) == lora_parameters(expected, LORA)
     if way in ("4 and 6 bits", "MXFP4, the head MXFP8"):
-        assert dequantized_bytes(found, Shape(1, 32, False), Backend(4, False, True)) == 4 * BLOCK
+        assert dequantized_bytes(Setup(found, LORA, "cpu"), Shape(1, 32, False)) == 4 * BLOCK
     model = open_base(folder, dequantize=False)
     make_trainable(model, "lora", LORA, 1)
     assert lora_parameters(found, LORA) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))

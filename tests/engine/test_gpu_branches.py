@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
-from safetrain.core.memory.terms import backend_of, base_bytes
+from safetrain.core.memory.terms import Setup, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import read_csv
 from safetrain.engine.batches import training_layout
@@ -141,8 +141,8 @@ def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_pred
     for dequantize in (False, True):
         module = open_base(base, dequantize=dequantize, compute_dtype=dtype).module
         assert module(mx.array([[3, 4]])).dtype == getattr(mx, dtype or "bfloat16")
-        backend = backend_of(files, "cuda", dequantize, compute_dtype=dtype)
-        assert base_bytes(files, backend) == sum(each.nbytes for _, each in tree_flatten(module.parameters()))
+        setup = Setup(files, SETTINGS.lora, "cuda", dequantize=dequantize, compute_dtype=dtype)
+        assert base_bytes(setup) == sum(each.nbytes for _, each in tree_flatten(module.parameters()))
     back_on_cpu(monkeypatch)
     module = open_base(base, dequantize=False, compute_dtype=dtype).module
     assert module(mx.array([[3, 4]])).dtype == mx.float32

@@ -17,6 +17,7 @@ from safetrain.core.errors import BadUpdateError, InterruptedRun, ModelError, Tr
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.metrics import (
+    LEAST_PROVED,
     ComparedWith,
     Proof,
     StepRecord,
@@ -31,7 +32,7 @@ from safetrain.core.records.settings import LoraSettings, TrainSettings, identit
 from safetrain.engine.backend import device
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.proof import LEAST_TOKENS, prove
+from safetrain.engine.proof import prove
 from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result, train
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
@@ -324,7 +325,7 @@ def test_a_run_that_was_killed_at_it_comes_to_the_same(tiny_model: Build, tmp_pa
     assert proof_of(job, result) == proof_of(job, run(job))
     many = with_rows(job, valid=rows(300, 4))
     found = run(dataclasses.replace(many, output=tmp_path / "b", adapters=tmp_path / "b" / "adapters")).tuned
-    assert LEAST_TOKENS / 2 < found.rows.lengths.sum() < 1.2 * LEAST_TOKENS < many.valid.lengths.sum(), (
+    assert LEAST_PROVED / 2 < found.rows.lengths.sum() < 1.2 * LEAST_PROVED < many.valid.lengths.sum(), (
         "few are compared"
     )
 

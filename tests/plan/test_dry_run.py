@@ -23,7 +23,6 @@ from safetrain.plan.child import (
     ChildFailed,
     dry_run_path,
     most_bytes,
-    remove_remains,
     run_json,
     run_lines,
     scratch_folder,
@@ -82,9 +81,8 @@ def test_the_training_is_tried_out_under_its_limits(model: ModelFiles, job: Trai
     same, other = (dry_run_path(model, there, other_rate, "rows") for there in (machine(), machine(backend="metal")))
     assert try_out(same, "", other_rate, 0.0, said.append) == found
     assert try_out(other, "", other_rate, 0.0, said.append) is None
+    (tmp_path / f"{PREFIX}x7k2" / "checkpoints").mkdir(parents=True)  # of a plan that is dead
     with scratch_folder(tmp_path) as mine:
-        (tmp_path / f"{PREFIX}x7k2" / "checkpoints").mkdir(parents=True)  # of a plan that is dead
-        remove_remains(tmp_path)
         assert [path.name for path in tmp_path.glob(f"{PREFIX}*")] == [mine.name]
     assert not mine.exists()
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["data"]  # nothing else is left

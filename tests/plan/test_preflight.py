@@ -15,13 +15,14 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
+from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
-from safetrain.plan.preflight import engine_checks, environment_checks, power_check, pressure_check, software_checks
+from safetrain.plan.preflight import engine_checks, environment_checks, mac_checks, model_checks, software_checks
 from safetrain.plan.selftest import judge, report_lines, selftest
 from tests.conftest import EMBEDDED, ROOT
 from tests.plan.test_recommend import OPEN, data, plan
@@ -36,6 +37,10 @@ def fit(planned: Recommendation, *, by_dry_run: bool = False) -> Check:
     return preflight.fit_check(planned, by_dry_run=by_dry_run)
 
 
+def of_model(name: str, probe: Probe = CPU, machine: Machine = MACHINE, train: Train = OPEN) -> Check:
+    return next(check for check in model_checks(MODEL, machine, probe, train) if check.id == name)
+
+
 def summary(*checks: Check) -> tuple[str, int]:
     report = summarise(checks, "probe", 1.0)
     return report.status, report.exit_code
@@ -45,9 +50,7 @@ def test_this_installation_passes() -> None:
     checks = [
         *software_checks(), *engine_checks(MACHINE, CPU), *environment_checks(10**6),
         preflight.data_check(data()), preflight.model_files(EMBEDDED)[1],
-        preflight.static_check(MODEL, MACHINE, OPEN), fit(plan()),
-        preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
-        preflight.train_check(MODEL, dataclasses.replace(CPU, trains=True)),
+        fit(plan()), *model_checks(MODEL, MACHINE, dataclasses.replace(CPU, loads=True, trains=True), OPEN),
     ]  # fmt: skip
     assert {check.id for check in checks} <= set(preflight.IDS)
     assert all(check.status == "pass" for check in checks if check.critical)
@@ -60,17 +63,17 @@ def test_a_model_that_does_not_load_or_has_no_gradient_fails_with_its_reason_and
     broken = dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported.")
     frozen = dataclasses.replace(CPU, loads=True, trains=False, train_error=why)
     for check, said in (
-        (preflight.load_check(broken, "probe"), "xyz"), (preflight.train_check(MODEL, frozen), f"llama: {why}"),
+        (of_model("MODEL-LOAD", broken), "xyz"), (of_model("MODEL-TRAIN", frozen), f"llama: {why}"),
     ):  # fmt: skip
         assert (check.status, check.critical, said in check.found, bool(check.remedy)) == ("fail", True, True, True)
-    untried = preflight.load_check(CPU, "quick"), preflight.train_check(MODEL, CPU)
-    assert [check.status for check in untried] == ["skip", "skip"], "not called passed"
+    assert [of_model(each).status for each in ("MODEL-LOAD", "MODEL-TRAIN")] == ["skip", "skip"], "not called passed"
 
 
 def test_memory_that_is_not_there_fails() -> None:
     small = dataclasses.replace(MACHINE, memory_budget_bytes=10**6)
-    assert preflight.static_check(MODEL, small, OPEN).status == "warn", "the base may stay on disk"
-    assert preflight.static_check(MODEL, small, dataclasses.replace(OPEN, stream_base=False)).status == "fail"
+    assert of_model("MEM-STATIC", machine=small).status == "warn", "the base may stay on disk"
+    in_memory = dataclasses.replace(OPEN, stream_base=False)
+    assert of_model("MEM-STATIC", machine=small, train=in_memory).status == "fail"
     assert next(c for c in engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
     assert fit(tight).status == "warn"
@@ -156,9 +159,10 @@ def test_a_failure_is_exit_1_an_open_question_2_a_warning_0_and_names_can_be_low
 
 def test_a_mac_under_pressure_or_on_battery_is_told() -> None:
     pressure = {(1, 54): "pass", (2, 46): "pass", (2, 14): "warn", (4, 30): "warn", (0, 0): "pass"}  # not by swap
-    assert {at: pressure_check(*at).status for at in pressure} == pressure
-    assert power_check(True, 100).status == "pass"
-    assert (power_check(False, 41.6).status, power_check(False, 41.6).found) == ("warn", "battery, 42 %")
+    assert {at: next(mac_checks(*at, None)).status for at in pressure} == pressure
+    assert [check.status for check in mac_checks(1, 54, (True, 100))] == ["pass", "pass"]
+    _, power = mac_checks(1, 54, (False, 41.6))
+    assert (power.status, power.found) == ("warn", "battery, 42 %")
 
 
 def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> None:
@@ -178,7 +182,7 @@ def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> Non
     assert settle(a_little_more, before).process_memory_bytes == before.process_memory_bytes
 
 
-LABELS = ["system", "versions", "device", "training"]
+LABELS = ["system", "device", "training"]
 
 
 def command(*words: str) -> str:
@@ -213,7 +217,8 @@ def test_the_report_is_one_screen_without_names() -> None:
     assert max(map(len, lines)) <= 80
     assert labels(lines) == LABELS
     assert "FAILED" not in said
-    assert float(said.partition("within ")[2].split()[0]) < 1e-5  # of mlx-lm's own loss and gradient
+    for name in ("loss ", "gradient "):
+        assert float(" ".join(said.split()).partition(name)[2].split()[0]) < 1e-5  # from mlx-lm's own
     for name in (str(Path.home()), str(ROOT), platform.node(), sys.prefix):
         assert name not in said
 

@@ -5,30 +5,38 @@ the guard on each rung and the training process check with it.
 (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
 """
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
-from safetrain.core.memory.streamed import streamed_phases
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     FLOAT32,
-    Backend,
+    HEAD_SLICES,
+    KEPT_BYTES,
+    Setup,
     Shape,
-    backend_of,
+    activation_bytes,
     base_bytes,
+    dequantized_bytes,
+    kept_score_bytes,
+    logit_bytes,
     matrix_bytes,
     optimizer_state_bytes,
     padded,
+    shards_of,
+    slices_head,
+    tiles_bytes,
     trained_parameters,
+    with_factors,
     work_phases,
 )
-from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.files import ModelFiles, in_blocks
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, PlannedMemory, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, PlannedMemory, TrainSettings
 
 # The factor on estimated terms; exact terms need none (measured on Linux CPU: the closed form is 7 to 35 % above the
 # peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
@@ -38,6 +46,21 @@ MARGIN = 1.15
 LEAST_SHARE = 0.7
 OPTIMIZER_COPIES = 3  # copies of one block's numbers during its optimizer update (measured: 1.7 to 2.7)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx exceeds its limit by one allocation
+SLICES_ALIVE = 3  # in 16 bits, in float32, and the one before
+# With the base on disk (engine/block_loop.py), factors on the estimated terms (measured: benchmarks/bench_stream). A
+# memory limit bounds what mlx dequantizes ahead.
+STREAMED = {
+    "inputs of blocks": 1.15,
+    "two blocks of the base": 1.0,
+    "block in its backward pass": 1.2,  # without a limit, on a GPU, its gradients too
+    "attention scores": 1.3,
+    "a block's weights, dequantized": 1.5,
+    "gradient": 1.0,
+    "head of the base": 1.0,
+    "head, dequantized": 1.0,
+    "logits and loss": 1.3,
+    "logits of other shards": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -50,33 +73,88 @@ class RunMemory:
     mlx_limit_bytes: int
 
 
-def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
-    """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
-    adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
-    accumulates, streams = shape.accumulates and not backend.stream_base, backend.stream_base
-    accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if accumulates else ()
-    phases = streamed_phases if streams else work_phases
-    working = [(*accumulated, *phase) for phase in phases(model, lora, shape, backend)]
-    base = () if streams else (MemoryTerm("base weights", base_bytes(model, backend), exact=True),)
-    optimizer = (MemoryTerm("optimizer at work", at_work_bytes(model, lora, backend)),)
+def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
+    """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction.
+
+    The optimizer holds the gradient of all trained weights, and copies of one block's numbers; in pretraining, the
+    embedding counts as a block.
+    """
+    trained = FLOAT32 * trained_parameters(run)
+    exact = {} if run.stream else {"base weights": base_bytes(run)}
+    exact |= {"trained weights": trained, "optimizer's state": optimizer_state_bytes(run)}
+    accumulates = shape.accumulates and not run.stream
+    accumulated = (MemoryTerm("accumulated gradient", trained, exact=True),) if accumulates else ()
+    phases = streamed_phases(run, shape) if run.stream else work_phases(run, shape)
+    block = max(trained / run.lora.num_layers, matrix_bytes(run.model) if run.method == PRETRAIN else 0)
+    optimizer = (MemoryTerm("optimizer at work", trained + int(OPTIMIZER_COPIES * block)),)
     return (
-        *base,
-        MemoryTerm("trained weights", adapter, exact=True),
-        MemoryTerm("optimizer's state", optimizer_state_bytes(model, lora, backend), exact=True),
-        *max(*working, optimizer, key=total_bytes),
+        *(MemoryTerm(name, size, exact=True) for name, size in exact.items()),
+        *max(*((*accumulated, *phase) for phase in phases), optimizer, key=total_bytes),
     )
 
 
-def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
-    """Memory of the optimizer step: the gradient of all trained weights, and copies of one block's numbers.
+def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
+    """The temporary terms of a step at the two moments that can be the peak: the loss, a block's backward pass.
 
-    In pretraining, the embedding counts as a block.
+    The inputs of blocks are kept for all rows that pass through a block together. One block is computed while the next
+    is read.
     """
-    trained = FLOAT32 * trained_parameters(model, lora, backend.method)
-    block = trained / lora.num_layers
-    if backend.method == PRETRAIN:
-        block = max(block, matrix_bytes(model))
-    return trained + int(OPTIMIZER_COPIES * block)
+    model, shards = run.model, shards_of(run, shape)
+    one = run.lora.num_layers * model.hidden_size * run.number_bytes * shape.total
+    together = one * shape.update_tokens // shape.total if shape.update_tokens else KEPT_BYTES * shape.accumulates
+    kept = max(one, min(KEPT_BYTES, together))
+    gradient, activations = FLOAT32 * trained_parameters(run), activation_bytes(run, shape)
+    block, base_head = _parts_of_base(run)
+    logits, head = logit_bytes(run, shape), matrix_bytes(model) if run.dequantizes_per_use else 0
+    labels = shape.total if shape.labels is None else shape.labels
+    if head and slices_head(labels, model.hidden_size):
+        logits, head = FLOAT32 * labels * model.vocab_size // shards, head // HEAD_SLICES * SLICES_ALIVE
+    loss = {
+        "inputs of blocks": kept,
+        "head of the base": base_head,
+        "head, dequantized": head,
+        "logits and loss": logits,
+        "logits of other shards": (shards - 1) * logits,
+    }
+    backward = {
+        "inputs of blocks": kept,
+        "two blocks of the base": 2 * block,
+        "block in its backward pass": activations if run.on_cpu else 2 * activations,
+        "attention scores": kept_score_bytes(model, shape) + tiles_bytes(run, shape),
+        "a block's weights, dequantized": dequantized_bytes(run, shape),
+        "gradient": gradient + shards * gradient // run.lora.num_layers,
+    }
+    return with_factors(STREAMED, loss, backward)
+
+
+def _parts_of_base(run: Setup) -> tuple[int, int]:
+    """Bytes in memory of the largest block and of the head: half of what is outside of blocks, or all if it is tied.
+
+    Blocks are equal where the files name none.
+    """
+    model, base, stored = run.model, base_bytes(run), _stored_bytes(run.model)
+    share = base / max(1, sum(tensor.size_bytes for tensor in model.tensors))
+    blocks = [int(size * share) for size in stored.values()] or [base // (model.num_layers + 1)] * model.num_layers
+    outside = model.parameters - sum(tensor.weights for _, _, tensor in in_blocks(model))
+    is_tied = outside < 1.5 * model.vocab_size * model.hidden_size
+    return max(blocks, default=0), (base - sum(blocks)) // (1 if is_tied else 2)
+
+
+def _stored_bytes(model: ModelFiles) -> Counter[int]:
+    """Bytes of each block in the model's files, by its number."""
+    sizes = Counter[int]()
+    for block, _, tensor in in_blocks(model):
+        sizes[block] += tensor.size_bytes
+    return sizes
+
+
+def read_bytes(run: Setup, shape: Shape) -> int:
+    """Bytes that a step reads: each block forward, each trained one backward, once for each group of rows."""
+    model, blocks, sizes = run.model, run.lora.num_layers, _stored_bytes(run.model)
+    tokens = max(shape.total, shape.update_tokens)
+    together = max(shape.total, KEPT_BYTES // (blocks * model.hidden_size * run.number_bytes))
+    passes = sum(size * (1 + (block >= model.num_layers - blocks)) for block, size in sizes.items())
+    return -(-tokens // together) * (passes + model.static_bytes - sum(sizes.values()))
 
 
 def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
@@ -136,22 +214,19 @@ def memory_of_run(
     if planned is None:
         peak, needed = total_bytes(terms), with_margin(terms)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
+    # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
-    is_comparable = settings.stream_base == planned.settings.stream_base
-    peak = _scaled(planned.peak_bytes, then, terms) if is_comparable else total_bytes(terms)
+    exact_then, exact = (sum(term.size_bytes for term in each if term.exact) for each in (then, terms))
+    estimated_then, estimated = total_bytes(then) - exact_then, total_bytes(terms) - exact
+    share = estimated / estimated_then if estimated_then else 1.0
+    peak = exact + int(max(0, planned.peak_bytes - exact_then) * share)
+    if settings.stream_base != planned.settings.stream_base:  # one says nothing about the other
+        peak = total_bytes(terms)
     if planned.covers(settings, largest):  # the dry run ran the largest update of several row orders
         own = planned.own_order
         peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, planned.peak_bytes)
         peak = min(peak, budget.mlx_bytes)
     return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
-
-
-def _scaled(measured_bytes: int, then: tuple[MemoryTerm, ...], now: tuple[MemoryTerm, ...]) -> int:
-    """Scale a measured peak to another run: exact terms are exchanged, the rest scales with the estimated terms."""
-    exact_then, exact_now = (sum(term.size_bytes for term in terms if term.exact) for terms in (then, now))
-    estimated_then, estimated_now = total_bytes(then) - exact_then, total_bytes(now) - exact_now
-    share = estimated_now / estimated_then if estimated_then else 1.0
-    return exact_now + int(max(0, measured_bytes - exact_then) * share)
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
@@ -168,12 +243,16 @@ def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpda
 def _terms(
     model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
 ) -> tuple[MemoryTerm, ...]:
-    backend = backend_of(
-        model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
-        optimizer=settings.optimizer, compute_dtype=settings.compute_dtype, stream_base=settings.stream_base,
-    )  # fmt: skip
     shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
-    return predicted_peak(model, settings.lora, shape, backend)
+    return predicted_peak(setup_of(model, settings, backend_name), shape)
+
+
+def setup_of(model: ModelFiles, settings: TrainSettings, backend_name: str) -> Setup:
+    """The setup of a training on this backend."""
+    return Setup(
+        model, settings.lora, backend_name, settings.method, settings.dequantize_base, settings.gradient_checkpointing,
+        settings.optimizer, settings.compute_dtype, settings.stream_base,
+    )  # fmt: skip
 
 
 def require_trainable(method: str, *, quantized: bool) -> None:
@@ -205,23 +284,17 @@ def does_not_fit(
     length: int,
     budget: MemoryBudget,
     needed_bytes: int,
-    instead: Sequence[str] = (),
-    memory_limit_gb: float | None = None,
+    instead: Sequence[str] = ("a smaller or more strongly quantized model", "shorter rows (train.max_seq_length)"),
 ) -> MachineError:
     """The error for a configuration in which mlx needs ``needed_bytes``; ``instead``: changes that would fit."""
-    usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)
     parts += f", the process around it {size_text(budget.process_bytes)}"
-    source, whole_bytes = "the memory budget in machine.json", needed_bytes + budget.process_bytes
-    first = "lower train.batch_size, " if batch_size > 1 else "close other programs, or use "
-    if memory_limit_gb is not None:
-        source = f"what train.memory_limit_gb={memory_limit_gb:g} leaves"
-        enough = math.ceil(100 * (memory_limit_gb + (whole_bytes - budget.total_bytes) / 2**30)) / 100
-        first = f"raise train.memory_limit_gb (to {enough:.2f} at least), or use "
+    whole = size_text(needed_bytes + budget.process_bytes)
+    first = "lower train.batch_size, " if batch_size > 1 else "close other programs or raise train.memory_limit_gb, "
     return MachineError(
         "This model and data do not fit this machine.",
-        expected=f"at most {size_text(budget.total_bytes)}, {source}",
-        got=f"{size_text(whole_bytes)} with margin, at batch size {batch_size} and {length} tokens ({parts})",
-        do=first + (" or ".join(instead) if instead else usual),
+        expected=f"at most {size_text(budget.total_bytes)}, by machine.json and train.memory_limit_gb",
+        got=f"{whole} with margin, at batch size {batch_size} and {length} tokens ({parts})",
+        do=f"{first}or use {' or '.join(instead)}",
     )

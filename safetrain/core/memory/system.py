@@ -167,20 +167,19 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 
 
 def memory_room_bytes(groups: list[Path]) -> int | None:
-    """Memory that the groups still allow: the smallest limit minus use (file cache excluded); None without a limit."""
+    """Memory that the groups still allow: the smallest limit minus use; None without a limit.
+
+    The file cache does not count, because the kernel can reclaim it; files read twice are on its active list.
+    """
     rooms = []
     for group in groups:
         limit, used = memory_limit_bytes([group]), _first(group, USED)
         if limit is not None and used.isdigit():
-            rooms.append(max(0, limit - int(used) + _file_cache_bytes(group)))
+            stat = _fields(_text(group / "memory.stat"))
+            prefix = "total_" if "total_active_file" in stat else ""  # version 1 counts the groups inside only there
+            cache = sum(int(stat.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
+            rooms.append(max(0, limit - int(used) + cache))
     return min(rooms, default=None)
-
-
-def _file_cache_bytes(group: Path) -> int:
-    """Size of the file cache, which the kernel can reclaim; files read twice are on its active list."""
-    fields = _fields(_text(group / "memory.stat"))
-    prefix = "total_" if "total_active_file" in fields else ""  # version 1 counts the groups inside only under total_
-    return sum(int(fields.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
 
 
 def oom_kills(groups: list[Path]) -> int:
@@ -202,18 +201,18 @@ def _first(group: Path, names: tuple[str, ...]) -> str:
 
 def sysctl_number(name: str) -> int:
     """Read a 32-bit kernel value; 0 if the kernel does not know the name."""
-    value, size = ctypes.c_int(0), ctypes.c_size_t(4)
-    if ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
-        return 0
-    return value.value
+    return int.from_bytes(_sysctl(name, 4), sys.byteorder)
 
 
 def sysctl_text(name: str) -> str:
     """Read a short kernel text; empty if the kernel does not know the name."""
-    answer, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
-    if ctypes.CDLL(None).sysctlbyname(name.encode(), answer, ctypes.byref(size), None, 0) != 0:
-        return ""
-    return answer.value.decode()
+    return _sysctl(name, 64).rstrip(b"\0").decode()
+
+
+def _sysctl(name: str, most_bytes: int) -> bytes:
+    answer, size = ctypes.create_string_buffer(most_bytes), ctypes.c_size_t(most_bytes)
+    known = ctypes.CDLL(None).sysctlbyname(name.encode(), answer, ctypes.byref(size), None, 0) == 0
+    return answer.raw[: size.value] if known else b""
 
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:

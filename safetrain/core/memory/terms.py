@@ -25,6 +25,9 @@ FLOAT32 = 4
 NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "F16", "BF16")  # names in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that the optimizer keeps per trained number
+# With the base on disk (engine/block_loop.py)
+KEPT_BYTES = 2**28  # most inputs of blocks between the passes; rows with more of them read the blocks again
+HEAD_SLICES = 32  # in which the engine dequantizes a head
 LEAST_WIDTH = 64  # smallest width of a model's matrices
 # Of a weight that a CPU dequantizes at each use, a slice of rows in float32; more where rows are long (bench_cpu)
 DEQUANTIZED_BYTES, LEAST_DEQUANTIZED_ROWS = 2**23, 256
@@ -88,42 +91,40 @@ COEFFICIENTS = {
 
 
 @dataclass(frozen=True)
-class Backend:
-    """Where and how a training computes, as far as the estimate depends on it."""
+class Setup:
+    """A training, as far as its memory depends on it: the model, the adapter, and where and how it computes."""
 
-    compute_bytes: int  # of one number in the residual stream
-    dequantize_base: bool
-    computes_in_float32: bool  # CPU: dequantized weights become float32
+    model: ModelFiles
+    lora: LoraSettings
+    backend: str  # cpu, metal, cuda or gpu
     method: str = "lora"
+    dequantize: bool = False
     checkpointing: bool = False
     optimizer: str = "adam"
-    compute_dtype: str | None = None  # to which a GPU casts the base; None: the stored type
-    metal_attention: bool = False  # mlx's own kernel, in both passes
-    stream_base: bool = False  # the base stays on disk
+    compute_dtype: str | None = None  # None: the stored type of the base
+    stream: bool = False  # the base stays on disk
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a CPU computes: everything in float32, also dequantized weights."""
+        return self.backend == "cpu"
 
-def backend_of(
-    model: ModelFiles,
-    name: str,
-    dequantize_base: bool,
-    method: str = "lora",
-    *,
-    checkpointing: bool = False,
-    optimizer: str = "adam",
-    compute_dtype: str | None = None,
-    stream_base: bool = False,
-) -> Backend:
-    """The backend called cpu, metal or cuda, for this model."""
-    compute_dtype = None if name == "cpu" else compute_dtype
-    compute_bytes = NUMBER_BYTES[compute_dtype] if compute_dtype else model.compute_bytes
-    cast = method == PRETRAIN and compute_dtype is not None  # for each pass; the weights stay float32
-    if name == "cpu" or (method in WHOLE and not cast):
-        compute_bytes = FLOAT32
-    return Backend(
-        compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
-        optimizer=optimizer, compute_dtype=compute_dtype,
-        metal_attention=name == "metal" and model.head_dim in METAL_HEAD_SIZES, stream_base=stream_base,
-    )  # fmt: skip
+    @property
+    def cast_dtype(self) -> str | None:
+        """The type to which a GPU casts the base; None: the stored type. In pretraining, for each pass."""
+        return None if self.on_cpu else self.compute_dtype
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one number in the residual stream."""
+        if self.on_cpu or (self.method in WHOLE and not (self.method == PRETRAIN and self.cast_dtype)):
+            return FLOAT32
+        return NUMBER_BYTES[self.cast_dtype] if self.cast_dtype else self.model.compute_bytes
+
+    @property
+    def dequantizes_per_use(self) -> bool:
+        """Whether weights are dequantized at each use: on CPU, if the base stays quantized."""
+        return self.on_cpu and not self.dequantize and self.model.quantization_bits is not None
 
 
 def usable_cores() -> int:
@@ -143,34 +144,31 @@ def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
-def work_phases(
-    model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend
-) -> tuple[tuple[MemoryTerm, ...], ...]:
+def work_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
     """The temporary terms of a step at the three moments that can be the peak: the loss is computed, the top block's
     backward pass, the lowest trained block's backward pass.
 
     At the loss and at the top block, the activations of all blocks are in memory; with recomputation only the inputs
     of all blocks and the activations of one. Each shard has its own gradient. (measured: timelines of mlx memory)
     """
-    block = activation_bytes(model, shape, backend.compute_bytes)
-    block += adapter_activation_bytes(model, lora, shape, backend)
-    one = shape.total * model.hidden_size * backend.compute_bytes if backend.checkpointing else block
-    scores, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
-    shards, blocks = shards_of(model, shape, backend), lora.num_layers
-    gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
-    logits, all_kept = logit_bytes(model, shape, backend), 0 if backend.checkpointing else blocks * scores
-    is_whole = backend.method == PRETRAIN  # at the loss, only the head's gradient exists
+    block, shards, blocks = activation_bytes(run, shape), shards_of(run, shape), run.lora.num_layers
+    one = shape.total * run.model.hidden_size * run.number_bytes if run.checkpointing else block
+    scores, tiles = kept_score_bytes(run.model, shape), tiles_bytes(run, shape)
+    gradient, logits = FLOAT32 * trained_parameters(run), logit_bytes(run, shape)
+    all_kept = 0 if run.checkpointing else blocks * scores
+    is_whole = run.method == PRETRAIN  # at the loss, only the head's gradient exists
+    always = {"head, dequantized": matrix_bytes(run.model) if run.dequantizes_per_use else 0}
     loss = {
         "stored activations": blocks * one,
         "attention scores": all_kept,
         "logits and loss": logits,
         "logits of other shards": (shards - 1) * logits,
-        "gradient of the head": shards * MATRIX_COPIES * matrix_bytes(model) if is_whole else 0,
+        "gradient of the head": shards * MATRIX_COPIES * matrix_bytes(run.model) if is_whole else 0,
         "gradient so far": 0 if is_whole else gradient,
     }
-    backward = {
+    backward = always | {
         "block in its backward pass": block,
-        "a block's weights, dequantized": dequantized_bytes(model, shape, backend),
+        "a block's weights, dequantized": dequantized_bytes(run, shape),
     }
     top = {
         "stored activations": blocks * one,
@@ -178,20 +176,20 @@ def work_phases(
         "gradient": shards * gradient // blocks,
     }
     bottom = {"stored activations": one, "attention scores": scores + tiles, "gradient": shards * gradient}
-    result = []
-    for sizes in (loss, backward | top, backward | bottom):
-        sizes["head, dequantized"] = head_bytes(model, backend)
-        scaled = ((name, int(sizes.get(name, 0) * factor)) for name, factor in COEFFICIENTS.items())
-        result.append(tuple(MemoryTerm(name, size) for name, size in scaled if size))
-    return tuple(result)
+    return with_factors(COEFFICIENTS, always | loss, backward | top, backward | bottom)
 
 
-def shards_of(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+def with_factors(factors: dict[str, float], *phases: dict[str, int]) -> tuple[tuple[MemoryTerm, ...], ...]:
+    """The terms of each phase, in the order of ``factors``, without those of size 0."""
+    scaled = [[(name, int(sizes.get(name, 0) * factor)) for name, factor in factors.items()] for sizes in phases]
+    return tuple(tuple(MemoryTerm(name, size) for name, size in phase if size) for phase in scaled)
+
+
+def shards_of(run: Setup, shape: Shape) -> int:
     """Shards of a micro-batch that are computed at the same time; windows can be split for all shards."""
-    if backend.method == PRETRAIN:
-        most = shards_at_once(MOST_SHARDS, on_cpu=backend.computes_in_float32)
-        return min(most, most_shards_of_whole(model.parameters))
-    return shards_at_once(shape.rows, on_cpu=backend.computes_in_float32)
+    if run.method == PRETRAIN:
+        return min(shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu), most_shards_of_whole(run.model.parameters))
+    return shards_at_once(shape.rows, on_cpu=run.on_cpu)
 
 
 def most_shards_of_whole(parameters: int) -> int:
@@ -209,14 +207,9 @@ def shards_at_once(rows: int, *, on_cpu: bool) -> int:
     return min(MOST_SHARDS, usable_cores(), rows) if on_cpu else 1
 
 
-def dequantizes_per_use(model: ModelFiles, backend: Backend) -> bool:
-    """Whether weights are dequantized at each use: on CPU, if the base stays quantized."""
-    return backend.computes_in_float32 and not backend.dequantize_base and model.quantization_bits is not None
-
-
-def head_bytes(model: ModelFiles, backend: Backend) -> int:
-    """Size of the dequantized float32 head, which all shards of a micro-batch share."""
-    return matrix_bytes(model) if dequantizes_per_use(model, backend) else 0
+def slices_head(labels: int, width: int) -> bool:
+    """Whether the logits and gradients of so many labels take less memory than a head of this width in float32."""
+    return 2 * labels < width
 
 
 def rows_dequantized_together(inputs: int) -> int:
@@ -224,56 +217,55 @@ def rows_dequantized_together(inputs: int) -> int:
     return max(LEAST_DEQUANTIZED_ROWS, DEQUANTIZED_BYTES // (FLOAT32 * inputs))
 
 
-def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+def dequantized_bytes(run: Setup, shape: Shape) -> int:
     """Size of one block's dequantized weights for all shards: a slice of each matrix, but experts as a whole."""
-    if not dequantizes_per_use(model, backend):
-        return 0
     blocks = Counter[int]()  # in a mixture of experts, the first blocks may have none
-    for block, _, tensor in in_blocks(model):
-        if tensor.bits:
+    for block, _, tensor in in_blocks(run.model):
+        if tensor.bits and run.dequantizes_per_use:
             *experts, _, inputs = tensor.dequantized_shape
             slice_weights = rows_dequantized_together(inputs) * inputs
             blocks[block] += tensor.weights if experts else min(tensor.weights, slice_weights)
-    return shards_of(model, shape, backend) * FLOAT32 * max(blocks.values(), default=0)
+    return shards_of(run, shape) * FLOAT32 * max(blocks.values(), default=0)
 
 
-def base_bytes(model: ModelFiles, backend: Backend) -> int:
+def base_bytes(run: Setup) -> int:
     """Bytes of the base: as stored or cast, scales and biases of quantized weights included, or all dequantized."""
-    if backend.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for each pass
-        return 0 if backend.compute_bytes == FLOAT32 else backend.compute_bytes * model.parameters
-    if backend.dequantize_base or (backend.computes_in_float32 and model.quantization_bits is None):
-        return model.parameters * (FLOAT32 if backend.computes_in_float32 else backend.compute_bytes)
-    if backend.compute_dtype is None:
+    model, number = run.model, run.number_bytes
+    if run.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for each pass
+        return 0 if number == FLOAT32 else number * model.parameters
+    if run.dequantize or (run.on_cpu and model.quantization_bits is None):
+        return model.parameters * number
+    if run.cast_dtype is None:
         return model.static_bytes
-    number = NUMBER_BYTES[backend.compute_dtype]
     floats = [tensor for tensor in model.tensors if tensor.dtype in FLOATS]
-    return model.static_bytes + sum(number * math.prod(each.shape) - each.size_bytes for each in floats)
+    cast = NUMBER_BYTES[run.cast_dtype]
+    return model.static_bytes + sum(cast * math.prod(each.shape) - each.size_bytes for each in floats)
 
 
-def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
+def trained_parameters(run: Setup) -> int:
     """Count of trained numbers: the adapter, the top blocks (full fine-tuning), or the whole model (pretraining)."""
-    if method == PRETRAIN:
-        return model.parameters
-    if method != "full":
-        return lora_parameters(model, lora, with_lengths=method == "dora")
-    lowest = model.num_layers - lora.num_layers
-    return sum(tensor.weights for block, _, tensor in in_blocks(model) if block >= lowest)
+    if run.method == PRETRAIN:
+        return run.model.parameters
+    if run.method != "full":
+        return lora_parameters(run.model, run.lora, with_lengths=run.method == "dora")
+    lowest = run.model.num_layers - run.lora.num_layers
+    return sum(tensor.weights for block, _, tensor in in_blocks(run.model) if block >= lowest)
 
 
-def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
+def optimizer_state_bytes(run: Setup) -> int:
     """Size of the optimizer's state (mlx/optimizers/optimizers.py: ``init_single``).
 
     Adam keeps two moments per number, SGD and Muon one. In pretraining with Muon, everything except the matrices of
     blocks is trained with Adam (engine/optimizer.py). Adafactor keeps a mean for each row and column of a matrix: for
     an adapter about one number in ``rank``.
     """
-    trained = trained_parameters(model, lora, backend.method)
-    if backend.optimizer != "adafactor":
-        numbers = KEPT_NUMBERS[backend.optimizer] * trained
-        if backend.optimizer == "muon" and backend.method == PRETRAIN:
-            numbers += trained - sum(each.weights for _, _, each in in_blocks(model) if len(each.shape) == 2)
-    else:
-        numbers = trained // (LEAST_WIDTH // 2 if backend.method in WHOLE else lora.rank) + trained // LEAST_WIDTH
+    trained = trained_parameters(run)
+    if run.optimizer == "adafactor":
+        rows = trained // (LEAST_WIDTH // 2 if run.method in WHOLE else run.lora.rank)
+        return FLOAT32 * (rows + trained // LEAST_WIDTH)
+    numbers = KEPT_NUMBERS[run.optimizer] * trained
+    if run.optimizer == "muon" and run.method == PRETRAIN:
+        numbers += trained - sum(each.weights for _, _, each in in_blocks(run.model) if len(each.shape) == 2)
     return FLOAT32 * numbers
 
 
@@ -281,14 +273,12 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
     """Count of numbers in the adapter: rank x (inputs + outputs) of every target matrix, experts included; for DoRA
     also a length for each output.
     """
-    total = 0
+    total, is_all = 0, lora.targets == (ALL_LINEAR,)
     for block, name, weight in adapted_weights(model):
-        if block < model.num_layers - lora.num_layers:
-            continue
-        if lora.targets != (ALL_LINEAR,) and not any(is_target(name, t) for t in lora.targets):
-            continue
-        *experts, outputs, inputs = weight.dequantized_shape
-        total += math.prod(experts) * (lora.rank * (inputs + outputs) + with_lengths * outputs)
+        is_trained = block >= model.num_layers - lora.num_layers
+        if is_trained and (is_all or any(is_target(name, target) for target in lora.targets)):
+            *experts, outputs, inputs = weight.dequantized_shape
+            total += math.prod(experts) * (lora.rank * (inputs + outputs) + with_lengths * outputs)
     return total
 
 
@@ -298,27 +288,23 @@ def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
     return [t for t in targets if names and not any(is_target(name, t) for name in names)]
 
 
-def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
-    """Bytes that one block with LoRA keeps for its backward pass, without attention scores.
+def activation_bytes(run: Setup, shape: Shape) -> int:
+    """Bytes that one block with its adapters keeps for its backward pass, without attention scores.
 
     Per token: the block's input, two norms, the attention's sum and output (5 hidden), queries and keys before and
     after rotation and values (2 query + 3 key/value), the attention's result (1 query), and gate, up, activated gate
-    and product (4 feed-forward widths). The adapter multiplies in the stream's type, so it keeps no copies.
+    and product (4 feed-forward widths). The adapters multiply in the stream's type, so they keep no copies, only x A of
+    each; with dropout, inputs and masks; with DoRA, scaled outputs.
     """
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    numbers = 5 * model.hidden_size + 3 * query + 3 * key_value + 4 * model.intermediate_size
-    return shape.total * numbers * compute_bytes
-
-
-def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
-    """Bytes that a block's adapters keep: x A of each; with dropout, inputs and masks; with DoRA, scaled outputs."""
+    model, number = run.model, run.number_bytes
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
-    token_bytes = 0 if backend.method in WHOLE else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
-    if lora.dropout and backend.method not in WHOLE:
-        token_bytes += (5 * hidden + query + width) * (backend.compute_bytes + 1)
-    if backend.method == "dora":
-        token_bytes += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes
+    token_bytes = (5 * hidden + 3 * query + 3 * key_value + 4 * width) * number
+    if run.method not in WHOLE:
+        token_bytes += ADAPTED_LAYERS * run.lora.rank * number
+        token_bytes += (5 * hidden + query + width) * (number + 1) if run.lora.dropout else 0
+    if run.method == "dora":
+        token_bytes += (2 * hidden + query + 2 * key_value + 2 * width) * number
     return shape.total * token_bytes
 
 
@@ -332,20 +318,20 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
     return FLOAT32 * model.num_heads * shape.total
 
 
-def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+def tiles_bytes(run: Setup, shape: Shape) -> int:
     """Size of the score tiles and their gradients that a backward pass holds in all shards.
 
-    mlx's own kernel on Metal also holds the gradients of queries, keys and values in float32.
+    mlx's own kernel on Metal, for both passes, also holds the gradients of queries, keys and values in float32.
     """
-    groups, width = model.num_heads // model.num_kv_heads, shape.tokens
-    if backend.metal_attention:
-        row = metal_row_bytes(model.num_heads, width, backend.compute_bytes)
+    model, number, width = run.model, run.number_bytes, shape.tokens
+    groups = model.num_heads // model.num_kv_heads
+    if run.backend == "metal" and model.head_dim in METAL_HEAD_SIZES:
+        row = metal_row_bytes(model.num_heads, width, number)
         gradients = shape.total * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return max(row, min(MOST_METAL_BYTES, row * shape.total // width)) + FLOAT32 * gradients
-    shards, tiles = shards_of(model, shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
-    lines = tiles.lines(groups, width, backend.compute_bytes)
-    lines = min(lines, -(-model.num_kv_heads * shape.total // (shards * width)))
-    return TILES_ALIVE * shards * lines * groups * tiles.queries(width) * width * backend.compute_bytes
+    shards, tiles = shards_of(run, shape), CPU_TILES if run.on_cpu else GPU_TILES
+    lines = min(tiles.lines(groups, width, number), -(-model.num_kv_heads * shape.total // (shards * width)))
+    return TILES_ALIVE * shards * lines * groups * tiles.queries(width) * width * number
 
 
 def metal_row_bytes(heads: int, width: int, number_bytes: int) -> int:
@@ -353,15 +339,14 @@ def metal_row_bytes(heads: int, width: int, number_bytes: int) -> int:
     return METAL_TILES_ALIVE * heads * min(METAL_QUERIES, width) ** 2 * number_bytes
 
 
-def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+def logit_bytes(run: Setup, shape: Shape) -> int:
     """Size of one shard's logits, computed for labels only, a chunk at a time; at worst every token is a label.
 
     A model whose head cannot be called separately (``whole_logits``) computes the logits of all tokens at once.
     """
-    shards = shards_of(model, shape, backend)
-    if model.whole_logits:
-        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * model.vocab_size
+    shards, vocabulary = shards_of(run, shape), run.model.vocab_size
+    if run.model.whole_logits:
+        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * vocabulary
     labels = (shape.total if shape.labels is None else shape.labels) // shards
-    most_shards = shards_at_once(MOST_SHARDS, on_cpu=backend.computes_in_float32)
-    alive = CHUNKS_ALIVE * chunk_tokens(model.vocab_size, most_shards)
-    return LOGIT_COPIES * FLOAT32 * min(labels, alive) * model.vocab_size
+    alive = CHUNKS_ALIVE * chunk_tokens(vocabulary, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu))
+    return LOGIT_COPIES * FLOAT32 * min(labels, alive) * vocabulary

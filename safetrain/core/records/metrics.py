@@ -13,6 +13,7 @@ from safetrain.core.storage.files import from_json, read_result, write_json, wri
 
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
 ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
+LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens of validation rows; trained ones per each
 OF_LOSS = 10  # times larger: rounding moves a loss by its own size, a divergence by its square
 DISCARD = "discard this training with 'safetrain discard', and train with a higher train.learning_rate"
 
@@ -191,6 +192,16 @@ def parse_csv(text: str) -> list[StepRecord]:
 
 def _values(line: list[str], head: list[str], kinds: dict[str, type[int] | type[float]]) -> dict[str, Any]:
     return {name: kinds[name](text) if text else None for name, text in zip(head, line, strict=True)}
+
+
+def proved_tokens(trained_tokens: int) -> int:
+    """Most tokens of validation rows for the adapter check, which then takes a hundredth of the training's time."""
+    return min(MOST_PROVED, max(LEAST_PROVED, trained_tokens // TRAINED_TO_PROVED))
+
+
+def proof_passes(trained_tokens: int, valid_tokens: int) -> float:
+    """Time of the adapter check, in validations: three passes over a sample of the rows."""
+    return 3 * min(1.0, proved_tokens(trained_tokens) / max(1, valid_tokens))
 
 
 def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:

@@ -41,20 +41,17 @@ def cache_directory(platform: str = sys.platform) -> Path:
     return Path(os.environ.get("SAFETRAIN_CACHE_DIR") or (Path(caches) / "safetrain" if caches else own))
 
 
-def write_atomic(path: Path, write: Callable[[Path], object], *, over: bool = True) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write(temporary)``, flush the file to the disk, and rename it to ``path``.
 
     The temporary file keeps the suffix of ``path``, because some writers choose a format by it.
-    A reader sees the old file or the new one, never half of either. Raises OSError if the disk fails,
-    FileExistsError if ``path`` exists and ``over`` is false. Errors name ``path``.
+    A reader sees the old file or the new one, never half of either. Raises OSError, with ``path``, if the disk fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
     try:
         write(temporary)
         _fsync(temporary)
-        if not over and path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         temporary.replace(path)
         _fsync(path.parent)
     except OSError as error:
@@ -123,7 +120,8 @@ def json_object(path: Path) -> dict[str, Any]:
 
 def replace_directory(temporary: Path, final: Path) -> None:
     """Flush ``temporary`` to the disk and rename it to ``final``, replacing an older folder."""
-    _fsync_inside(temporary)
+    for path in [*sorted(temporary.rglob("*")), temporary]:
+        _fsync(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         doomed = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}-old-"))
@@ -133,13 +131,6 @@ def replace_directory(temporary: Path, final: Path) -> None:
     else:
         temporary.replace(final)
     _fsync(final.parent)
-
-
-def _fsync_inside(folder: Path) -> None:
-    """Flush a folder and everything in it to the disk."""
-    for path in sorted(folder.rglob("*")):
-        _fsync(path)
-    _fsync(folder)
 
 
 def _fsync(path: Path) -> None:

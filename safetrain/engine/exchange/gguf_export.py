@@ -73,7 +73,7 @@ def export_gguf(job: ExportJob, kind: str, say: Callable[[str], None]) -> Export
 
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"), ExitStack() as undo:
         undo.callback(report_of(job.out).unlink, missing_ok=True)
-        write_atomic(job.out, write, over=False)
+        write_atomic(job.out, write)
         undo.pop_all()
     return reports[0]
 

@@ -20,7 +20,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.gated_delta import gated_delta_update
 
-from safetrain.core.memory.streamed import HEAD_SLICES
+from safetrain.core.memory.terms import HEAD_SLICES
 from safetrain.engine.backend import device
 from safetrain.engine.cpu import kernels
 from safetrain.engine.layers import dequantized, recomputed
