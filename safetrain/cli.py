@@ -11,10 +11,9 @@ from typing import Annotated, Any
 from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 
-from safetrain.cli_models import card, convert, export, fetch, fuse, import_
+from safetrain.cli_models import ask, card, chat, convert, export, fetch, fuse, import_, serve
 from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
-from safetrain.cli_talk import ask, chat, serve
 from safetrain.cli_watch import evaluate, monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate

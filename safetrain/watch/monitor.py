@@ -21,8 +21,7 @@ from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run, RunReader
 from safetrain.core.storage import paths
 from safetrain.watch.charts import points_of, rungs_of_job
-from safetrain.watch.progress import time_left
-from safetrain.watch.result import MEASURE
+from safetrain.watch.progress import MEASURE, time_left
 
 MOST_EVENTS, EVENTS_IN_JSON = 30, 5
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")

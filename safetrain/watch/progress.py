@@ -15,6 +15,7 @@ from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
+MEASURE = "safetrain stage evaluate"  # the command that follows a training
 MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
 
 

@@ -15,7 +15,7 @@ from safetrain.core.records.fusing import REPORT, ExportReport, Likeness
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.watch.card import write_card
+from safetrain.watch.result import write_card
 from tests.watch.made_run import change, evaluation, make_run, sample
 
 SECRET = "You are the assistant of Anna Example."
