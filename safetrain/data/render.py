@@ -41,7 +41,7 @@ class ChatForm(NamedTuple):
 
     def of(self, chat: Chat) -> Chat:
         """Return the chat in the given form."""
-        return [self._message(dict(message)) for message in chat]
+        return [self._message(dict(message)) for message in chat] if any(self) else chat
 
     def _message(self, value: dict[str, Any]) -> dict[str, Any]:
         if self.developer_as_system and value["role"] == "developer":
