@@ -1,9 +1,9 @@
-"""The training run to plan, and the candidates for running its micro-batches, with predicted memory and speed."""
+"""The training run to plan, candidates for its micro-batches with predicted memory and speed, and what would fit."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from safetrain.core.data.token_rows import MOST_VALID_TOKENS
 from safetrain.core.data.training_rows import TrainingRows, largest_update
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.formatting import run_again, size_text
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,
+    does_not_fit,
     in_rectangles,
     largest_micro_batch,
     predicted_peak,
@@ -24,6 +26,7 @@ from safetrain.core.memory.estimate import (
 )
 from safetrain.core.memory.system import own_limit_bytes, within_data_limit
 from safetrain.core.memory.terms import (
+    WIDTH_STEP,
     Setup,
     Shape,
     base_bytes,
@@ -58,6 +61,9 @@ FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weigh
 ATTAINED = 0.5  # a training's share of the speed of a large product (measured: benchmarks/bench_throughput)
 LARGEST_MADE = 2.5  # largest updates in a dry run, including its validation; 1.5 if they are slow
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
+SHORTEST_ROWS = 64
+FEWER_BITS = (4, 3, 2)
+BITS_OF_SCALES = 0.5  # per weight: two 16-bit numbers for 64 weights
 
 
 @dataclass(frozen=True)
@@ -321,3 +327,71 @@ def expected_seconds(question: PlannedTraining, fit: Estimate) -> tuple[float, f
     timed = 0.0 if step > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, step)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
     return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed, step
+
+
+def nothing_passed(question: PlannedTraining) -> MachineError:
+    """The error if no dry run stayed within the budget."""
+    return MachineError(
+        "No configuration fits: every dry run ran out of memory.",
+        expected=f"a process within the budget of {size_text(question.run.machine.memory_budget_bytes)}",
+        do=f"close other programs or raise train.memory_limit_gb, and run '{run_again()}' again; or shorten rows "
+        "(train.max_seq_length)",
+    )
+
+
+def nothing_fits(question: PlannedTraining, fits: list[Estimate]) -> MachineError:
+    """The error if no candidate is predicted to fit: what the smallest one needs, and what would fit instead."""
+    least = min(fits, key=lambda fit: fit.peak_bytes)
+    tokens, budget = least.micro_batch.tokens, question.run.machine.memory_budget
+    instead, needed = what_would_fit(least.but(tokens=tokens, largest=None)), with_margin(least.terms)
+    return does_not_fit(least.terms, least.rows, tokens, budget, needed, instead)
+
+
+def what_would_fit(run: Estimate) -> list[str]:
+    """Changes that each make a training run fit, with the memory it then needs.
+
+    Changes that only cost time come first and are enough if they can be; else each text adds one of the others to them.
+    """
+    keys = dict[str, str]()
+    for key, value, changes in _slower(run):
+        keys[key], run = value, run.but(**changes)
+        if run.fits:
+            break
+    slower, folder = [f"{key}={value}" for key, value in keys.items()], run.model.folder
+    if run.fits:
+        return [f"{' '.join(slower)} ({size_text(run.needed_bytes)})"]
+    lengths = range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
+    bits = FEWER_BITS if run.model.quantization_bits is None and run.method not in WHOLE else ()
+    ways = (
+        ((f"train.max_seq_length={tokens}", run.but(tokens=tokens)) for tokens in lengths),
+        ((f"safetrain convert {folder} {folder}-{each}bit --bits {each}", _quantized(run, each)) for each in bits),
+    )
+    fitting = (next(((change, fit) for change, fit in way if fit.fits), None) for way in ways)
+    texts = [f"{' '.join([*slower, each[0]])} ({size_text(each[1].needed_bytes)})" for each in fitting if each]
+    return texts or ["a smaller base model or a machine with more memory"]
+
+
+def _slower(run: Estimate) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield changes that cost only time: key, value, and the changed fields of the training run."""
+    rows = run.rows
+    while rows > 1:
+        rows //= 2
+        yield "train.batch_size", str(rows), {"rows": rows}
+    if run.dequantize and run.model.quantization_bits is not None:
+        yield "train.dequantize_base", "false", {"dequantize": False}
+    if not run.checkpointing:
+        yield "train.gradient_checkpointing", "true", {"checkpointing": True}
+    if run.compute_dtype == "float32" and run.machine.backend != "cpu":
+        yield "train.compute_dtype", "bfloat16", {"compute_dtype": "bfloat16"}
+    if not run.stream and run.method not in WHOLE:
+        yield "train.stream_base", "true", {"stream": True}
+
+
+def _quantized(run: Estimate, bits: int) -> Estimate:
+    """The training run with its float base quantized."""
+    scales = BITS_OF_SCALES * (2 if run.compute_dtype == "float32" else 1)
+    size = int(run.model.parameters * (bits + scales) / 8)
+    model = dataclasses.replace(run.model, static_bytes=size, quantization_bits=bits)
+    if run.compute_dtype is not None:  # the size is final: no tensor counts as cast
+        model = dataclasses.replace(model, tensors=tuple(dataclasses.replace(t, dtype="U32") for t in model.tensors))
+    return run.but(model=model, dequantize=False)

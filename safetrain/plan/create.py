@@ -12,6 +12,7 @@ The tokenizer is byte-level BPE trained on a text, or an unchanged copy of anoth
 import bisect
 import functools
 import hashlib
+import heapq
 import json
 import math
 import shutil
@@ -305,19 +306,15 @@ def read_sample(texts: Iterable[str], most_bytes: int) -> tuple[list[str], int]:
 
     A hash of its position ranks each text, and the smallest stay: the same ones each time.
     """
-    kept, size, total, limit = list[tuple[int, int, str]](), 0, 0, 2**64
+    kept, held, total = list[tuple[int, int, str]](), 0, 0  # the largest rank first
     for place, text in enumerate(texts):
-        length = len(text.encode("utf-8"))
-        total += length
-        number = int.from_bytes(hashlib.blake2b(place.to_bytes(8, "big"), digest_size=8).digest(), "big")
-        if number < limit:
-            kept.append((number, length, text))
-            size += length
-        while size > most_bytes and len(kept) > 1:
-            limit //= 2
-            kept = [each for each in kept if each[0] < limit] or [min(kept)]
-            size = sum(length for _, length, _ in kept)
-    return [text for _, _, text in kept], total
+        size = len(text.encode("utf-8"))
+        held, total = held + size, total + size
+        rank = int.from_bytes(hashlib.blake2b(place.to_bytes(8, "big"), digest_size=8).digest(), "big")
+        heapq.heappush(kept, (-rank, place, text))
+        while held > most_bytes and len(kept) > 1:
+            held -= len(heapq.heappop(kept)[2].encode("utf-8"))
+    return [text for _, _, text in sorted(kept, key=lambda each: each[1])], total
 
 
 def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> tuple[str, int]:

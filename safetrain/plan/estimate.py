@@ -19,12 +19,11 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
-from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate
+from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, what_would_fit
 from safetrain.plan.create import OWN_IDS, config_of, request_for, shape_for
 from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
 from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
 from safetrain.plan.recommend import disk_bytes_of
-from safetrain.plan.remedies import what_would_fit
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNKNOWN = "-"

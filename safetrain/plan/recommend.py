@@ -5,6 +5,7 @@ The best candidate by the closed form is tried first, then at most two more, if 
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
@@ -33,6 +34,8 @@ from safetrain.plan.candidates import (
     candidates_at,
     epochs_for,
     expected_seconds,
+    nothing_fits,
+    nothing_passed,
     places_of_base,
     usual_epochs,
 )
@@ -45,7 +48,6 @@ from safetrain.plan.pretraining import (
     pretraining_rate,
     wanted_tokens,
 )
-from safetrain.plan.remedies import nothing_fits, nothing_passed
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on
 MOST_DRY_RUNS, MOST_MORE = 8, 2  # in total; after one that has passed
@@ -76,37 +78,38 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Cal
     raise nothing_passed(question) if search.seconds else nothing_fits(question, fits)
 
 
+@dataclass
 class _Search:
     """The dry runs of one plan."""
 
-    def __init__(
-        self, question: PlannedTraining, lora: Lora, rows_digest: str, module: str, say: Callable[[str], None]
-    ) -> None:
-        self._question, self._lora, self._rows_digest = question, lora, rows_digest
-        self._module, self._say = module, say
-        self.seconds = list[float]()  # of each dry run
-        self._most_bytes = math.inf  # largest predicted peak that is still worth a dry run
+    question: PlannedTraining
+    lora: Lora
+    rows_digest: str
+    module: str
+    say: Callable[[str], None]
+    seconds: list[float] = field(default_factory=list)  # of each dry run
+    most_bytes: float = math.inf  # largest predicted peak that is still worth a dry run
 
     def try_out(self, fits: list[Estimate]) -> Recommendation | None:
         """Make dry runs until a choice is possible; None if no candidate passes.
 
         If a dry run gave no answer, the choice is unmeasured.
         """
-        question, passed, more, unmeasured = self._question, list[tuple[Estimate, Recommendation]](), 0, None
+        question, passed, more, unmeasured = self.question, list[tuple[Estimate, Recommendation]](), 0, None
         for fit in sorted(fits, key=self._lateness):
-            if fit.peak_bytes > self._most_bytes or (passed and not self._pays(fit, *_fastest(passed))):
+            if fit.peak_bytes > self.most_bytes or (passed and not self._pays(fit, *_fastest(passed))):
                 continue
             if len(self.seconds) >= MOST_DRY_RUNS or more >= MOST_MORE:
                 break
             more += bool(passed)
             job = self._job(fit)
-            path = dry_run_path(fit.model, fit.machine, job, self._rows_digest)
-            answer = try_out(path, self._module, job, expected_seconds(question, fit)[0], self._say)
+            path = dry_run_path(fit.model, fit.machine, job, self.rows_digest)
+            answer = try_out(path, self.module, job, expected_seconds(question, fit)[0], self.say)
             if answer is None:  # dry runs are not allowed
                 unmeasured = fit
                 break
             if answer.measured is None and not answer.ran_out_of_memory:
-                self._say(f"not measured: the dry run failed: {answer.ended}")
+                self.say(f"not measured: the dry run failed: {answer.ended}")
                 unmeasured = next((each for each in fits if each.fits), min(fits, key=lambda each: each.peak_bytes))
                 break
             self.seconds.append(answer.measured.own_seconds if answer.measured else answer.seconds)
@@ -115,32 +118,32 @@ class _Search:
                 passed.append((fit, recommendation))
                 continue
             why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
-            self._say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
-            self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
+            self.say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
+            self.most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
         if passed:
             return _fastest(passed)[1]
         return recommendation_of(question, unmeasured) if unmeasured else None
 
     def _pays(self, fit: Estimate, best: Estimate, recommendation: Recommendation) -> bool:
         """Whether another dry run probably saves more time than it costs, within planning's share of the training."""
-        training = (recommendation.step_seconds or 0.0) * _updates_of(self._question, recommendation)
+        training = (recommendation.step_seconds or 0.0) * _updates_of(self.question, recommendation)
         saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
         last = self.seconds[-1]
         return sum(self.seconds) + last <= max(LEAST_SECONDS, SHARE * training) and last < saved
 
     def _lateness(self, fit: Estimate) -> float:
         """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may."""
-        dry_run_seconds, step_seconds = expected_seconds(self._question, fit)
-        training = step_seconds * _updates_of(self._question, recommendation_of(self._question, fit))
+        dry_run_seconds, step_seconds = expected_seconds(self.question, fit)
+        training = step_seconds * _updates_of(self.question, recommendation_of(self.question, fit))
         most = max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training))
         return dry_run_seconds if dry_run_seconds > most else 0.0
 
     def _job(self, fit: Estimate) -> TrainJob:
         """The job of the dry run: the same settings, under a slightly smaller memory limit."""
-        train, plan = self._question.train, recommendation_of(self._question, fit)
+        train, plan = self.question.train, recommendation_of(self.question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         return TrainJob(
-            plan.planned_model, resolve(train, self._lora, plan), False, plan.memory_budget, None,
+            plan.planned_model, resolve(train, self.lora, plan), False, plan.memory_budget, None,
             keep_checkpoints=1, memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
             mlx_limit_bytes=plan.mlx_limit_bytes,
         )  # fmt: skip

@@ -21,11 +21,10 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.candidates import Estimate, usual_dtype
+from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit
 from safetrain.plan.create import PRESETS
 from safetrain.plan.estimate import estimate_of, model_to_pretrain, print_pretraining, training_speed
 from safetrain.plan.machine import machine_of, place_of, profile_names, read_profile
-from safetrain.plan.remedies import what_would_fit
 from tests.conftest import EMBEDDED, ROOT
 from tests.core.readings import T4
 from tests.core.test_model_files import BIG

@@ -15,10 +15,9 @@ from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_file
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation, require_plan_for, resolve, usual_warmup
-from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, places_of_base
+from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
 from safetrain.plan.pretraining import pretraining_lines, trained_tokens, wanted_tokens
 from safetrain.plan.recommend import recommendation_of
-from safetrain.plan.remedies import nothing_fits
 from stages.recommend_config import recommendation_lines
 from tests.conftest import EMBEDDED
 from tests.stores import worst_update
