@@ -112,7 +112,7 @@ def exported(base: Path, folder: Path, method: str) -> float:
 
     from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.adapters import make_trainable
-    from safetrain.engine.exchange.peft import places_of, write_peft
+    from safetrain.engine.exchange.peft import write_peft
     from safetrain.engine.model import open_base
     from safetrain.engine.weight_files import adapter_arrays, save_adapter
 
@@ -120,14 +120,13 @@ def exported(base: Path, folder: Path, method: str) -> float:
         return value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)
 
     model = open_base(base, dequantize=False)
-    places = places_of(model)
     lora = LoraSettings(5, 1.7, 0.0, 2 if method == "lora" else len(model.module.layers), ("all-linear",))
     make_trainable(model, method, lora, 1)
     model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
     save_adapter(model, method, lora, base, folder / "own")
     arrays = adapter_arrays(folder / "own")
     (folder / "peft").mkdir()
-    write_peft(folder / "own", arrays, places, str(base), folder / "peft")
+    write_peft(folder / "own", arrays, str(base), folder / "peft")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     logits = peft.PeftModel.from_pretrained(theirs, folder / "peft").eval()(torch.tensor(IDS)).logits.detach().numpy()
     return float(np.abs(np.array(model.module.eval()(mx.array(IDS))) - logits).max())

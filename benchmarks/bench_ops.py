@@ -19,7 +19,7 @@ def main() -> None:
     import mlx.nn as nn
     from mlx_lm.models.activations import swiglu as stock_swiglu
 
-    from safetrain.engine.cpu.kernels import cross_entropy, dequantize_per_use, dequantizing_twice, swiglu
+    from safetrain.engine.cpu.kernels import LinearDequantizedPerUse, cross_entropy, dequantizing_twice, swiglu
     from safetrain.engine.layers import dequantized
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.adaptation import PackedRowsCache, packed_attention
@@ -29,9 +29,9 @@ def main() -> None:
     gate, up, along = (normal((TOKENS, INNER)) for _ in range(3))
     quantized = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
     per_use = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
-    dequantize_per_use(per_use)
+    per_use.__class__ = LinearDequantizedPerUse
     large, some = nn.QuantizedLinear.from_linear(nn.Linear(*LARGE, bias=False), 64, 4), normal((FEW, LARGE[0]))
-    dequantize_per_use(large)
+    large.__class__ = LinearDequantizedPerUse
     q, k, v = (normal((ROWS, HEADS, WIDTH, SIZE)) for _ in range(3))
     along_q = normal((ROWS, HEADS, WIDTH, SIZE))
     listed = [part.transpose(0, 2, 1, 3).reshape(TOKENS, HEADS, 1, SIZE) for part in (q, k, v, along_q)]

@@ -278,8 +278,7 @@ def ask(
         print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer
-    from safetrain.engine.upstream.conversation import open_tuned
-    from safetrain.engine.weight_files import apply_adapter
+    from safetrain.engine.weight_files import apply_adapter, open_tuned
 
     opened = open_tuned(asked.folder, None)
     for label in ("base:  ", "tuned: ") if base else ("",):
@@ -311,7 +310,8 @@ def chat(
         raise ConfigError("Use either --base or --compare.", do="--compare shows the base beside the tuned model")
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.upstream.conversation import Conversation, open_both, open_tuned
+    from safetrain.engine.upstream.generation import Conversation
+    from safetrain.engine.weight_files import open_both, open_tuned
     from safetrain.watch.chat import HELP, Chat, Side, say
 
     sampling = max_new_tokens, temperature, top_p, seed

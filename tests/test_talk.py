@@ -32,8 +32,8 @@ from safetrain.core.records.adapter_files import PromptFormat, read_prompt_forma
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.engine.evaluation import answer
-from safetrain.engine.upstream.conversation import open_tuned
 from safetrain.engine.upstream.serving import may_name
+from safetrain.engine.weight_files import open_tuned
 from tests.conftest import EMBEDDED, ROOT
 from tests.engine.test_fuse import adapter_of
 
@@ -133,8 +133,8 @@ def test_commands_are_no_questions_and_an_empty_or_cut_answer_is_called_so(
     assert (helped.out, "/reset, /help, /exit]" in helped.err) == ("", True)
     refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input="/sytem You are brief.\n")
     assert "Unknown command /sytem" in str(refused.exception)
-    monkeypatch.setattr("safetrain.engine.upstream.conversation.Conversation.answer", lambda *_: iter(()))
-    monkeypatch.setattr("safetrain.engine.upstream.conversation.Conversation.ended", "stop", raising=False)
+    monkeypatch.setattr("safetrain.engine.upstream.generation.Conversation.answer", lambda *_: iter(()))
+    monkeypatch.setattr("safetrain.engine.upstream.generation.Conversation.ended", "stop", raising=False)
     assert run("chat", "--adapter", str(adapter), lines=QUESTION).out == "(empty answer)\n"
     monkeypatch.undo()
     cut = run("chat", "--adapter", str(adapter), "--max-new-tokens", "2", lines=QUESTION)

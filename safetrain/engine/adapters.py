@@ -14,11 +14,11 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import require_trainable
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.layers import Dropout, Randomness, dequantized, inputs_of, slices_of
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.loading import EXPERTS, LoraExperts, is_quantized, without_adapter
+from safetrain.engine.upstream.loading import EXPERTS, LoraExperts, without_adapter
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 
@@ -97,10 +97,12 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
     if lora.num_layers > len(blocks):
         raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)}, the model's")
     mx.random.seed(seed)
-    if method == PRETRAIN:
-        _unfreeze(model, [model.module])
-    elif method == "full":
-        _unfreeze(model, blocks[-lora.num_layers :])
+    if method in WHOLE:
+        quantized = any(hasattr(part, "bits") for _, part in model.module.named_modules())
+        require_trainable(method, quantized=quantized)
+        for part in [model.module] if method == PRETRAIN else blocks[-lora.num_layers :]:
+            part.unfreeze()
+            part.update(tree_map(lambda w: w.astype(mx.float32), part.trainable_parameters()))
     else:
         names = _target_names(model, lora.targets)
         for number, block in enumerate(blocks[-lora.num_layers :], len(blocks) - lora.num_layers):
@@ -119,11 +121,8 @@ def adapter_weights(model: BaseModel) -> dict[str, mx.array]:
 
 def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     """Restore trainable parameters; raises ModelError unless names and shapes match the model exactly."""
-    own = adapter_weights(model)
-    wrong = sorted(
-        name for name in own.keys() | weights.keys()
-        if name not in own or name not in weights or own[name].shape != weights[name].shape
-    )  # fmt: skip
+    own, given = ({(name, value.shape) for name, value in each.items()} for each in (adapter_weights(model), weights))
+    wrong = sorted({name for name, _ in own ^ given})
     if wrong:
         raise ModelError(f"{len(wrong)} adapter tensors do not fit the model, the first: {wrong[0]}.")
     model.module.update(tree_unflatten(list(weights.items())))
@@ -134,37 +133,26 @@ def adapted_names(model: BaseModel) -> list[str]:
     return sorted({name for block in model.module.layers for name, m in block.named_modules() if "lora_a" in m})
 
 
-def _unfreeze(model: BaseModel, blocks: list[Any]) -> None:
-    require_trainable("full", quantized=is_quantized(model.module))
-    for block in blocks:
-        block.unfreeze()
-        block.update(tree_map(lambda w: w.astype(mx.float32), block.trainable_parameters()))
-
-
 def _add_layers(model: BaseModel, block: Any, names: set[str], method: str, lora: LoraSettings) -> None:
     """Add an adapter to the layers ``names`` of ``block``; raises ConfigError for DoRA on experts."""
     parts: list[tuple[str, Any]] = []
     for name, layer in block.named_modules():
         if name not in names:
             continue
-        if not isinstance(layer, EXPERTS):
-            parts.append((name, (DoraLinear if method == "dora" else LoraLinear)(layer, lora, model.randomness)))
-        elif method == "dora":
+        if isinstance(layer, EXPERTS) and method == "dora":
             do = "train.method=lora, or name other lora.targets"
             raise ConfigError(f"DoRA cannot be put on experts ({name}).", do=do)
-        else:
-            parts.append((name, LoraExperts.on(layer, lora, model.randomness)))
+        kind = LoraExperts if isinstance(layer, EXPERTS) else DoraLinear if method == "dora" else LoraLinear
+        parts.append((name, kind(layer, lora, model.randomness)))
     if parts:
         block.update_modules(tree_unflatten(parts))
 
 
 def _target_names(model: BaseModel, targets: tuple[str, ...]) -> set[str]:
     """Full names inside a block (self_attn.q_proj) of the layers that ``targets`` names in full or by their end."""
-    kinds, names = (*LINEAR, *EXPERTS), set[str]()
-    for block in model.module.layers:
-        names |= {name for name, layer in block.named_modules() if isinstance(layer, kinds)}
-    for block in model.module.layers:
-        names -= without_adapter(block)
+    blocks, kinds = model.module.layers, (*LINEAR, *EXPERTS)
+    names = {name for block in blocks for name, layer in block.named_modules() if isinstance(layer, kinds)}
+    names -= {name for block in blocks for name in without_adapter(block)}
     if targets == (ALL_LINEAR,):
         return names
     unmatched = [t for t in targets if not any(is_target(name, t) for name in names)]

@@ -13,12 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import MachineError
+from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import fingerprint, read_prompt_format
+from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base
 from safetrain.core.records.fusing import (
     HEADER,
     ExportReport,
@@ -28,6 +28,7 @@ from safetrain.core.records.fusing import (
     refusal,
     require_effect,
 )
+from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.block_loop import computed
 from safetrain.engine.loss import through
@@ -102,7 +103,9 @@ class ExportComparison:
     """The tuned model and its base: what a written model is compared with, each in a line."""
 
     def __init__(self, job: ExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
-        """Measure both, and free them. Raises ModelError if the adapter has no effect."""
+        """Measure both, and free them. Raises ModelError if the adapter has no effect, or is of another base."""
+        require_base(job.adapter, job.base, files.fingerprint)
+        set_limits(job.mlx_limit_bytes)
         self._job, self._files, self._say = job, files, say
         model = job.open(job.base)
         most_tokens = min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters))
@@ -122,18 +125,25 @@ class ExportComparison:
         size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter).values())
         say(describe("base and adapter", size, 1.0, self._tuned.own, len(rows)))
 
-    def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, str]:
-        """Compare a written model; returns its report, and why it fails or an empty text."""
-        job, tuned, rows = self._job, self._tuned, self._tuned.rows
+    def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, ModelError | None]:
+        """Compare a written model; returns its report, and the error if it loses too much."""
+        job, tuned, rows, refused = self._job, self._tuned, self._tuned.rows, None
         likeness = tuned.likeness_of(model)
         share = kept_share(self._base, tuned.own, likeness)
-        why = refusal(share, likeness, job.may_lose)
+        if why := refusal(share, likeness, job.may_lose):
+            refused = ModelError(
+                f"The export does not keep the improvement: in {kind}, it {why}.",
+                where=str(job.out),
+                expected=f"at least {100 * (1 - job.may_lose):g} % kept",
+                got=f"{100 * share:.1f} %",
+                do="choose more bits (--type bf16 or f16; fuse without --bits), or accept it with --may-lose 100",
+            )
         self._say(describe(name, size_bytes, share, likeness, len(rows), why or "passes"))
         form, base = read_prompt_format(job.adapter), str(job.base)
         return ExportReport(
             kind, size_bytes, base, self._files.fingerprint, fingerprint(job.adapter), len(rows), len(tuned.keys),
             self._base, tuned.own, likeness, share, form.stop_ids if form else (),
-        ), why  # fmt: skip
+        ), refused  # fmt: skip
 
 
 def require_memory(size: int, what: str, do: str) -> None:

@@ -3,6 +3,7 @@
 An adapter is a folder with weights and their configuration. A full disk raises OSError, not mlx's RuntimeError.
 """
 
+import copy
 import errno
 import json
 import os
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.formatting import run_again
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, PromptFormat, write_prompt_format
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.adapters import adapted_names, adapter_weights, make_trainable, set_adapter_weights
-from safetrain.engine.model import BaseModel
+from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.loading import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -100,6 +103,23 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     model.module.freeze()
     model.module.eval()
     mx.eval(model.module.trainable_parameters())
+
+
+def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
+    """Open the base, with or without an adapter, ready to answer; raises ModelError."""
+    model = open_base(base, dequantize=dequantize_to_answer(read_model_files(base)))
+    if adapter is not None:
+        apply_adapter(model, adapter)
+    return model
+
+
+def open_both(base: Path, adapter: Path) -> tuple[BaseModel, BaseModel]:
+    """Open the base and the tuned model; memory holds their shared weights once. Raises ModelError."""
+    model = open_tuned(base, None)
+    shared: dict[int, Any] = {id(value): value for _, value in tree_flatten(model.module.parameters())}
+    tuned = copy.deepcopy(model, shared)
+    apply_adapter(tuned, adapter)
+    return model, tuned
 
 
 def adapter_arrays(folder: Path, file: str = ADAPTER_FILE) -> dict[str, mx.array]:

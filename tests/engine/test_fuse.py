@@ -124,7 +124,7 @@ def test_a_small_adapter_that_4_bits_lose_is_found_at_more(tmp_path: Path, monke
     monkeypatch.setattr("safetrain.engine.weight_files.SHARD_BYTES", 2**16)
     base = build_model(tmp_path / "base", bits=4, **TINY)
     adapter = adapter_of(base, tmp_path / "adapter", size=0.01)
-    lost = r"does not keep the improvement: in 4 bits, it loses more than 2 %(?s:.*)leave out --bits"
+    lost = r"does not keep the improvement: in 4 bits, it loses more than 2 %(?s:.*)fuse without --bits"
     with pytest.raises(ModelError, match=lost):
         fused(job_of(base, adapter, tmp_path / "four"), 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

@@ -26,8 +26,7 @@ from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record  # noqa: E402
 from safetrain.engine import fuse  # noqa: E402
 from safetrain.engine.exchange import gguf_export, peft  # noqa: E402
-from safetrain.engine.exchange.gguf_export import export_gguf, report_of  # noqa: E402
-from safetrain.engine.exchange.gguf_model import KINDS, family_of  # noqa: E402
+from safetrain.engine.exchange.gguf_export import KINDS, architecture_of, export_gguf, report_of  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.tuned import ExportJob  # noqa: E402
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter  # noqa: E402
@@ -99,7 +98,7 @@ def test_the_tuned_weights_are_in_the_file(name: str, method: str, bits: int | N
     assert read_record(report_of(out), ExportReport) == report
     assert (report.type, report.base_fingerprint) == (kind, files.fingerprint)
     assert len(report.adapter_fingerprint) == 32
-    assert said_in(out, "general.architecture") == family_of(files.model_type, "").architecture
+    assert said_in(out, "general.architecture") == architecture_of(files.model_type, "")
     assert len(said_in(out, "tokenizer.ggml.tokens")) == files.vocab_size
     assert "<|assistant|>" in said_in(out, "tokenizer.chat_template")
     assert sorted(path.name for path in tmp_path.glob("m*")) == ["m.gguf", "m.gguf.json"]
@@ -154,7 +153,7 @@ def test_what_does_not_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> No
     arrays: dict[str, mx.array] = mx.load(str(model))  # type: ignore[assignment]
     arrays["model.layers.1.mlp.up_proj.weight"] *= 1e7
     mx.save_safetensors(str(model), arrays)
-    with pytest.raises(ModelError, match=r"up_proj has numbers that float16 cannot hold(?s:.*)bf16"):
+    with pytest.raises(ModelError, match=r"in f16, it has a loss that is not a number(?s:.*)bf16"):
         write(base, tmp_path / "m.gguf", kind="f16")
     job = job_of(base, tmp_path / "m.gguf")
     model.write_bytes(model.read_bytes()[:-100])
@@ -173,7 +172,7 @@ def test_families_and_settings_that_llama_cpp_computes_otherwise_are_named(
 ) -> None:
     base = build(tmp_path / "base", name, **changes)
     with pytest.raises(ModelError, match="type mamba2 cannot be exported"):
-        family_of("mamba2", "here")
+        architecture_of("mamba2", "here")
     with pytest.raises(ModelError, match=message):
         write(base, tmp_path / "m.gguf")
 

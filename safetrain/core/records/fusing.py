@@ -58,7 +58,7 @@ def kept_share(base: Likeness, tuned: Likeness, other: Likeness) -> float:
     Rounding may lower the loss by chance, even if nothing of the training is left.
     """
     gained, way = base.loss - tuned.loss, 1 - other.divergence / base.divergence
-    return min(way, (base.loss - other.loss) / gained) if gained > 0 else way
+    return min((base.loss - other.loss) / gained, way) if gained > 0 else way
 
 
 def refusal(share: float, other: Likeness, may_lose: float) -> str:

