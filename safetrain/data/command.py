@@ -169,7 +169,10 @@ class Repair:
         self._findings = Findings(may_refuse=not self.drop_bad)
         self._first_places: dict[bytes, str] = {}  # of the first row with each digest
         self._log_file: TextIO
-        write_atomic(into, lambda rows: write_atomic(self.log, partial(self._write, rows)))
+        try:
+            write_atomic(into, lambda rows: write_atomic(self.log, partial(self._write, rows)))
+        except OSError as error:
+            raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
 
     def summary(self) -> str:
         """A summary of the changes for a terminal."""

@@ -152,8 +152,7 @@ def _answers(facts: RowFacts) -> None:
 def first_alike(keys: np.ndarray) -> np.ndarray:
     """Find the first row with the same key, for each row; (rows,)."""
     _, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
-    first_rows: np.ndarray = firsts[places]
-    return first_rows
+    return np.asarray(firsts[places])
 
 
 def digests(words: Words) -> np.ndarray:
@@ -310,8 +309,7 @@ class _CandidateSearch:
         twice = keys[1:][keys[1:] == keys[:-1]] >> HALF
         common = np.bincount(twice.astype(np.int64), minlength=len(first))
         together = self._sizes[first] + self._sizes[second]
-        near: np.ndarray = common * (1 + self._similarity) >= self._similarity * together - 1e-9
-        return near
+        return np.asarray(common * (1 + self._similarity) >= self._similarity * together - 1e-9)
 
     def _connect(self, first: np.ndarray, second: np.ndarray) -> None:
         """Join the clusters of each pair: both get the smaller label, the index of their first text."""
@@ -338,5 +336,4 @@ def _inside(sizes: np.ndarray) -> np.ndarray:
 
 def _joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """Two 32-bit numbers as one."""
-    codes: np.ndarray = (high.astype(np.uint64) << HALF) | low.astype(np.uint64)
-    return codes
+    return np.asarray((high.astype(np.uint64) << HALF) | low.astype(np.uint64))

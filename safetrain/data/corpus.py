@@ -53,13 +53,13 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     size, index_size = path.stat().st_size, index.stat().st_size
     ends = np.fromfile(index, dtype="<i8", count=index_size // 8)
     lengths, tokens = np.diff(ends, prepend=0), int(ends[-1]) if len(ends) else 0
-    width = size // tokens if tokens else 2
     is_damaged = index_size % 8 or np.any((lengths < 0) | (lengths >= 2**31))
-    if is_damaged or width not in (2, 4) or size != width * tokens:
+    if is_damaged or size not in (2 * tokens, 4 * tokens):
         what = "A token file and its index do not match: one is damaged, cut off, or belongs to a different file."
         expected = "ends of documents as ascending numbers of 8 bytes, and 2 or 4 bytes for each token"
         got = f"an index of {index_size} bytes, which ends at {tokens}, and {size} bytes of tokens"
         raise DataError(what, where=str(path), expected=expected, got=got, do=do)
+    width = size // tokens if tokens else 2
     return TokenFile(str(path), tokens, width, sampled_digest(path)), np.concatenate([[0], ends])
 
 

@@ -126,8 +126,10 @@ def _separator(start: str, first: str, path: Path) -> str:
         if usual_names or is_named or (len(names) > 1 and all(map(NAME.fullmatch, names))):
             scores[separator] = (usual_names, len(names))
     if not scores and not re.search(r"^\s*\{", start, re.MULTILINE):
-        what = "The data file is neither JSON lines nor a table with a header and commas, tabs or semicolons."
-        raise DataError(what, where=f"{path}:1", got=shown(first), do=AS_OBJECTS)
+        raise DataError(
+            "The data file is neither JSON lines nor a table with a header and commas, tabs or semicolons.",
+            where=f"{path}:1", got=shown(first), do=AS_OBJECTS,
+        )  # fmt: skip
     return max(scores, key=scores.__getitem__, default="")
 
 

@@ -128,8 +128,10 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
 
 def _first(value: dict[str, Any], names: Iterable[str], kinds: Any) -> str | None:
     """The first of the keys whose value is not empty, or else the first that the row has."""
-    typed = [name for name in names if name in value and isinstance(value[name], kinds)]
-    there = [name for name in typed if not isinstance(value[name], bool)]
+    there = [
+        name for name in names
+        if name in value and isinstance(value[name], kinds) and not isinstance(value[name], bool)
+    ]  # fmt: skip
     return next((name for name in there if _plain(value[name])), there[0] if there else None)
 
 

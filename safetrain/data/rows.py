@@ -281,7 +281,7 @@ def _message(value: object, place: str) -> Message:
     if role not in ROLES:
         raise RowError(f"{place}.role is {shown(role)}; expected one of {', '.join(ROLES)}")
     weights = [turn.pop(key, None) for key in WEIGHT_KEYS]
-    weight = next((weight for weight in weights if weight is not None), 1)
+    weight = next((each for each in weights if each is not None), 1)
     if weight not in (0, 1):
         raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained on) or 1 (trained on)")
     details = _details(turn, role, place)

@@ -238,6 +238,8 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
             Repair(source, into)
     assert (source.read_text(), (tmp_path / "c.jsonl.log.jsonl").read_text()) == ('{"text": "a"}\n', "mine")
     assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(DataError, match="copy cannot be written"):
+        Repair(source, source / "b.jsonl")
 
 
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
