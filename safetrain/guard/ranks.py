@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR1
 
 import psutil
 
@@ -41,9 +41,9 @@ PARENT = "0"  # the worker's argument: its parent is its supervisor
 RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 RANK_KILLED = re.compile(rb"Node with rank \d+ was killed")
 REFUSED = BadUpdateError.exit_code  # also the code of a rank that lost the others
-ENDS_RANK_0 = (signal.SIGINT, signal.SIGTERM)
-TO_RANK_0 = (*ENDS_RANK_0, signal.SIGUSR1)  # SIGUSR1 writes its stacks; these would end mlx.launch itself
-ENDS_ALL = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after these rank 0 still writes
+ENDS_RANK_0 = (SIGINT, SIGTERM)
+TO_RANK_0 = (*ENDS_RANK_0, SIGUSR1)  # SIGUSR1 writes its stacks; these would end mlx.launch itself
+ENDS_ALL = (REFUSED, 128 + SIGINT, 128 + SIGTERM)  # after these rank 0 still writes
 READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first port
 
@@ -180,7 +180,7 @@ class LaunchedRanks(WatchedProcess):
                 rank_0.send_signal(number)
         elif self.flight.header is None and number in ENDS_RANK_0:
             self._pending_signal = number
-        elif number != signal.SIGUSR1:
+        elif number != SIGUSR1:
             super().send(number)
 
     def take_line(self, line: bytes) -> bool:

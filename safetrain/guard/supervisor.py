@@ -1,13 +1,13 @@
 """Runs the training process: watches it, passes signals on, and ends it if it hangs."""
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from signal import SIG_IGN, SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR1, getsignal
 
 import psutil
 
@@ -50,7 +50,7 @@ def supervise(settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
         finally:
             for rank in ranks:
                 if not rank.is_over():  # even after an error here, no process keeps running
-                    rank.send(signal.SIGKILL)
+                    rank.send(SIGKILL)
                     rank.process.wait()
     return watch.ending(started)
 
@@ -92,7 +92,7 @@ class _Watch:
             self._next_sample = now + SAMPLE_SECONDS
             self._sample()
         if self._kill_at is not None and now >= self._kill_at:
-            self._send(signal.SIGKILL)
+            self._send(SIGKILL)
         elif self._kill_at is None:
             self._end_the_others(now)
             if self._end_others_at is None:
@@ -111,20 +111,20 @@ class _Watch:
         A closing terminal sends SIGHUP more than once, and some programs repeat the terminal's signals.
         """
         if self._signal:
-            if number != signal.SIGHUP and time.monotonic() - self._signal_at > SECOND_SECONDS:
+            if number != SIGHUP and time.monotonic() - self._signal_at > SECOND_SECONDS:
                 self._ended_by_us = "second signal"
-                self._send(signal.SIGKILL)
+                self._send(SIGKILL)
             return
         self._signal, self._signal_at = number, time.monotonic()
         for rank in self._running():
-            rank.send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            rank.send(SIGINT if number == SIGINT else SIGTERM)
 
     def suspend(self) -> None:
         """Handle Ctrl-Z: stop the training and the supervisor, and continue both together."""
         began = time.monotonic()
-        self._send(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._send(signal.SIGCONT)
+        self._send(SIGSTOP)
+        os.kill(os.getpid(), SIGSTOP)
+        self._send(SIGCONT)
         ended = time.monotonic()
         self._forgive(began, ended)
         if self._kill_at is not None:
@@ -174,13 +174,13 @@ class _Watch:
             self._end_others_at = now + (OTHERS_SECONDS if has_died else LAST_SECONDS)
         elif now >= self._end_others_at:
             self._kill_at = now + OTHERS_SECONDS
-            self._send(signal.SIGTERM)
+            self._send(SIGTERM)
 
     def _end_if_hung(self) -> None:
         rank = self._hung()
         if rank is not None:
             self._overdue = rank.heartbeat.overdue_seconds()
-            self._send(signal.SIGUSR1)  # faulthandler writes all stacks
+            self._send(SIGUSR1)  # faulthandler writes all stacks
             time.sleep(STACKS_SECONDS)
             self._end("hang", TERM_SECONDS if len(self._ranks) == 1 else OTHERS_SECONDS, rank)
 
@@ -201,7 +201,7 @@ class _Watch:
     def _end(self, reason: str, grace_seconds: float, rank: WatchedProcess | None = None) -> None:
         """Ask the processes to end because of ``rank``, and kill them after ``grace_seconds``."""
         self._ended_by_us, self._culprit = reason, rank if len(self._ranks) > 1 else None
-        self._send(signal.SIGTERM)
+        self._send(SIGTERM)
         self._kill_at = time.monotonic() + grace_seconds
 
     def _send(self, number: int) -> None:
@@ -224,13 +224,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def _signals(watch: _Watch) -> AbstractContextManager[None]:
     """Pass on SIGINT, SIGTERM and a closed terminal; a signal ignored from the start (nohup) stays ignored."""
-    handlers: dict[int, Callable[[int], None]] = {
-        signal.SIGINT: watch.pass_on,
-        signal.SIGTERM: watch.pass_on,
-        signal.SIGHUP: watch.pass_on,
-        signal.SIGTSTP: lambda _number: watch.suspend(),
-    }
-    return handling({n: handler for n, handler in handlers.items() if signal.getsignal(n) != signal.SIG_IGN})
+    handlers: dict[int, Callable[[int], None]] = dict.fromkeys((SIGINT, SIGTERM, SIGHUP), watch.pass_on)
+    handlers[SIGTSTP] = lambda _number: watch.suspend()
+    return handling({n: handler for n, handler in handlers.items() if getsignal(n) != SIG_IGN})
 
 
 @contextmanager

@@ -4,9 +4,9 @@ The rules are tried in order, the strongest evidence first.
 """
 
 import re
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGTERM, Signals
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.system import CRITICAL, OWN_LIMIT, WARNING
@@ -18,7 +18,7 @@ NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of me
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in the readings
 LITTLE_LEFT = 0.03  # of the machine's memory
 LAST_LINES = 20  # of stderr are evidence; earlier ones were not the reason
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+CRASHES = (SIGSEGV, SIGBUS, SIGABRT)
 SSH_FAILED = 255  # ssh(1), exit status
 JOIN_TIMEOUT = re.compile(r"Timeout \(\d+:\d\d:\d\d\)!")  # faulthandler, armed where ranks join (engine/ranks.py)
 CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
@@ -106,7 +106,7 @@ def _reported(ending: Ending) -> Cause | None:
     first = (failed.message.splitlines()[0],)
     match failed.kind:
         case "InterruptedRun":
-            by_hand = failed.exit_code == 128 + signal.SIGINT
+            by_hand = failed.exit_code == 128 + SIGINT
             return Cause("stopped", "you stopped it with Ctrl-C" if by_hand else "SIGTERM stopped it", CONFIRMED, first)
         case "BadUpdateError":
             return Cause("bad_update", "an update had bad numbers and was not applied", CONFIRMED, first)
@@ -117,7 +117,7 @@ def _reported(ending: Ending) -> Cause | None:
 
 def _text_says(ending: Ending) -> Cause | None:
     """Search the last output of mlx or the driver: an exception, or on Metal the lines before an abort."""
-    if ending.return_code == -signal.SIGKILL:  # comes from outside, so the output says nothing about it
+    if ending.return_code == -SIGKILL:  # comes from outside, so the output says nothing about it
         return None
     failed = ending.failed
     last_lines = "\n".join(ending.stderr_tail.splitlines()[-LAST_LINES:])
@@ -141,7 +141,7 @@ def _text_says(ending: Ending) -> Cause | None:
 def _killed(ending: Ending) -> Cause | None:
     """Explain SIGKILL, which leaves no message, by the kernel's counters and logs, then by the memory in use."""
     last = ending.record
-    if ending.return_code != -signal.SIGKILL:
+    if ending.return_code != -SIGKILL:
         return None
     readings, log = _memory_readings(ending), ending.kernel_log
     if ending.memory.oom_kills > 0:
@@ -165,7 +165,7 @@ def _crashed(ending: Ending) -> Cause | None:
         return None
     name, passed_on = _name_of(-ending.return_code), ending.signal_passed_on
     if -ending.return_code not in CRASHES:
-        number = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
+        number = passed_on if passed_on in (0, SIGINT) else SIGTERM
         if not ending.began and ending.return_code == -number:  # it came before the process could handle it
             early = f"{_name_of(passed_on)} came before the training began"
             return Cause("stopped", "it was stopped before it had anything to save", CONFIRMED, (early,))
@@ -239,7 +239,7 @@ def _where(ending: Ending) -> tuple[str, ...]:
 
 def _name_of(number: int) -> str:
     """Name a signal, e.g. SIGKILL; one without a name by its number."""
-    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
+    return next((each.name for each in Signals if each == number), f"signal {number}")
 
 
 def _line_with(pattern: str, text: str) -> str:

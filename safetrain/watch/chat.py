@@ -1,11 +1,11 @@
 """A chat in a terminal or a pipe: lines in, answers out. The models are given."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from signal import SIGINT
-from typing import Any, Protocol
+from typing import Any
 
 from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.errors import DataError, ModelError
@@ -20,22 +20,12 @@ REMARKS = {  # by how an answer ended
 }
 
 
-class Speaker(Protocol):
-    """A model that answers. ``ended`` says how its last answer ended: stop, length, context or stopped."""
-
-    ended: str
-
-    def answer(self, prompt: Sequence[int], stopped: Callable[[], bool]) -> Iterator[int]:
-        """Tokens of the answer, until ``stopped``."""
-        ...
-
-
 @dataclass
 class Side:
     """One model and its chat. ``label`` precedes its answers; empty if it is the only side."""
 
     label: str
-    speaker: Speaker
+    speaker: Any  # the engine's Conversation
     messages: list[Mapping[str, Any]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
