@@ -25,8 +25,9 @@ from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.training_rows import Cursor, largest_update, rows_at
 from safetrain.core.formatting import counted
 from safetrain.core.records.run_state import discard_run
-from safetrain.core.records.settings import Recommendation, read_recommendation, updates_per_epoch
+from safetrain.core.records.settings import Recommendation, updates_per_epoch
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_record
 from tests.support.chaos.project import Project
 
 BATCHES, ROWS_PER_UPDATE = (16, 8, 4, 2, 1), 16
@@ -124,7 +125,7 @@ def run_model(name: str) -> Iterator[Case]:
         free: dict[Way, float] = {}
         for limit in limits:
             stage(project, "recommend_config", f"train.memory_limit_gb={limit}")
-            chosen = read_recommendation(project.output / "recommended_config.json")
+            chosen = read_record(project.output / "recommended_config.json", Recommendation)
             free = free or {way: train(project, way)[1] for way in ALL_WAYS}
             yield compare(name, project, limit, chosen, free)
 

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import show_result, write_result
-from safetrain.core.records.settings import Recommendation, read_recommendation
+from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage.files import read_record
 from tests.support.chaos.project import Project
 
 BATCHES, RANKS = (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
@@ -124,7 +125,7 @@ def compare(name: str) -> Iterator[Compared]:
         for pins in configurations(name, config):
             stage(project, "recommend_config", *pins)
             stage(project, "train", *pins)
-            plan = read_recommendation(project.output / "recommended_config.json")
+            plan = read_record(project.output / "recommended_config.json", Recommendation)
             yield compared(name, plan, json.loads((project.output / "training_summary.json").read_text()))
 
 

@@ -19,7 +19,8 @@ from benchmarks.bench_create import code_text
 from benchmarks.bench_memory_accuracy import stage
 from benchmarks.machine import show_result, write_result
 from models.recipe.text import document, subjects
-from safetrain.core.records.settings import read_recommendation
+from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage.files import read_record
 from tests.support.chaos.project import Project
 
 # As many as 100 MiB of text give each (benchmarks/results/bench_create.md), from less text
@@ -62,7 +63,7 @@ def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> list[object]
     keys = ("train.method=pretrain", "train.optimizer=adamw", f"train.max_steps={UPDATES}", *pins)
     for name in ("validate_data", "preflight", "recommend_config", "train"):
         stage(project, name, *keys, "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
-    plan = read_recommendation(project.output / "recommended_config.json")
+    plan = read_record(project.output / "recommended_config.json", Recommendation)
     summary = project.json("training_summary.json")
     how = f"{plan.batch_size} x {plan.gradient_accumulation} windows of {plan.max_seq_length} tokens"
     how += ", recomputed" if plan.gradient_checkpointing else ", kept"

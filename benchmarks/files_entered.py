@@ -34,7 +34,7 @@ from safetrain.core.events import Event
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.settings import TrainJob
+from safetrain.core.records.settings import Recommendation, TrainJob
 from safetrain.core.storage.paths import FLIGHT, RECOMMENDED_CONFIG
 from safetrain.data.validate import validate
 from safetrain.engine.batches import MicroBatch, Shard, Update
@@ -196,7 +196,6 @@ def recommend() -> Doors:
 def key() -> Doors:
     """Of train.learning_rate, which the stage composes, the supervisor writes into the job, and the engine reads."""
     from safetrain.core.records.settings import job_of as resolved
-    from safetrain.core.records.settings import read_recommendation
     from safetrain.core.storage.files import read_record, write_record
     from safetrain.engine import run, training
     from safetrain.engine.job import load_job
@@ -213,7 +212,7 @@ def key() -> Doors:
 
     def through(config: Pipeline) -> None:
         path = Path("job.json")
-        plan = read_recommendation(RECOMMENDED_CONFIG)
+        plan = read_record(RECOMMENDED_CONFIG, Recommendation)
         write_record(path, resolved(config.model.path, config.train, config.lora, plan))
         watcher = run.Watcher(lambda *_: None, lambda _: None, int, Recorder(Path("recorder.bin")))
         training.train(load_job(read_record(path, TrainJob)), watcher)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 GONE_LOOKS = 3  # in a row without a training before it has ended: two processes or stages have a gap between them
 COMPARISON = paths.OUTPUT / "compare.html"
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
-MORE = "--max-questions"
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
 Tracker = StrEnum("Tracker", "WANDB MLFLOW TENSORBOARD")  # the values are in lower case
 
@@ -178,13 +177,14 @@ def evaluate(
     """
     from safetrain.core.data.tokenizer import ChatTokenizer, general_text
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.metrics import RunShape, read_run_shape
+    from safetrain.core.records.metrics import RunShape
+    from safetrain.core.storage.files import read_result
     from safetrain.engine.cpu.blas import load_fast_blas
     from safetrain.watch.progress import EvaluationProgress, still_working
 
     subjects = _subjects(model, adapter, base)
     files = read_model_files(subjects[-1][1])
-    trained = read_run_shape(paths.SUMMARY).max_seq_length if paths.SUMMARY.is_file() else USUAL_LENGTH
+    trained = read_result(paths.SUMMARY, RunShape).max_seq_length if paths.SUMMARY.is_file() else USUAL_LENGTH
     length = min(trained, files.max_positions or USUAL_LENGTH)
     with still_working("reading rows"):
         rows = _rows(data, files.folder, max_examples, length)
@@ -224,7 +224,7 @@ def _figures(
     name = fingerprint(adapter) if adapter else ""
     evaluation = scoring.evaluation_of(rows, general, vocabulary, found[0], found[-1], tokenizer.decode, name)
     if found[1:]:
-        return {"alone": None, "beside_base": asdict(evaluation)}, describe_evaluation(evaluation, MORE)
+        return {"alone": None, "beside_base": asdict(evaluation)}, describe_evaluation(evaluation)
     score, counts = evaluation.tuned, general.rows.label_counts
     general_loss = scoring.mean_loss(found[0].general, counts) if len(counts) else None
     lines = [f"Test loss {score.loss:.3f} nats per token, perplexity {score.perplexity:.2f}."]
@@ -232,8 +232,7 @@ def _figures(
         lines.append(f"Exact match {100 * score.exact_match:.1f} %, token F1 {score.token_f1:.3f}.")
     if general_loss is not None:
         lines.append(f"Loss on general text {general_loss:.3f} nats per token.")
-    if remark := describe_answered(evaluation.answered, evaluation.questions, MORE):
-        lines.append(f"{remark}.")
+    lines += [f"{remark}." for remark in describe_answered(evaluation.answered, evaluation.questions)]
     alone = {name: getattr(evaluation, name) for name in ("rows", "questions", "answered")}
     alone |= {"score": asdict(score), "general_loss": general_loss}
     return {"alone": alone, "beside_base": None}, lines

@@ -1,9 +1,8 @@
 """Stage 6: write report.html, and its charts as PNG files to checkpoints_qlora/plots."""
 
-from safetrain.core.records.metrics import read_csv
-from safetrain.core.records.reports import read_data_report
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import dvc
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.settings import read_recommendation
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.stage import stage
@@ -17,13 +16,10 @@ def main(config: Pipeline) -> None:
     run = read_run()
     write_report(run, paths.REPORT)
     print(f"Report: {paths.REPORT}")
-    for record, path, read in (
-        (run.steps, paths.METRICS_CSV, read_csv),
-        (run.plan, paths.RECOMMENDED_CONFIG, read_recommendation),
-        (run.data, paths.DATA_REPORT, read_data_report),
-    ):
-        if not record:
-            read(path)  # raises an error with what to do
+    records = {paths.METRICS_CSV: run.steps, paths.RECOMMENDED_CONFIG: run.plan, paths.DATA_REPORT: run.data}
+    for path in (path for path, record in records.items() if not record):
+        do = f"remove it and run '{dvc()} repro', or your 'safetrain run' again"
+        raise ConfigError(f"{path.name} is missing or cannot be read.", where=str(path), do=do)
     drawn = pictures(run)
     write_pictures(drawn, paths.PLOTS)
     print(f"Pictures: {len(drawn)} in {paths.PLOTS}")

@@ -10,11 +10,11 @@ from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.formatting import duration_text, print_text, size_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.reports import read_data_report, read_machine, require_data_of
+from safetrain.core.records.reports import DataReport, Machine, require_data_of
 from safetrain.core.records.schema import PRETRAIN, SET, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_record
+from safetrain.core.storage.files import read_result, write_record
 from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.pretraining import pretraining_lines
 from safetrain.plan.recommend import plan_run
@@ -28,7 +28,7 @@ def main(config: Pipeline) -> None:
     """Recommend the settings that are null in params.yaml."""
     require_no_training(paths.OUTPUT)
     model = read_model_files(Path(config.model.path))
-    data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
+    data, machine = read_result(paths.DATA_REPORT, DataReport), read_result(paths.MACHINE, Machine)
     require_data_of(data, config.data.path)
     rows = load_training_rows(model.folder, config.train.max_examples)
     inputs = PlanInputs(data, machine, model, rows)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from safetrain.core.lock import training_lock
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
-from safetrain.core.records.metrics import read_summary
-from safetrain.core.records.reports import read_data_report, require_data_of
+from safetrain.core.records.metrics import TrainingSummary
+from safetrain.core.records.reports import DataReport, require_data_of
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.settings import job_of, read_recommendation, require_plan_for, shared_by
+from safetrain.core.records.settings import Recommendation, hosts_of, job_of, require_plan_for, shared_by
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT
 from safetrain.guard.keep_going import PlannedUpdate, keep_going
 from safetrain.guard.process import WatchSettings
@@ -30,15 +30,15 @@ def main(config: Pipeline) -> None:
     """Train, or resume an unfinished run with the same settings."""
     train = config.train
     with training_lock(paths.OUTPUT) as locks:
-        recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
+        recommendation = read_result(paths.RECOMMENDED_CONFIG, Recommendation)
         require_plan_for(recommendation, train.method, config.model.path)
-        data = read_data_report(paths.DATA_REPORT)
+        data = read_result(paths.DATA_REPORT, DataReport)
         require_data_of(data, config.data.path)
         hosts = hosts_of(train.hostfile, train.ranks)
         job = job_of(config.model.path, train, config.lora, recommendation)
         backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
         here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
-        job = replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
+        job = replace(shared_by(job, here), rank_backend=hosts.backend_on(backend))
         largest = replace(recommendation.largest_update, longest=data.longest_row - 1)
         watch = WatchSettings(
             WORKER,
@@ -53,7 +53,7 @@ def main(config: Pipeline) -> None:
         )
         planned = PlannedUpdate(backend, largest, here, files.quantization_bits is not None)
         keep_going(job, watch, planned, TrainProgress().show)
-    show_end(read_summary(paths.SUMMARY))
+    show_end(read_result(paths.SUMMARY, TrainingSummary))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, MachineError, ModelError
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.fusing import EXPORT_REPORT, ExportReport
+from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +51,7 @@ RECORDS = {
     "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
-    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, metrics.Proof),
+    "training_summary.json": (settings.TrainSettings, metrics.TrainingSummary, metrics.Proof),
     "evaluation.json": (
         evaluation.Evaluation, evaluation.Improvement, evaluation.Score, evaluation.Forgetting, evaluation.Sample,
     ),
@@ -273,7 +273,8 @@ def _fields(kind: Any) -> str:
     shipped = set(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))["train"]) if configured else set()
     shown = {each.__name__ for classes in RECORDS.values() for each in classes}
     plain, lines = list[str](), list[str]()
-    for each in [each for each in fields(kind) if each.name not in shipped]:
+    inherited = {each.name for base in kind.__bases__ if is_dataclass(base) for each in fields(base)}
+    for each in [each for each in fields(kind) if each.name not in shipped | inherited]:
         typed = each.type if isinstance(each.type, str) else inspect.formatannotation(each.type)
         inner = "".join(f" ({name})" for name in re.findall(r"\w+", typed) if name in shown)
         if each.name in comments and each.name not in SAID_FIELDS:

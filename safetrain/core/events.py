@@ -79,7 +79,7 @@ class Died:
 
 
 Event = Begun | StepRecord | Said | Failed | Finished | Started | Progress | Died
-KINDS: tuple[type[Event], ...] = get_args(Event)
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 @dataclass(frozen=True)
@@ -129,52 +129,43 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._progress_at, self._validations = -PROGRESS_SECONDS, 0
-        with contextlib.suppress(OSError):  # a failing disk must not end the supervisor
-            path.parent.mkdir(parents=True, exist_ok=True)
-
-    def take(self, event: Event) -> None:
-        """Write what the training process reports; its records become one Progress every PROGRESS_SECONDS."""
-        if not isinstance(event, StepRecord):
-            if isinstance(event, Begun):
-                self._progress_at, self._validations = -PROGRESS_SECONDS, 0
-            self.write(event)
-            return
-        now = time.monotonic()
-        self._validations += event.valid_loss is not None
-        if now - self._progress_at >= PROGRESS_SECONDS:
-            self._progress_at = now
-            self.write(Progress(event.step, event.elapsed_seconds, self._validations))
 
     def write(self, event: Event) -> None:
-        """Append one entry with the current time, on a new line: the previous line may be torn."""
-        with contextlib.suppress(OSError):
+        """Append one entry with the current time; records become one Progress every PROGRESS_SECONDS."""
+        if isinstance(event, Begun):
+            self._progress_at, self._validations = -PROGRESS_SECONDS, 0
+        elif isinstance(event, StepRecord):
+            self._validations += event.valid_loss is not None
+            if time.monotonic() - self._progress_at < PROGRESS_SECONDS:
+                return
+            self._progress_at = time.monotonic()
+            event = Progress(event.step, event.elapsed_seconds, self._validations)
+        with contextlib.suppress(OSError):  # a failing disk must not end the supervisor
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(event, Begun) and event.resumed_from_step == 0 and self._path.is_file():
                 before = self._path.read_text(encoding="utf-8", errors="replace")
                 write_text(self._path, before[max(0, before.rfind(START)) :])
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"\n{_line_of(event)}")
+                file.write(f"\n{_line_of(event)}")  # on a new line: the previous one may be torn
 
 
 def parse_event(line: bytes) -> Event | None:
     """Parse an event; None if the line is torn or was printed by a library."""
-    entry = _entry_of(line)
-    return entry.event if entry is not None else None
+    entries = parse_journal(line)
+    return entries[0].event if entries else None
 
 
 def parse_journal(content: bytes) -> tuple[JournalEntry, ...]:
     """Parse a journal, without its torn lines."""
-    return tuple(entry for line in content.splitlines() if (entry := _entry_of(line)) is not None)
+    entries = list[JournalEntry]()
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            value = json.loads(line)
+            event = from_json(KINDS[value["type"]], value)
+            entries.append(JournalEntry(value["wall_seconds"], value["monotonic_seconds"], event))
+    return tuple(entries)
 
 
 def _line_of(event: Event) -> str:
     times = {"wall_seconds": time.time(), "monotonic_seconds": time.monotonic()}
     return json.dumps({"type": type(event).__name__, **times, **dataclasses.asdict(event)})
-
-
-def _entry_of(line: bytes) -> JournalEntry | None:
-    try:
-        value = json.loads(line)
-        kind = next(kind for kind in KINDS if kind.__name__ == value["type"])
-        return JournalEntry(value["wall_seconds"], value["monotonic_seconds"], from_json(kind, value))
-    except (ValueError, KeyError, TypeError, StopIteration):
-        return None

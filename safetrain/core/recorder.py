@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import psutil
+
 from safetrain.core.memory.system import footprint_bytes, sysctl_text
 from safetrain.core.storage.files import make_durable
 
@@ -30,11 +33,10 @@ MOST_ROWS = 8  # row ids in a record
 # number, wall clock, monotonic clock, phase, edge, step, micro-batch, rows, tokens, predicted peak, active, peak,
 # cache, footprint, data segment, loss, first row ids
 LAYOUT = struct.Struct(f"<QddBBIIIIQQQQQQd{MOST_ROWS}I")
+NUMBERS = np.dtype([("number", "<u8"), ("rest", f"V{LAYOUT.size - 8}")])
 RING_BYTES = HEADER_BYTES + SLOTS * LAYOUT.size
 MEMORY_SECONDS = 0.1  # between readings of the process's own memory, which cost half a record
 FLUSH_SECONDS = 2.0  # between flushes to the disk
-STATM = Path("/proc/self/statm")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Phase(enum.IntEnum):
@@ -69,7 +71,7 @@ class Edge(enum.IntEnum):
     AFTER = 1
 
 
-PHASES, EDGES = frozenset(Phase), frozenset(Edge)
+PHASES = frozenset(Phase)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,6 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _allocate(path)
         self._ring = mmap.mmap(self._file, RING_BYTES)
-        self._statm = os.open(STATM, os.O_RDONLY) if STATM.exists() else None
         self._number, self._memory_read_at = 0, 0.0
         self._last: tuple[Phase, Edge, Work] = Phase.LOAD_DATA, Edge.BEFORE, NO_WORK
         self._footprint, self._data = 0, 0
@@ -154,7 +155,8 @@ class Recorder:
         now = time.monotonic()
         if now - self._memory_read_at > MEMORY_SECONDS:
             self._memory_read_at = now
-            self._footprint, self._data = self._own_memory()
+            self._footprint = footprint_bytes(os.getpid())
+            self._data = getattr(psutil.Process().memory_info(), "data", 0)
         rows = (*work.row_ids[:MOST_ROWS], *[0] * (MOST_ROWS - len(work.row_ids)))
         place = HEADER_BYTES + (self._number - 1) % SLOTS * LAYOUT.size
         LAYOUT.pack_into(
@@ -167,23 +169,12 @@ class Recorder:
         """Add the last record again: slow work makes progress."""
         self.write(*self._last)
 
-    def _own_memory(self) -> tuple[int, int]:
-        """Footprint and private writable bytes of this process; reading /proc directly is fast."""
-        if self._statm is None:
-            return footprint_bytes(os.getpid()), 0
-        fields = os.pread(self._statm, 256, 0).split()
-        return int(fields[1]) * PAGE_BYTES, int(fields[5]) * PAGE_BYTES
-
 
 class FlightReader:
-    """Follows the recorder file at a path, also when a new file replaces it.
-
-    ``records`` holds the ring's records, oldest first. Reading changes nothing on the disk.
-    """
+    """Follows a recorder file. ``records`` holds the ring's records, oldest first; reading changes nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: tuple[int, int, int] | None = None  # device, inode and writer
         self._flushed_at = 0.0
         self.header: FlightHeader | None = None
         self.records: deque[FlightRecord] = deque(maxlen=SLOTS)
@@ -194,22 +185,21 @@ class FlightReader:
         return self.records[-1] if self.records else None
 
     def read(self) -> list[FlightRecord]:
-        """Read and return the records written since the last call, oldest first."""
+        """Read and return the records written since the last call, oldest first, without torn ones."""
         try:
-            with self._path.open("rb", buffering=0) as file:
-                facts, content = os.fstat(file.fileno()), file.read(RING_BYTES)
-        except FileNotFoundError:
-            self._forget(None)
+            ring = self._path.read_bytes()
+        except OSError:  # no file yet, or a failing disk
             return []
-        except OSError:  # a failing disk: what was read stays
-            return []
-        header = _header_in(content) if len(content) == RING_BYTES else None
+        header = _header_in(ring)
         if header is None:  # its writer is still making it
             return []
-        if self._file != (facts.st_dev, facts.st_ino, header.pid):  # a new file may have the old one's inode
-            self._forget((facts.st_dev, facts.st_ino, header.pid))
         self.header = header
-        return self._new_in(content)
+        numbers = np.frombuffer(ring, NUMBERS, SLOTS, HEADER_BYTES)["number"]
+        slots = np.flatnonzero(numbers > (self.last.number if self.last else 0)).tolist()
+        new = [record for slot in slots if (record := _record_in(ring, slot)) is not None]
+        new.sort(key=lambda record: record.number)
+        self.records.extend(new)
+        return new
 
     def make_durable(self) -> None:
         """Flush the ring to the disk, at most every few seconds; a failing disk must not end the supervisor.
@@ -225,26 +215,6 @@ class FlightReader:
                 with mmap.mmap(file.fileno(), 0) as ring:
                     ring.flush()
             make_durable(file.fileno())
-
-    def _forget(self, file: tuple[int, int, int] | None) -> None:
-        self._file, self.header = file, None
-        self.records.clear()
-
-    def _new_in(self, ring: bytes) -> list[FlightRecord]:
-        """Parse the records after the last one seen that the ring still has, without torn ones."""
-        last, new, missed = self.last.number if self.last else 0, list[FlightRecord](), 0
-        for step in range(SLOTS):
-            record = _record_in(ring, (last + step) % SLOTS)
-            if record is not None and record.number > last:
-                new.append(record)
-                missed = 0
-            elif missed:
-                break
-            else:
-                missed = 1
-        new.sort(key=lambda record: record.number)
-        self.records.extend(new)
-        return new
 
 
 def read_flight(path: Path) -> FlightReader:
@@ -268,9 +238,11 @@ def boot_id() -> str:
 
 
 def _header_in(content: bytes) -> FlightHeader | None:
-    """Parse the header; None if it is damaged or from another version."""
+    """Parse the header; None if the ring is not whole, damaged or from another version."""
+    if len(content) != RING_BYTES or not content.startswith(MAGIC):
+        return None
     try:
-        return FlightHeader(**json.loads(content[len(MAGIC) : HEADER_BYTES])) if content.startswith(MAGIC) else None
+        return FlightHeader(**json.loads(content[len(MAGIC) : HEADER_BYTES]))
     except (ValueError, TypeError):
         return None
 
@@ -279,7 +251,7 @@ def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
     """Parse the record of a slot; None if it is empty or torn."""
     values = LAYOUT.unpack_from(ring, HEADER_BYTES + slot * LAYOUT.size)
     number, wall, monotonic, phase, edge, step, micro_batch, rows, tokens = values[:9]
-    if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
+    if (number - 1) % SLOTS != slot or phase not in PHASES or edge > Edge.AFTER:
         return None
     ids = tuple(row for row in values[16 : 16 + min(rows, MOST_ROWS)] if row)  # validation rows have no number
     work = Work(step, micro_batch, rows, tokens, ids)
@@ -287,10 +259,7 @@ def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
 
 
 def _allocate(path: Path) -> int:
-    """Make a new file with all its blocks: writing to a mapped page without disk space kills the process.
-
-    The file is always new, because a reader may still follow the previous one.
-    """
+    """Make a new file with all its blocks: writing to a mapped page without disk space kills the process."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     if hasattr(os, "posix_fallocate"):

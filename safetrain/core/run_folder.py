@@ -3,6 +3,7 @@
 Reading takes no lock and changes nothing. Missing and unreadable records are None; the unreadable ones are listed.
 """
 
+import contextlib
 import functools
 import json
 import time
@@ -15,7 +16,7 @@ import psutil
 from safetrain.core.events import Begun, Finished, JournalEntry, parse_journal
 from safetrain.core.lock import is_locked
 from safetrain.core.memory.system import footprint_bytes
-from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, boot_id
+from safetrain.core.recorder import FlightHeader, FlightRecord, boot_id, read_flight
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv
@@ -23,7 +24,7 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import Checkpoint, PostMortem, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import from_json, read_or_none, write_record
+from safetrain.core.storage.files import from_json
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 
 Kind = TypeVar("Kind")
@@ -72,9 +73,9 @@ class Run:
     @property
     def settings(self) -> TrainSettings | None:
         """Settings of the finished or current training."""
-        if self.summary is not None:
-            return self.summary.settings
-        return self.job.settings if self.job is not None and (self.steps or self.postmortem) else None
+        if self.summary is None and self.job is not None and (self.steps or self.postmortem):
+            return self.job.settings
+        return self.summary
 
     @property
     def is_running(self) -> bool:
@@ -93,25 +94,22 @@ class Run:
 
 
 class RunReader:
-    """Reads a folder's run repeatedly, but only the new lines of the metrics file, which may be long."""
+    """Reads a run: from a folder, or in a subclass from elsewhere, by its own ``file`` and ``adapter``."""
 
-    def __init__(self, output: Path | None = paths.OUTPUT, name: str = "this run") -> None:
-        """``output``: None for subclasses that read the files from elsewhere, by their own ``file`` and ``adapter``."""
+    def __init__(self, output: Path = paths.OUTPUT, name: str = "this run") -> None:
         self.output, self.name = output, name
-        self._flight = FlightReader(output / FLIGHT / RECORDER) if output is not None else None
-        self._csv, self._steps = b"", list[StepRecord]()
         self._unreadable = list[tuple[str, str]]()
 
     def file(self, name: str) -> bytes | None:
         """Read a file of the run's folder; None if it is missing. Raises OSError for a failing disk."""
         try:
-            return (self.output / name).read_bytes() if self.output is not None else None
+            return (self.output / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def adapter(self) -> str | None:
         """Fingerprint of the trained adapter; empty without one, None if unknown."""
-        folder = (self.output or Path()) / paths.ADAPTERS.name
+        folder = self.output / paths.ADAPTERS.name
         try:
             facts = (folder / "adapters.safetensors").stat()
             return _fingerprint(folder, facts.st_mtime_ns, facts.st_size)
@@ -121,9 +119,8 @@ class RunReader:
     def read(self) -> Run:
         """Read the current state of the run. Raises OSError if the disk fails."""
         self._unreadable = []
-        if self._flight is not None:
-            self._flight.read()
-        header = self._flight.header if self._flight is not None else None
+        recorder = read_flight(self.output / FLIGHT / RECORDER)
+        header, flight = recorder.header, tuple(recorder.records)
         summary = self._record(paths.SUMMARY.name, TrainingSummary)
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
         adapter = self.adapter() if evaluation is not None else None
@@ -131,7 +128,6 @@ class RunReader:
         marker = self._record(f"{FLIGHT}/{MARKER}", RunMarker)
         job = self._record(f"{FLIGHT}/{JOB}", TrainJob)
         journal = parse_journal(self.file(f"{FLIGHT}/{JOURNAL}") or b"")
-        flight = tuple(self._flight.records) if self._flight is not None else ()
         if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
             job, journal, header, flight = None, (), None, ()
         return Run(
@@ -141,35 +137,28 @@ class RunReader:
             plan=self._record(paths.RECOMMENDED_CONFIG.name, Recommendation),
             job=job,
             state=self._record(POINTER, RunState),
-            steps=self._read_steps(),
+            steps=self._steps(),
             summary=summary,
             evaluation=None if stale else evaluation,
             has_stale_evaluation=stale,
             postmortem=self._record(POSTMORTEM, PostMortem),
             journal=journal,
-            checkpoint=next(iter(checkpoints_in(self.output)), None) if self.output is not None else None,
+            checkpoint=next(iter(checkpoints_in(self.output)), None),
             marker=marker,
             header=header,
             flight=flight,
             read_at_seconds=time.time(),
             read_at_monotonic_seconds=time.monotonic(),
             unreadable=tuple(self._unreadable),
-            **(_processes(self.output, header) if self.output is not None else {}),
+            **_processes(self.output, header),
         )
 
-    def _read_steps(self) -> tuple[StepRecord, ...]:
-        """Read the metrics; if the file has only grown, parse only its new lines."""
-        content = self.file(paths.METRICS_CSV.name) or b""
-        content = content[: content.rfind(b"\n") + 1]
-        if not self._csv or not content.startswith(self._csv):
-            self._csv, self._steps = b"", []
-        head, new = content[: content.find(b"\n") + 1], content[len(self._csv) :]
+    def _steps(self) -> tuple[StepRecord, ...]:
         try:
-            self._steps += parse_csv((new if not self._csv else head + new).decode("utf-8"))
-            self._csv = content
+            return tuple(parse_csv((self.file(paths.METRICS_CSV.name) or b"").decode("utf-8", "replace")))
         except ValueError as error:
             self._unreadable.append((str(paths.METRICS_CSV), str(error)))
-        return tuple(self._steps)
+            return ()
 
     def _record(self, name: str, kind: type[Kind]) -> Kind | None:
         """Read a record; None if it is missing or unreadable."""
@@ -193,16 +182,6 @@ def read_run(output: Path = paths.OUTPUT) -> Run:
     return RunReader(output).read()
 
 
-def read_marker(output: Path) -> RunMarker | None:
-    """Read flight/run.json; None if it is missing or unreadable."""
-    return read_or_none(output / FLIGHT / MARKER, RunMarker)
-
-
-def write_marker(output: Path, marker: RunMarker) -> None:
-    """Write flight/run.json."""
-    write_record(output / FLIGHT / MARKER, marker)
-
-
 def living_process(pid: int) -> psutil.Process | None:
     """Return the process with this id if it runs and is not a zombie."""
     try:
@@ -218,20 +197,19 @@ def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: 
     A run removes the old summary when it begins, and closes its journal after writing the new one.
     """
     marks = [entry.event for entry in journal if isinstance(entry.event, Begun | Finished)]
-    ended = marks[-1:] == [Finished(summary.metrics.steps)] and job is not None and job.settings == summary.settings
-    return bool(marks) and not ended
+    same = job is not None and vars(job.settings).items() <= vars(summary).items()
+    return bool(marks) and not (same and marks[-1] == Finished(summary.steps))
 
 
 def _processes(output: Path, header: FlightHeader | None) -> dict[str, Any]:
     """Find the run's processes. The lock shows whether they live: the kernel releases it when they die."""
     if not is_locked(output):
         return {}
+    found: dict[str, Any] = {"is_locked": True}
     process = living_process(header.pid) if header is not None and header.boot_id == boot_id() else None
-    try:
-        stopped = process is not None and process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:  # it has just ended
-        process, stopped = None, False
-    return {
-        "is_locked": True, "worker_lives": process is not None, "worker_is_stopped": stopped,
-        "worker_footprint_bytes": footprint_bytes(process.pid) if process is not None else 0,
-    }  # fmt: skip
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        if process is not None:
+            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            memory = footprint_bytes(process.pid)
+            found |= {"worker_lives": True, "worker_is_stopped": stopped, "worker_footprint_bytes": memory}
+    return found

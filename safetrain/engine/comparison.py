@@ -15,9 +15,9 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer import GeneralText
 from safetrain.core.data.training_rows import HeldOut
+from safetrain.core.errors import TrainingError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.evaluation import require_number
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.scoring import ModelMeasures
 from safetrain.engine.backend import set_limits
@@ -91,7 +91,11 @@ class Examination:
             rows_begun += len(batch.rows)
 
         losses = row_losses(model, rows, self.run.most_tokens, beat) if len(rows) else np.zeros(0)
-        require_number(float(losses.sum()), name, text_name)
+        if not np.isfinite(losses).all():
+            raise TrainingError(
+                f"The loss of the {name} model on the {text_name} is not a number.",
+                do="train again with a lower train.learning_rate, or check the model: safetrain selftest MODEL",
+            )
         return losses
 
     def _answers(

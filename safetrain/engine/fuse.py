@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import lora_number, read_prompt_format, write_prompt_format
-from safetrain.core.records.fusing import REPORT, ExportReport
+from safetrain.core.records.evaluation import REPORT, ExportReport
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_record
 from safetrain.engine.backend import set_limits
 from safetrain.engine.layers import ALL, dequantized

@@ -16,7 +16,6 @@ from safetrain.core.records.settings import (
     LargestUpdate,
     TrainJob,
     identity_of,
-    memory_shape,
     total_updates,
     usual_warmup,
 )
@@ -125,7 +124,7 @@ def describe(job: Job, predicted_bytes: int) -> str:
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return (
         f"{truncated}training on {counted(len(rows), 'window' if settings.method == PRETRAIN else 'row')}: "
-        f"{memory_shape(settings).window} rows per update{shared}, {counted(job.updates, 'update')}; "
+        f"{settings.window} rows per update{shared}, {counted(job.updates, 'update')}; "
         f"{settings.optimizer}, {settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; "
         f"predicted peak of mlx {size_text(predicted_bytes)}"
     )

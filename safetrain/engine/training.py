@@ -20,7 +20,6 @@ from safetrain.core.errors import BadUpdateError, EngineError, InterruptedRun, M
 from safetrain.core.formatting import counted
 from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.files import sha256_of, write_json
@@ -363,10 +362,12 @@ def _result(run: TrainingRun) -> Result:
         state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
     if not state.final_tokens or before is None or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
-    require_other_loss(before, state.best_valid_loss, "validation rows", str(run.job.adapters))
     final = state.final_loss / state.final_tokens
     bits = state.best_valid_loss * run.job.bits_per_byte_of_nat or None
-    metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step, bits)
+    metrics = TrainingMetrics(
+        final_train_loss=final, valid_loss=valid_loss, best_valid_loss=state.best_valid_loss,
+        best_step=state.best_step, steps=state.step, best_valid_bits_per_byte=bits,
+    )  # fmt: skip
     trainable = sum(weight.size for weight in adapter_weights(run.model).values())
     return Result(metrics, state, trainable, remember_best(run))
 

@@ -19,15 +19,15 @@ from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base
-from safetrain.core.records.fusing import (
+from safetrain.core.records.evaluation import (
     HEADER,
     ExportReport,
     Likeness,
-    describe,
+    describe_likeness,
     kept_share,
     refusal,
-    require_effect,
 )
+from safetrain.core.records.metrics import DISCARD, NO_CHANGE, NO_EFFECT
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.block_loop import computed
@@ -116,14 +116,15 @@ class ExportComparison:
         gc.collect()
         self._base = self._tuned.likeness_of(job.open(job.base))
         gc.collect()
-        require_effect(self._base, str(job.adapter))
+        if self._base.divergence < NO_CHANGE:
+            raise ModelError(NO_EFFECT, where=str(job.adapter), do=DISCARD)
         some = f"; evenly spread among {len(job.rows):,}" if len(rows) < len(job.rows) else ""
         count = f"{counted(len(rows), 'validation row')} ({counted(len(self._tuned.keys), 'label')}{some})"
         say(f"Loss and predictions are compared with the tuned model's on {count}.")
         say(HEADER)
-        say(describe("base", files.static_bytes, 0.0, self._base, len(rows)))
+        say(describe_likeness("base", files.static_bytes, 0.0, self._base, len(rows)))
         size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter).values())
-        say(describe("base and adapter", size, 1.0, self._tuned.own, len(rows)))
+        say(describe_likeness("base and adapter", size, 1.0, self._tuned.own, len(rows)))
 
     def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, ModelError | None]:
         """Compare a written model; returns its report, and the error if it loses too much."""
@@ -138,7 +139,7 @@ class ExportComparison:
                 got=f"{100 * share:.1f} %",
                 do="choose more bits (--type bf16 or f16; fuse without --bits), or accept it with --may-lose 100",
             )
-        self._say(describe(name, size_bytes, share, likeness, len(rows), why or "passes"))
+        self._say(describe_likeness(name, size_bytes, share, likeness, len(rows), why or "passes"))
         form, base = read_prompt_format(job.adapter), str(job.base)
         return ExportReport(
             kind, size_bytes, base, self._files.fingerprint, fingerprint(job.adapter), len(rows), len(tuned.keys),

@@ -15,14 +15,13 @@ from safetrain.core.errors import ConfigError, DiskFullError, EngineError, Safet
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
 from safetrain.core.records.metrics import (
+    Proof,
     StepRecord,
-    TrainingOutcome,
     TrainingSummary,
     append_csv,
     describe_proof,
     proof_passes,
     start_csv,
-    write_summary,
 )
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.signals import StopRequest, stop_on_signal
@@ -132,8 +131,7 @@ def _train(
     watcher.say(describe_proof(proof))
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, metrics)
-        outcome = _outcome(job, result, memory.peak_bytes, blas.name)
-        write_summary(paths.SUMMARY, TrainingSummary(job.settings, metrics, outcome, proof))
+        write_record(paths.SUMMARY, _summary(job, result, proof, memory.peak_bytes, blas.name))
         mark_finished(job.output, metrics.steps, job.identity)
     pipe.send(Finished(metrics.steps))
 
@@ -157,9 +155,11 @@ def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -
     return Watcher(begin, record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text)))
 
 
-def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
+def _summary(job: Job, result: "Result", proof: Proof, predicted: int, blas: str) -> TrainingSummary:
     rows, state = job.rows, result.state
-    return TrainingOutcome(
+    return TrainingSummary(
+        **vars(job.settings),
+        **vars(result.metrics),
         base_model=job.base,
         train_rows=len(rows.train),
         valid_rows=len(rows.valid),
@@ -178,6 +178,7 @@ def _outcome(job: Job, result: "Result", predicted: int, blas: str) -> TrainingO
         base_valid_loss=state.records[0].valid_loss or 0.0,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
+        proof=proof,
     )
 
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from safetrain.core.memory.terms import padded
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.run_state import PostMortem, describe, describe_rank, is_finished
 from safetrain.core.records.schema import WHOLE
-from safetrain.core.records.settings import LargestUpdate, MemoryShape, Rung, TrainJob, TrainSettings, memory_shape
+from safetrain.core.records.settings import LargestUpdate, Rung, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import JOB, JOURNAL, LADDER
@@ -64,9 +64,9 @@ class PlannedUpdate:
 class Ladder:
     """memory_ladder.json: the planned settings, the current ones, and the failed rungs between them."""
 
-    asked: MemoryShape
+    asked: TrainSettings
     limit_bytes: int  # the memory limit that was too small
-    now: MemoryShape
+    now: TrainSettings
     rungs: tuple[Rung, ...]
     gpu_rungs: tuple[str, ...] = ()  # rungs taken after the GPU watchdog ended a process
 
@@ -76,7 +76,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show
     output, journal = watch.flight.parent, Journal(watch.flight / JOURNAL)
 
     def record(event: Event) -> None:
-        journal.take(event)
+        journal.write(event)
         show(event)
 
     def say(text: str) -> None:
@@ -85,7 +85,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show
     previous = explain_unclosed(output, command_again())
     if previous is not None:
         say(f"the previous training run ended suddenly:\n{describe(previous)}")
-    asked, limit = memory_shape(job.settings), limit_now(job.memory_limit_bytes)
+    asked, limit = job.settings, limit_now(job.memory_limit_bytes)
     ladder = read_ladder(output, job.settings, limit.size_bytes)
     if ladder is not None:
         job = _on_ladder(job, ladder, say)
@@ -104,13 +104,13 @@ def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show
         if relief is None:
             raise _error(_with_advice(output, death), ending)
         job, change = relief
-        next_step = f"nothing: the run continued by itself with {change}"
-        write_postmortem(output, replace(death, advice="", next_command=next_step, went_on=True))
-        rungs = Ladder(asked, limit.size_bytes, memory_shape(job.settings), job.rungs, job.gpu_rungs)
+        next_step = f"nothing: the run is continuing by itself with {change}"
+        death = replace(death, advice="", next_command=next_step, went_on=True)
+        write_postmortem(output, death)
+        rungs = Ladder(asked, limit.size_bytes, job.settings, job.rungs, job.gpu_rungs)
         write_record(output / LADDER, rungs)  # for the next run of the same command
         cause = "the training ran out of memory" if death.is_memory else "the training died"
-        say(f"{cause}:\n{describe(death, with_next=False)}")
-        say(f"continuing by itself with {change}")
+        say(f"{cause}:\n{describe(death)}")
 
 
 def command_again() -> str:
@@ -148,8 +148,7 @@ def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> Tra
     """Put the job on the rung that its unfinished run had reached."""
     if ladder.rungs:
         say(f"this run ran out of memory before and continues with {ladder.now}")
-        settings = replace(job.settings, **asdict(ladder.now))
-        job = replace(job, settings=settings, rungs=ladder.rungs, mlx_limit_bytes=None)
+        job = replace(job, settings=ladder.now, rungs=ladder.rungs, mlx_limit_bytes=None)
     if ladder.gpu_rungs:
         say(f"the GPU watchdog ended this run before; it continues with {ladder.gpu_rungs[-1]}")
     return replace(job, gpu_rungs=ladder.gpu_rungs)
@@ -166,9 +165,9 @@ def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[T
     smaller = _smaller(job, planned, death) if death.is_memory else None
     if smaller is None:
         return None
-    rung = Rung(memory_shape(job.settings), death.step, death.title)
+    rung = Rung(job.settings, death.step, death.title)
     smaller_job = replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None)
-    return smaller_job, str(memory_shape(smaller))
+    return smaller_job, str(smaller)
 
 
 def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainSettings | None:
@@ -219,7 +218,7 @@ def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
     """Read the ladder of a run; None if it is for other settings or less memory."""
     ladder = read_or_none(output / LADDER, Ladder)
-    is_same = ladder is not None and ladder.asked == memory_shape(settings) and limit_bytes <= ladder.limit_bytes
+    is_same = ladder is not None and ladder.asked == settings and limit_bytes <= ladder.limit_bytes
     return ladder if is_same else None
 
 
@@ -274,8 +273,8 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
         raise MachineError("Not enough free memory for this training.", expected=need, got=words, do=remedy)
-    say(f"warning: {words} and {need}, so training starts with {memory_shape(settings)}")
-    rung = Rung(memory_shape(job.settings), 0, words)
+    say(f"warning: {words} and {need}, so training starts with {settings}")
+    rung = Rung(job.settings, 0, words)
     budget = replace(job.memory_budget, total_bytes=available)
     limit = mlx_limit_bytes(budget.mlx_bytes, budget)
     return replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)

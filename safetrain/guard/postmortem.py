@@ -21,8 +21,8 @@ from safetrain.core.memory import system
 from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.records.run_state import PostMortem, is_finished, newest_whole
-from safetrain.core.run_folder import RunMarker, read_marker, write_marker
-from safetrain.core.storage.files import write_record
+from safetrain.core.run_folder import RunMarker
+from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder
 from safetrain.guard.process import MACHINE, Ending, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, judge
@@ -37,7 +37,7 @@ def open_marker(output: Path, command: str, limit: Limit | None = None) -> None:
     """Record that training is running, and its command; a marker left behind tells the next run of a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
-    write_marker(output, RunMarker(boot_id(), command, time.time(), time.monotonic(), *most))
+    write_record(output / FLIGHT / MARKER, RunMarker(boot_id(), command, time.time(), time.monotonic(), *most))
 
 
 def close_marker(output: Path) -> None:
@@ -72,7 +72,7 @@ def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
     if is_finished(output) and last is not None and last.phase is Phase.FINISH:
         close_marker(output)  # the run is complete, only the marker is left
         return None
-    marker = read_marker(output)
+    marker = read_or_none(output / FLIGHT / MARKER, RunMarker)
     limit, footprint = Limit(psutil.virtual_memory().total, MACHINE), last.footprint_bytes if last else 0
     command = marker.command if marker is not None and marker.command else default_command
     cause, code = _sudden_end(output / FLIGHT, marker), 128 + signal.SIGKILL

@@ -27,7 +27,7 @@ from safetrain.core.memory.system import footprint_bytes, metal_budget_bytes, re
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.settings import SETTINGS, DryRun, TrainJob, memory_shape
+from safetrain.core.records.settings import SETTINGS, DryRun, TrainJob
 from safetrain.core.signals import handling
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_or_none, write_record
@@ -206,7 +206,7 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
     if cached is not None or not module:
         return cached
     about = f", about {duration_text(seconds)}" if seconds else ""
-    say(f"dry run of the largest updates{about}: {memory_shape(job.settings)}")
+    say(f"dry run of the largest updates{about}: {job.settings}")
     with scratch_folder(paths.OUTPUT) as scratch:
         file = scratch / "job.json"
         write_record(file, job)

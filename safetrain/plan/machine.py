@@ -26,9 +26,9 @@ from safetrain.core.memory.system import (
 )
 from safetrain.core.memory.terms import FLOAT32, usable_cores
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.reports import Machine, read_machine
+from safetrain.core.records.reports import Machine
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none
+from safetrain.core.storage.files import read_or_none, read_result
 from safetrain.plan.child import (
     ChildFailed,
     answers_about,
@@ -200,7 +200,7 @@ def place_of(
     if profile:
         machine = machine_of(profile, macos_26=macos_26)
     elif paths.MACHINE.is_file() or not probe_module:
-        machine = read_machine(paths.MACHINE)
+        machine = read_result(paths.MACHINE, Machine)
     else:
         probe, why = ask_engine(probe_module, None, "quick", None)
         if probe is None:

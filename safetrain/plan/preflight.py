@@ -28,12 +28,12 @@ from safetrain.core.memory.system import (
 )
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
-from safetrain.core.records.hostfile import hosts_of
-from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of, require_source
+from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
-from safetrain.core.records.settings import Recommendation
+from safetrain.core.records.settings import Recommendation, hosts_of
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
 from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, skipped, verdict
@@ -191,7 +191,7 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
     try:
         if not paths.DATA_REPORT.is_file():
             require_source(config.data.path)
-        data = read_data_report(paths.DATA_REPORT)
+        data = read_result(paths.DATA_REPORT, DataReport)
         require_data_of(data, config.data.path)
         rows = load_training_rows(model.folder, config.train.max_examples) if model else None
     except (ConfigError, DataError) as error:

@@ -105,7 +105,7 @@ def smoothed(points: Points) -> Points:
 def rungs_of(run: Run) -> tuple[str, ...]:
     """The settings that the run changed for memory, in words: ``step 7: 2 x 2 rows per update …: out of memory``."""
     if run.summary is not None:
-        return run.summary.outcome.memory_rungs
+        return run.summary.memory_rungs
     return rungs_of_job(run.job) if run.job is not None else ()
 
 
@@ -117,7 +117,7 @@ def rungs_of_job(job: TrainJob) -> tuple[str, ...]:
 def predicted_peak(run: Run) -> int:
     """Predicted peak memory of mlx: of the finished training, or the plan's dry run, or its estimate; 0: unknown."""
     if run.summary is not None:
-        return run.summary.outcome.predicted_peak_bytes
+        return run.summary.predicted_peak_bytes
     return (run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes) if run.plan is not None else 0
 
 
@@ -129,7 +129,7 @@ def _add_loss(run: Run, axes: Any) -> None:
     _plot(axes, points_of(run.steps, "train_loss"), BLUE, "training", smooth=True)
     _plot(axes, valid, ORANGE, f"validation{best}")
     starts = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
-    starts |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
+    starts |= {run.summary.resumed_from_step} if run.summary is not None else set()
     for number, mark in enumerate(sorted(starts - {0})):
         axes.axvline(mark, color=DIM, linestyle="--", linewidth=1, label=None if number else "continued")
 

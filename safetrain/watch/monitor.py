@@ -101,7 +101,7 @@ class MonitorView:
     def stopped_early(self) -> bool:
         """Whether a finished training ended because validation no longer improved."""
         summary = self.run.summary
-        return self.state is State.FINISHED and summary is not None and summary.outcome.stopped_early
+        return self.state is State.FINISHED and summary is not None and summary.stopped_early
 
     @property
     def next_command(self) -> str:

@@ -108,10 +108,9 @@ def line_of(record: StepRecord, begun: Begun, seconds_left: float) -> str:
 
 def show_end(summary: TrainingSummary) -> None:
     """Print the last lines of a training."""
-    metrics, outcome = summary.metrics, summary.outcome
-    if outcome.stopped_early:
-        say(f"Stopped early at step {metrics.steps}: validation no longer improved.")
-    losses = f"{outcome.base_valid_loss:.4f} → {metrics.best_valid_loss:.4f} (best: step {metrics.best_step})"
+    if summary.stopped_early:
+        say(f"Stopped early at step {summary.steps}: validation no longer improved.")
+    losses = f"{summary.base_valid_loss:.4f} → {summary.best_valid_loss:.4f} (best: step {summary.best_step})"
     say(f"Done. Validation loss {losses}. Adapter: {paths.ADAPTERS}")
 
 

@@ -1,6 +1,7 @@
 """report.html and compare.html: one page about a run or about two, which loads nothing. Templates lay records out."""
 
 import base64
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.events import Died
 from safetrain.core.formatting import counted, duration_text, override, printable, size_text
 from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss
-from safetrain.core.records.metrics import describe_proof
+from safetrain.core.records.metrics import TrainingMetrics, describe_proof
 from safetrain.core.records.run_state import PostMortem, describe_memory, describe_place
 from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
@@ -74,7 +75,7 @@ def cut(text: str, most: int = MOST_LETTERS) -> str:
 def base_of(run: Run) -> str:
     """Path of the base model; empty where nothing has been planned."""
     if run.summary is not None:
-        return run.summary.outcome.base_model
+        return run.summary.base_model
     return run.plan.planned_model if run.plan is not None else ""
 
 
@@ -87,7 +88,7 @@ def title_of(run: Run) -> str:
 def status_of(run: Run) -> tuple[str, str]:
     """How far the run is, and a colour for it."""
     if run.summary is not None:
-        rungs = len(rungs_of(run)) + len(run.summary.outcome.gpu_rungs)
+        rungs = len(rungs_of(run)) + len(run.summary.gpu_rungs)
         return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
     state = state_of(run)
     saved = ", saved" if state is State.STOPPED and run.postmortem and run.postmortem.resumes_from_step else ""
@@ -109,8 +110,8 @@ def verdict_of(run: Run) -> tuple[str, str]:
         return f"{describe_loss(scores)}. But {empty}.", OPEN if tone == GOOD else tone
     if run.summary is None:
         return "No result yet: no training has finished here.", OPEN
-    metrics, before = run.summary.metrics, run.summary.outcome.base_valid_loss
-    losses = f"{before:.3f} before, {metrics.best_valid_loss:.3f} at step {metrics.best_step:,}"
+    summary = run.summary
+    losses = f"{summary.base_valid_loss:.3f} before, {summary.best_valid_loss:.3f} at step {summary.best_step:,}"
     return f"This adapter has not been evaluated yet. Validation loss: {losses}.", OPEN
 
 
@@ -131,12 +132,11 @@ def history_of(run: Run) -> list[str]:
     """Interruptions, continuations and what was given up, one line each; empty for a run without them."""
     lines = [f"{text}; continued with less memory" for text in rungs_of(run)]
     if run.summary is not None:
-        outcome = run.summary.outcome
-        lines += outcome.gpu_rungs
-        if outcome.resumed_from_step:
-            lines.append(f"the last process continued from step {outcome.resumed_from_step:,}")
-        if outcome.stopped_early:
-            lines.append(f"stopped early at step {run.summary.metrics.steps:,}: validation no longer improved")
+        lines += run.summary.gpu_rungs
+        if run.summary.resumed_from_step:
+            lines.append(f"the last process continued from step {run.summary.resumed_from_step:,}")
+        if run.summary.stopped_early:
+            lines.append(f"stopped early at step {run.summary.steps:,}: validation no longer improved")
     elif run.job is not None:
         lines += run.job.gpu_rungs
     deaths = [entry.event for entry in run.journal if isinstance(entry.event, Died)]
@@ -152,7 +152,7 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
     peak = max((each.peak_memory_bytes for each in run.steps), default=0)
     footprint = max((each.footprint_bytes for each in run.steps), default=0)
     if run.summary is not None:
-        peak, footprint = run.summary.outcome.peak_memory_bytes, run.summary.outcome.peak_footprint_bytes
+        peak, footprint = run.summary.peak_memory_bytes, run.summary.peak_footprint_bytes
     sizes = [
         ("predicted peak of mlx", predicted, f"basis: {plan.basis}, {'' if plan.verified else 'not '}verified"),
         ("measured peak of mlx", peak, f"{100 * peak / predicted:.0f} % of the prediction" if predicted else ""),
@@ -196,7 +196,7 @@ def environment_of(run: Run) -> list[tuple[str, str]]:
         ("system", f"{machine.system} {machine.architecture}, Python {machine.python}"),
         ("backend", " ".join(part for part in (machine.backend, machine.device) if part)),
         ("mlx", f"{machine.mlx}; mlx-lm {machine.mlx_lm}"),
-        ("BLAS", run.summary.outcome.blas if run.summary is not None else ""),
+        ("BLAS", run.summary.blas if run.summary is not None else ""),
         ("matrix product, float32", f"{machine.gemm_gflops:g} GFLOP/s" if machine.gemm_gflops else ""),
     ]
     return [row for row in rows if row[1]]
@@ -206,9 +206,9 @@ def command_of(run: Run) -> str:
     """The command that trains with exactly these values, whatever params.yaml says; empty before the end of a run."""
     if run.summary is None:
         return ""
-    words = ["safetrain run", override("model.path", run.summary.outcome.base_model)]
+    words = ["safetrain run", override("model.path", run.summary.base_model)]
     words += [override("data.path", run.data.source)] if run.data is not None else []
-    for key, value in values_of(run.summary.settings).items():
+    for key, value in values_of(run.summary).items():
         if isinstance(value, tuple):
             words += [] if value == (ALL_LINEAR,) else [shlex.quote(f"{key}=[{','.join(value)}]")]
         else:
@@ -238,7 +238,7 @@ class RevisionReader(RunReader):
         from dvc.repo import Repo
         from dvc.scm import resolve_rev
 
-        super().__init__(None, revision)
+        super().__init__(Path(os.devnull), revision)  # no process, no recorder, no checkpoints
         try:
             with Repo(str(root)) as repo:
                 self._files = DVCFileSystem(str(root), rev=resolve_rev(repo.scm, revision))
@@ -297,14 +297,13 @@ def _values(run: Run) -> Iterator[tuple[str, str]]:
         yield "exact match, 95 % interval", exact_text(scores.tuned)
         yield "forgetting", describe_forgetting(scores.forgetting)
     if summary is not None:
-        yield from ((name, value_text(value)) for name, value in vars(summary.metrics).items())
-        outcome = summary.outcome
-        yield "time of the updates", duration_text(outcome.elapsed_seconds)
-        yield "tokens per second", f"{outcome.tokens_per_second:,.0f}"
-        yield "peak of mlx", size_text(outcome.peak_memory_bytes)
-        yield "peak of the process", size_text(outcome.peak_footprint_bytes)
+        yield from ((each.name, value_text(getattr(summary, each.name))) for each in fields(TrainingMetrics))
+        yield "time of the updates", duration_text(summary.elapsed_seconds)
+        yield "tokens per second", f"{summary.tokens_per_second:,.0f}"
+        yield "peak of mlx", size_text(summary.peak_memory_bytes)
+        yield "peak of the process", size_text(summary.peak_footprint_bytes)
     yield "steps down for memory", "; ".join(cut(text, 200) for text in rungs_of(run)) or "none"
-    settings = summary.settings if summary is not None else run.plan
+    settings = summary if summary is not None else run.plan
     values = {"model.path": base_of(run), **values_of(settings)} if settings is not None else {}
     yield from ((key, value_text(value)) for key, value in values.items())
     if (data := run.data) is not None:

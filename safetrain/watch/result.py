@@ -12,7 +12,10 @@ from safetrain.core.formatting import counted, duration_text, dvc, size_text
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import (
+    EXPORT_REPORT,
+    REPORT,
     Evaluation,
+    ExportReport,
     Sample,
     Verdict,
     describe_exact_match,
@@ -21,7 +24,6 @@ from safetrain.core.records.evaluation import (
     describe_sample,
     judge,
 )
-from safetrain.core.records.fusing import EXPORT_REPORT, REPORT, ExportReport
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
 from safetrain.core.records.schema import PRETRAIN, Gate
@@ -38,12 +40,11 @@ AGAIN = "fuse or export it again, into another folder"
 def describe_result(run: Run, command: str = "dvc repro") -> str:
     """The text for a terminal after ``command`` ran the pipeline; raises ConfigError without an evaluated run."""
     summary, scores = _measured(run)
-    metrics, outcome = summary.metrics, summary.outcome
-    pretrained = summary.settings.method == PRETRAIN
-    rows = f"{outcome.train_rows:,} {'windows' if pretrained else 'rows'}"
-    headline = f"Trained {counted(metrics.steps, 'step')} on {rows} in {duration_text(outcome.elapsed_seconds)}."
+    pretrained = summary.method == PRETRAIN
+    rows = f"{summary.train_rows:,} {'windows' if pretrained else 'rows'}"
+    headline = f"Trained {counted(summary.steps, 'step')} on {rows} in {duration_text(summary.elapsed_seconds)}."
     lines = ["", headline, *describe_scores(scores)]
-    if bits := metrics.best_valid_bits_per_byte:
+    if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
         lines.append(f"{describe_forgetting(scores.forgetting)}.")
@@ -170,7 +171,7 @@ def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
     files = {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
     if kind == "gguf":  # each file has its own
         files = [path.with_name(f"{path.name}.json") for path in sorted(folder.glob("*.gguf"))]
-    return [read_result(path, "", ExportReport, AGAIN) if path.is_file() else None for path in files]
+    return [read_result(path, ExportReport, AGAIN) if path.is_file() else None for path in files]
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str]) -> Path:

@@ -9,13 +9,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
-from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.metrics import StepRecord, TrainingMetrics
+from safetrain.core.records.settings import TrainSettings
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 
@@ -67,18 +68,23 @@ def _numbers(record: StepRecord) -> dict[str, float]:
 
 def _settings(run: Run) -> Iterator[tuple[str, Any]]:
     """Settings of the training, the base model's name and facts of the machine; no paths."""
-    yield "base_model", Path(run.summary.outcome.base_model if run.summary else run.job.base if run.job else "").name
-    values = asdict(run.settings) if run.settings else {}
-    values |= {f"lora.{name}": value for name, value in values.pop("lora", {}).items()}
+    yield "base_model", Path(run.summary.base_model if run.summary else run.job.base if run.job else "").name
+    values = _fields_of(TrainSettings, run.settings)
+    values |= {f"lora.{name}": value for name, value in vars(values.pop("lora")).items()} if values else {}
     yield from ((name, ", ".join(value) if isinstance(value, tuple) else value) for name, value in values.items())
     yield from ((f"machine.{name}", getattr(run.machine, name)) for name in MACHINE_FACTS if run.machine)
+
+
+def _fields_of(kind: type[Any], record: object) -> dict[str, Any]:
+    """The values of the fields that a record has from ``kind``; empty for None."""
+    return {field.name: getattr(record, field.name) for field in fields(kind) if record is not None}
 
 
 def _results(run: Run) -> Iterator[tuple[str, float]]:
     """Final losses of a finished training, and base and tuned on the test file once they are measured."""
     values: dict[str, Any] = {}
     if run.summary is not None:
-        values |= {f"result/{name}": value for name, value in vars(run.summary.metrics).items()}
+        values |= {f"result/{name}": value for name, value in _fields_of(TrainingMetrics, run.summary).items()}
     if run.evaluation is not None:
         sides = ("base", run.evaluation.base), ("tuned", run.evaluation.tuned)
         values |= {f"test/{side}_{name}": getattr(score, name) for side, score in sides for name in SCORES}

@@ -11,8 +11,17 @@ from safetrain.core.data.store import open_store
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
 from safetrain.core.data.tokenizer import GeneralText
 from safetrain.core.data.training_rows import HeldOut, held_out_in
-from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Score, describe_evaluation, judge
-from safetrain.core.records.fusing import Likeness, kept_share, refusal
+from safetrain.core.records.evaluation import (
+    Evaluation,
+    Forgetting,
+    Improvement,
+    Likeness,
+    Score,
+    describe_evaluation,
+    judge,
+    kept_share,
+    refusal,
+)
 from safetrain.core.records.schema import Gate
 from safetrain.core.records.scoring import ModelMeasures, evaluation_of, improvement, t95, wilson_interval
 from tests.stores import MADE, write_store
@@ -52,10 +61,13 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     assert said[0] == "Test loss 3.000 → 1.989 nats per token: better by 1.01 ± 0.12 (95 %, 30 rows)."
     assert said[1] == "Exact match on 10 test questions: base 10.0 %, tuned 80.0 %."
     assert "(95 %, 30 of 4,000 rows)" in describe_evaluation(evaluated(available=4000))[0]
-    assert "10 of 30 questions answered (seed 0): set evaluate.max_examples for more." in said
+    assert "10 of 30 questions answered (seed 0)." in said
     without = describe_evaluation(dataclasses.replace(evaluated(step=ROWS + 1), questions=0, answered=0))
     assert "Answers not measured: the test file has no questions." in without
     assert not [line for line in without if "Exact match" in line]
+
+
+GATE = ("least_gain", "least_exact_match", "most_forgotten")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +86,8 @@ def test_the_gate_compares_the_ends_of_the_intervals(
     gain: tuple[float, float | None], limits: tuple[float, Any, Any], forgotten: tuple[Any, Any], code: int
 ) -> None:
     score = Score(loss=1.0, perplexity=2.0, exact_match_low=0.8, exact_match_high=0.9)
-    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, "", ()), Gate(*limits))
+    thresholds = Gate(**dict(zip(GATE, limits, strict=True)))
+    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, "", ()), thresholds)
     titles = ("better", "not better", "could not be determined", "forgets")
     assert verdict[:2] == (min(code, 2), titles[code])
     assert len(verdict[2]) == sum(limit is not None for limit in limits)

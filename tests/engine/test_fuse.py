@@ -13,7 +13,7 @@ from mlx.utils import tree_map_with_path
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
-from safetrain.core.records.fusing import REPORT, ExportReport
+from safetrain.core.records.evaluation import REPORT, ExportReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine import fuse as fusing

@@ -21,7 +21,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError, SafetrainError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
 from safetrain.core.records.adapter_files import PromptFormat, write_prompt_format  # noqa: E402
-from safetrain.core.records.fusing import ExportReport  # noqa: E402
+from safetrain.core.records.evaluation import ExportReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record  # noqa: E402
 from safetrain.engine import fuse  # noqa: E402

@@ -17,7 +17,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import Setup, base_bytes
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.metrics import read_csv
+from safetrain.core.records.metrics import parse_csv
 from safetrain.engine.batches import training_layout
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.job import Job
@@ -62,7 +62,7 @@ def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeyp
         SETTINGS, dequantize_base=False, method="dora", gradient_checkpointing=True, learning_rate=2e-2, num_epochs=2
     )
     whole = run(short_job(tmp_path / "whole", base, settings))
-    records = read_csv(tmp_path / "whole" / "metrics.csv")
+    records = parse_csv((tmp_path / "whole" / "metrics.csv").read_text())
     assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.2
     assert 0 < 1 - whole.state.input_tokens / whole.state.computed_tokens < 0.9
     with pytest.raises(InterruptedRun):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError, SafetrainError
-from safetrain.core.records.fusing import EXPORT_REPORT, ExportReport
+from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine.adapters import shape_of

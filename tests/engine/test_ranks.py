@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from safetrain.core.events import Failed, Said, open_events, parse_event
-from safetrain.core.records.metrics import read_csv
+from safetrain.core.records.metrics import parse_csv
 from safetrain.engine.ranks import ALONE
 from tests.conftest import ROOT
 from tests.engine.test_training import final_state, read_arrays
@@ -114,7 +114,7 @@ def test_a_training_ends_where_that_of_one_rank_ends(folder: Path, said: Read) -
     assert "error" not in many[0]
     assert movement(folder / "whole_2", folder / "whole_1") < 1e-4
     assert (many[0]["labels"], many[0]["metrics"]["steps"]) == (one["labels"], 8)
-    records = [read_csv(folder / f"whole_{count}" / "metrics_0.csv") for count in (1, 2)]
+    records = [parse_csv((folder / f"whole_{count}" / "metrics_0.csv").read_text()) for count in (1, 2)]
     for alone, together in zip(*records, strict=True):
         for name in ("step", "epoch", "trained_tokens"):
             assert getattr(together, name) == getattr(alone, name)

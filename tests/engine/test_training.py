@@ -23,7 +23,7 @@ from safetrain.core.records.metrics import (
     StepRecord,
     append_csv,
     describe_proof,
-    read_csv,
+    parse_csv,
     require_proof,
     start_csv,
 )
@@ -111,7 +111,7 @@ def metrics_without_time(folder: Path) -> list[dict[str, str]]:
 
 def test_the_loss_falls_and_the_last_partial_window_counts(tiny_model: Build, tmp_path: Path) -> None:
     result = run(job_in(tmp_path / "a", tiny_model(bits=4)))
-    records = read_csv(tmp_path / "a" / "metrics.csv")
+    records = parse_csv((tmp_path / "a" / "metrics.csv").read_text())
     assert result.metrics.steps == 15  # 18 rows, 4 per update: 5 updates an epoch, the last of 2 rows
     assert records[-1].epoch == 3
     assert result.state.records[0].valid_loss == records[0].valid_loss
@@ -150,18 +150,11 @@ def test_the_best_adapter_is_kept_not_the_last(tiny_model: Build, tmp_path: Path
     base = tiny_model()
     metrics = run(job_in(tmp_path / "a", base, wild)).metrics
     assert metrics.best_valid_loss < metrics.valid_loss
-    validated = {r.step: r.valid_loss for r in read_csv(tmp_path / "a" / "metrics.csv") if r.step}
+    validated = {r.step: r.valid_loss for r in parse_csv((tmp_path / "a" / "metrics.csv").read_text()) if r.step}
     assert metrics.best_valid_loss == min(loss for loss in validated.values() if loss is not None)
     state = final_state(tmp_path / "a")
     best = {name.removeprefix("best:"): value for name, value in state.items() if name.startswith("best:")}
     assert same(weights(tmp_path / "a"), best)
-
-
-def test_an_adapter_that_changes_nothing_is_an_error(tiny_model: Build, tmp_path: Path) -> None:
-    """Its updates are smaller than the rounding of what they are added to."""
-    still = dataclasses.replace(SETTINGS, learning_rate=1e-30, max_steps=2)
-    with pytest.raises(TrainingError, match="The adapter changes nothing"):
-        run(job_in(tmp_path / "a", tiny_model(), still))
 
 
 def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp_path: Path) -> None:

@@ -16,12 +16,10 @@ from safetrain.core.memory.system import MemoryBudget, Readings
 from safetrain.core.records.run_state import read_postmortem
 from safetrain.core.records.settings import (
     LoraSettings,
-    PlannedMemory,
     Rung,
     TrainJob,
     TrainSettings,
     identity_of,
-    memory_shape,
 )
 from safetrain.core.storage.files import read_record, write_record
 from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER
@@ -44,6 +42,7 @@ from tests.guard.programs import IMPORTS
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
 from tests.stores import worst_update
 from tests.support.settings import SETTINGS as USUAL
+from tests.watch.made_run import PLAN
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -206,7 +205,7 @@ def test_after_the_gpu_watchdog_a_run_goes_on_in_shorter_pieces(tmp_path: Path) 
     found = read_postmortem(tmp_path)
     assert found is not None
     assert (found.cause, found.is_memory) == ("gpu_watchdog", False)
-    assert "the run continued by itself with shorter pieces" in found.next_command
+    assert "continuing by itself with shorter pieces" in found.next_command
     assert not (tmp_path / LADDER).exists()
 
 
@@ -269,7 +268,7 @@ def test_no_rung_changes_what_is_computed(quantized: bool) -> None:
         found = list(rungs(start, quantized=quantized))
         assert {s.rows_per_update for s in found} == {start.rows_per_update}
         assert {identity_of(s) for s in found} == {identity_of(start)}
-        assert len({memory_shape(s) for s in [start, *found]}) == len(found) + 1 <= MOST_RUNGS + 1
+        assert len({str(s) for s in [start, *found]}) == len(found) + 1 <= MOST_RUNGS + 1
         assert (found[-1].batch_size, found[-1].gradient_checkpointing) == (1, True)
 
 
@@ -285,10 +284,10 @@ def test_while_loading_only_the_base_itself_can_take_less() -> None:
 
 
 def written(output: Path) -> Ladder:
-    first = memory_shape(settings())
+    first = settings()
     tried = next_settings(settings(), quantized=True)
     assert tried is not None
-    ladder = Ladder(first, LIMIT, memory_shape(tried), (Rung(first, 7, "killed by the system: out of memory"),))
+    ladder = Ladder(first, LIMIT, tried, (Rung(first, 7, "killed by the system: out of memory"),))
     write_record(output / LADDER, ladder)
     return ladder
 
@@ -306,12 +305,15 @@ def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_pat
 
 
 GIB = 2**30
+KEYS = ("lora", "batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
 EIGHT = dataclasses.replace(
     USUAL, batch_size=8, gradient_accumulation=2, max_seq_length=128,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
 LARGEST = worst_update(100, 16)
-PLANNED = PlannedMemory(EIGHT, LARGEST, 3 * GIB)
+PLANNED = dataclasses.replace(
+    PLAN, largest_update=LARGEST, measured_peak_bytes=3 * GIB, **{key: getattr(EIGHT, key) for key in KEYS},
+)  # fmt: skip
 MINE = TrainJob(str(EMBEDDED), EIGHT, True, MemoryBudget(8 * GIB), PLANNED)
 UPDATE = PlannedUpdate("cpu", LARGEST)
 IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percent=54)

@@ -14,11 +14,9 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import (
     OwnOrder,
-    PlannedMemory,
     Recommendation,
     TrainJob,
     TrainSettings,
-    planned_memory,
     resolve,
 )
 from safetrain.engine.job import Job, memory_of
@@ -30,8 +28,7 @@ SETTINGS = resolve(OPEN, NO_LORA_PINS, PLAN)
 
 
 def measured(settings: TrainSettings = SETTINGS, of: Recommendation = PLAN) -> bool:
-    found = planned_memory(settings, of)
-    return found is not None and found.covers(settings, of.largest_update)
+    return of.dry_run_peak_bytes is not None and of.covers(settings, of.largest_update)
 
 
 def test_a_dry_run_speaks_for_the_plan_alone() -> None:
@@ -51,7 +48,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows[:3], 16, 2, None)
-    planned = PlannedMemory(settings, largest, 10**8)
+    planned = dataclasses.replace(PLAN, batch_size=16, gradient_accumulation=1, largest_update=largest)
     asked = TrainJob("", settings, True, MemoryBudget(10**9), planned)
 
     def memory(**changes: Any) -> RunMemory:

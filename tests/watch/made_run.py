@@ -19,25 +19,21 @@ from safetrain.core.records.metrics import (
     ComparedWith,
     Proof,
     StepRecord,
-    TrainingMetrics,
-    TrainingOutcome,
     TrainingSummary,
     append_csv,
     start_csv,
-    write_summary,
 )
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.run_state import PostMortem, RunIdentity, RunState, name_of, write_manifest, write_run_state
 from safetrain.core.records.settings import (
     LargestUpdate,
-    MemoryShape,
     MemoryTerm,
     Recommendation,
     Rung,
     TrainJob,
     TrainSettings,
 )
-from safetrain.core.run_folder import RunMarker, write_marker
+from safetrain.core.run_folder import RunMarker
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER
@@ -57,13 +53,14 @@ PLAN = Recommendation(
     total_seconds=30.0, disk_bytes=9, measured_peak_bytes=GIB, own_order=None, measured_footprint_bytes=None,
     verified=True,
 )  # fmt: skip
-OUTCOME = TrainingOutcome(
+PROOF = Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm")
+SUMMARY = TrainingSummary(
+    **vars(SETTINGS), final_train_loss=0.5, valid_loss=0.46, best_valid_loss=0.45, best_step=25, steps=UPDATES,
     base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, trained_tokens=999,
     elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
     predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, stopped_early=False,
-    base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(),
+    base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(), proof=PROOF,
 )  # fmt: skip
-PROOF = Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm")
 DEATH = PostMortem(
     cause="oom_kill", title="the system killed it for lack of memory", confidence="confirmed", is_memory=True,
     evidence=("Killed process 4711",), advice="shorter rows", phase="gradient", step=17, micro_batch=1, rows=2,
@@ -121,9 +118,7 @@ def make_run(
     write_record(folder / paths.MACHINE, machine)
     write_record(folder / paths.RECOMMENDED_CONFIG, PLAN)
     start_csv(folder / paths.METRICS_CSV, steps())
-    done = dataclasses.replace(OUTCOME, **outcome)
-    summary = TrainingSummary(settings, TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES), done, PROOF)
-    write_summary(folder / paths.SUMMARY, summary)
+    write_record(folder / paths.SUMMARY, dataclasses.replace(SUMMARY, **{**vars(settings), **outcome}))
     measured = found or evaluation((sample("What is it?"),))
     write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=fingerprint(adapter)))
     return output
@@ -163,8 +158,7 @@ JOB_OF_ALL = TrainJob(
     dataclasses.replace(SETTINGS, batch_size=2, gradient_accumulation=8, eval_steps=10),
     True, MemoryBudget(GIB), None,
 )  # fmt: skip
-RUNG = Rung(MemoryShape(4, 4, SETTINGS.gradient_checkpointing, SETTINGS.dequantize_base, SETTINGS.max_seq_length), 12,
-            "out of memory")  # fmt: skip
+RUNG = Rung(dataclasses.replace(SETTINGS, batch_size=4, gradient_accumulation=4), 12, "out of memory")
 KILLED = dataclasses.replace(
     DEATH, cause="killed", title="Killed from outside (SIGKILL)", is_memory=False,
     evidence=("signal 9", "8.00 GiB were free"), advice="", step=ENDS_AT + 1, rows=8, tokens=214, row_ids=(3, 9, 27),
@@ -196,7 +190,8 @@ class RecordedRun:
         self.journal = Journal(output / FLIGHT / JOURNAL)
         self.journal.write(Started())
         limit = 16 * GIB, "the machine's memory"
-        write_marker(output, RunMarker(boot_id(), "dvc repro", time.time(), time.monotonic(), *limit))
+        marker = RunMarker(boot_id(), "dvc repro", time.time(), time.monotonic(), *limit)
+        write_record(output / FLIGHT / MARKER, marker)
         self.recorder = Recorder(output / FLIGHT / RECORDER)
         self.recorder.device("cpu")
         self.recorder.predicted_peak_bytes = 150 * MIB
@@ -208,7 +203,7 @@ class RecordedRun:
             with self.recorder.phase(phase):
                 pass
         start_csv(self.output / paths.METRICS_CSV.name, [])
-        self.journal.take(Begun(TOTAL, 0, "training on 160 rows", 10, 2.0))
+        self.journal.write(Begun(TOTAL, 0, "training on 160 rows", 10, 2.0))
         self.record(0, 2.7)
 
     def update(self, step: int) -> None:
@@ -231,7 +226,7 @@ class RecordedRun:
         found = StepRecord(step, step / 20, loss, valid, rate, 0.8, 200 * step, speed, 140 * MIB, 400 * MIB, 2.0 * step)
         self.records.append(found)
         append_csv(self.output / paths.METRICS_CSV.name, found)
-        self.journal.take(found)
+        self.journal.write(found)
 
     def save(self, step: int) -> None:
         """Write a checkpoint."""
@@ -251,12 +246,12 @@ class RecordedRun:
         if ending == "finished":
             with self.recorder.phase(Phase.FINISH):
                 self.point(ENDS_AT, finished=True)
-            self.journal.take(Finished(ENDS_AT))
+            self.journal.write(Finished(ENDS_AT))
         else:
             self.recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(ENDS_AT + 1, 1, 8, 214, (3, 9, 27)))
             cause, title = ENDINGS[ending]
             if ending not in ("killed", "oom", "hang"):
-                self.journal.take(Failed("Error", title, 1))
+                self.journal.write(Failed("Error", title, 1))
             verdict = dataclasses.replace(KILLED, cause=cause, title=title, ended_seconds=time.time())
             write_record(self.output / POSTMORTEM, verdict)
             self.journal.write(Died(title, ENDS_AT + 1))

@@ -14,7 +14,7 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import TrainJob
-from safetrain.core.run_folder import RunMarker, write_marker
+from safetrain.core.run_folder import RunMarker
 from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_record(output / "postmortem.json", DEATH)
     write_record(output / "data_report.json", data_report((Finding("NEAR-COPIES", "warning", 3, (ROW,), ROW, NAME),)))
     write_record(output / "flight" / "job.json", TrainJob(PATH, SETTINGS, True, MemoryBudget(9), None))
-    write_marker(output, RunMarker(TOKEN, f"dvc repro {ROW}", 1.0, 1.0, 9, NAME))
+    write_record(output / "flight" / "run.json", RunMarker(TOKEN, f"dvc repro {ROW}", 1.0, 1.0, 9, NAME))
     texts = ({"type": "Said", "text": ROW}, {"type": "Died", "title": NAME, "step": 12})
     lines = (json.dumps(event | {"wall_seconds": 1.0, "monotonic_seconds": 1.0}) for event in texts)
     (output / "flight" / "journal.jsonl").write_text("\n".join(lines) + "\n")
@@ -82,7 +82,7 @@ def test_it_says_what_is_in_it_and_replaces_nothing(output: Path) -> None:
     death = run["postmortem"]
     assert (death["cause"], death["phase"], death["confidence"]) == ("oom_kill", "gradient", "confirmed")
     assert (death["step"], death["footprint_bytes"], "evidence" in death) == (17, DEATH.footprint_bytes, False)
-    settings = run["summary"]["settings"]
+    settings = run["summary"]
     assert (settings["method"], settings["lora"]["targets"]) == ("lora", ["all-linear"])
     assert run["plan"]["predicted_peak_bytes"] == PLAN.predicted_peak_bytes
     assert json.loads(files["machine.json"])["packages"]["mlx"]

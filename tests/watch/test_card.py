@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import PromptFormat, fingerprint, write_prompt_format
-from safetrain.core.records.fusing import REPORT, ExportReport, Likeness
+from safetrain.core.records.evaluation import REPORT, ExportReport, Likeness
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record

@@ -36,7 +36,7 @@ from safetrain.core.memory.terms import (
 from safetrain.core.model.files import ModelFiles, in_blocks
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, PlannedMemory, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, TrainSettings
 
 # The factor on estimated terms; exact terms need none (measured on Linux CPU: the closed form is 7 to 35 % above the
 # peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
@@ -197,7 +197,7 @@ def memory_of_run(
     largest: LargestUpdate,
     backend_name: str,
     budget: MemoryBudget,
-    planned: PlannedMemory | None,
+    planned: Recommendation | None,
 ) -> RunMemory:
     """The memory of a run: as measured if the dry run covers it, else scaled from the dry run or from the closed form.
 
@@ -211,20 +211,21 @@ def memory_of_run(
         )
     require_computable(settings.compute_dtype, backend_name)
     terms = _terms(model, settings, largest, backend_name)
-    if planned is None:
+    measured = planned.dry_run_peak_bytes if planned is not None else None
+    if planned is None or measured is None:
         peak, needed = total_bytes(terms), with_margin(terms)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
-    then = _terms(model, planned.settings, planned.largest_update, backend_name)
+    then = _terms(model, planned.planned_settings(settings), planned.largest_update, backend_name)
     exact_then, exact = (sum(term.size_bytes for term in each if term.exact) for each in (then, terms))
     estimated_then, estimated = total_bytes(then) - exact_then, total_bytes(terms) - exact
     share = estimated / estimated_then if estimated_then else 1.0
-    peak = exact + int(max(0, planned.peak_bytes - exact_then) * share)
-    if settings.stream_base != planned.settings.stream_base:  # one says nothing about the other
+    peak = exact + int(max(0, measured - exact_then) * share)
+    if settings.stream_base != planned.stream_base:  # one says nothing about the other
         peak = total_bytes(terms)
     if planned.covers(settings, largest):  # the dry run ran the largest update of several row orders
         own = planned.own_order
-        peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, planned.peak_bytes)
+        peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, measured)
         peak = min(peak, budget.mlx_bytes)
     return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
 

@@ -1,17 +1,18 @@
-"""evaluation.json: its records, how they are described, and the verdict of `safetrain result --gate`.
+"""evaluation.json and the reports of exports: their records, descriptions, and verdicts. Pure functions.
 
-`dvc exp show` has a column per number in the order of the fields, the most important first.
+`dvc exp show` has a column per number of evaluation.json in the order of the fields, the most important first.
 """
 
 import math
 from dataclasses import dataclass
 
-from safetrain.core.errors import TrainingError
-from safetrain.core.formatting import counted, printable
+from safetrain.core.formatting import counted, printable, size_text
 from safetrain.core.records.schema import Gate
-from safetrain.core.storage import paths
 
 EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # share of the training's time; least time
+REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # of fuse; of PEFT
+Z95 = 1.959964  # two-sided 95 % of a normal distribution
+HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 
 
 def evaluation_seconds(training_seconds: float) -> float:
@@ -90,32 +91,38 @@ class Evaluation:
     worst: tuple[Sample, ...]  # highest loss of the tuned model
 
 
-def describe_evaluation(evaluation: Evaluation, more: str = "evaluate.max_examples") -> list[str]:
-    """Sentences for a terminal. ``more`` is the option for more questions."""
+def describe_evaluation(evaluation: Evaluation) -> list[str]:
+    """Sentences for a terminal."""
     lines = [describe_loss(evaluation)]
     if evaluation.answered:
         lines.append(describe_exact_match(evaluation))
         lines.append(f"Token F1 {evaluation.base.token_f1:.3f} → {evaluation.tuned.token_f1:.3f}")
     lines.append(describe_forgetting(evaluation.forgetting))
-    if remark := describe_answered(evaluation.answered, evaluation.questions, more):
-        lines.append(remark)
+    lines += describe_answered(evaluation.answered, evaluation.questions)
     return [f"{line}." for line in lines]
 
 
-def describe_answered(answered: int, questions: int, more: str) -> str:
+def describe_answered(answered: int, questions: int) -> list[str]:
     """Say how many questions were answered; empty if all were."""
     if not questions:
-        return "Answers not measured: the test file has no questions"
-    sample = f"{answered} of {questions} questions answered (seed 0): set {more} for more"
-    return "" if answered == questions else sample
+        return ["Answers not measured: the test file has no questions"]
+    return [f"{answered} of {questions} questions answered (seed 0)"] if answered < questions else []
 
 
 def describe_loss(evaluation: Evaluation) -> str:
     """``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
-    places = _places(evaluation.improvement.plus_minus) + 1
-    losses = f"{evaluation.base.loss:.{places}f} → {evaluation.tuned.loss:.{places}f}"
+    gain, half = evaluation.improvement.nats_per_label, evaluation.improvement.plus_minus
+    places, word = _places(half), "better" if gain > 0 else "worse"
+    losses = f"{evaluation.base.loss:.{places + 1}f} → {evaluation.tuned.loss:.{places + 1}f}"
     of = f" of {evaluation.rows_available:,}" if evaluation.rows < evaluation.rows_available else ""
-    return f"Test loss {losses} nats per token: {describe_improvement(evaluation.improvement, of)}"
+    size = f"{word} by {abs(gain):.{places}f}"
+    size += (
+        " on one row: no interval"
+        if half is None
+        else f" ± {half:.{places}f} (95 %, {evaluation.improvement.rows:,}{of} rows)"
+    )
+    unclear = "no clear difference, " if half is not None and abs(gain) <= half else ""
+    return f"Test loss {losses} nats per token: {unclear}{size}"
 
 
 def describe_exact_match(evaluation: Evaluation) -> str:
@@ -124,26 +131,18 @@ def describe_exact_match(evaluation: Evaluation) -> str:
     return f"Exact match on {counted(evaluation.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
 
 
-def describe_improvement(improvement: Improvement, of: str = "") -> str:
-    """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token. ``of``: `` of N`` if the rows are a sample."""
-    gain, half = improvement.nats_per_label, improvement.plus_minus
-    word, places = "better" if gain > 0 else "worse", _places(half)
-    if half is None:
-        return f"{word} by {abs(gain):.2f} on one row: no interval"
-    size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {improvement.rows:,}{of} rows)"
-    return size if abs(gain) > half else f"no clear difference, {size}"
-
-
 def describe_forgetting(forgetting: Forgetting) -> str:
     """``Forgetting: general text loss +0.31 ± 0.05 nats per token (English +0.12 ± 0.03, …)``."""
-    if forgetting.nats_per_token is None or forgetting.plus_minus is None:
+    more, half = forgetting.nats_per_token, forgetting.plus_minus
+    if more is None or half is None:
         return f"Forgetting not measured: {forgetting.unsaid}"
-    parts = list[str]()
-    for part in forgetting.parts:
-        more, half = part.nats_per_token, part.plus_minus
-        parts.append(f"{part.name} {'not measured' if more is None else f'{more:+.2f} ± {half:.2f}'}")
-    places = _places(forgetting.plus_minus)
-    size = f"{forgetting.nats_per_token:+.{places}f} ± {forgetting.plus_minus:.{places}f} nats per token"
+    parts = [
+        f"{part.name} not measured"
+        if part.nats_per_token is None
+        else f"{part.name} {part.nats_per_token:+.2f} ± {part.plus_minus:.2f}"
+        for part in forgetting.parts
+    ]
+    size = f"{more:+.{_places(half)}f} ± {half:.{_places(half)}f} nats per token"
     return f"Forgetting: general text loss {size} ({', '.join(parts)})"
 
 
@@ -170,14 +169,11 @@ def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits:
 
     Forgetting must stay below its threshold; it is ignored if it was not measured.
     """
-    measures = [
-        _compare("gain in loss, nats per token", _ends(improvement.nats_per_label, improvement.plus_minus),
-                 limits.least_gain)
-    ]  # fmt: skip
+    gain = _ends(improvement.nats_per_label, improvement.plus_minus)
+    measures, undecided = [_compare("gain in loss, nats per token", gain, limits.least_gain)], "could not be determined"
     if limits.least_exact_match is not None:
-        measures.append(_compare("exact match", (tuned.exact_match_low, tuned.exact_match_high),
-                                 limits.least_exact_match))  # fmt: skip
-    undecided = "could not be determined"
+        ends = (tuned.exact_match_low, tuned.exact_match_high)
+        measures.append(_compare("exact match", ends, limits.least_exact_match))
     if limits.most_forgotten is not None and forgotten.plus_minus is None:
         measures.append((0, describe_forgetting(forgotten)))
     elif limits.most_forgotten is not None:
@@ -204,24 +200,66 @@ def _compare(name: str, ends: tuple[float | None, float | None], limit: float) -
     return code, f"{name}: {low:.4g} to {high:.4g} {word} {limit:g}"
 
 
-def require_number(loss: float, name: str, rows: str) -> float:
-    """Return the loss of the ``name`` model (base, tuned) on ``rows``; raise TrainingError if it is not a number."""
-    if math.isfinite(loss):
-        return loss
-    where, do = "", "check the model: safetrain selftest MODEL (damaged files, or numbers that overflow their type)"
-    if name == "tuned":
-        where, do = str(paths.ADAPTERS), "train again with a lower train.learning_rate: the training diverged"
-    raise TrainingError(
-        f"The loss of the {name} model on the {rows} is not a number.", where=where, got=str(loss), do=do
-    )
+# How much of the training a fused or exported model keeps
 
 
-def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
-    """Raise TrainingError if base and tuned model have the same loss to the last bit: the adapter has no effect."""
-    if base == tuned:
-        raise TrainingError(
-            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
-            where=adapter,
-            got=f"{tuned:.6f} nats per label, both",
-            do="discard this training with 'safetrain discard', and train with a higher train.learning_rate",
-        )
+@dataclass(frozen=True)
+class Likeness:
+    """A model compared with the tuned one on the validation rows. An answer is a whole row's labels, read greedily."""
+
+    loss: float  # nats per label
+    divergence: float  # KL(tuned || this model), nats per label
+    same_answers: float  # share of rows in which both choose the same token at every label
+    right_answers: int  # rows in which this model chooses every label
+    lost_answers: int  # rows that only the tuned model has right
+    won_answers: int  # rows that only this model has right
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """fuse_report.json, export_report.json or OUT.gguf.json: what was written, loaded again and compared."""
+
+    type: str  # of the changed weights: 8 bits, float, q8_0, peft
+    size_bytes: int
+    base_model: str
+    base_fingerprint: str
+    adapter_fingerprint: str
+    rows: int
+    labels: int
+    base: Likeness
+    tuned: Likeness
+    written: Likeness
+    kept: float  # share of the improvement
+    stop_ids: tuple[int, ...]  # tokens that end an answer after training
+
+
+def kept_share(base: Likeness, tuned: Likeness, other: Likeness) -> float:
+    """Share kept of the loss improvement, if any, or of the KL from base to tuned model: the smaller one.
+
+    Rounding may lower the loss by chance, even if nothing of the training is left.
+    """
+    gained, way = base.loss - tuned.loss, 1 - other.divergence / base.divergence
+    return min(way, (base.loss - other.loss) / gained) if gained > 0 else way
+
+
+def refusal(share: float, other: Likeness, may_lose: float) -> str:
+    """Say why a fused or exported model fails; empty if it passes. With ``may_lose`` 1, only its loss must be a number.
+
+    It also fails if it loses more right answers than the 95 % interval of chance allows.
+    """
+    if not math.isfinite(other.loss):
+        return "has a loss that is not a number"
+    if may_lose >= 1:
+        return ""
+    if share < 1 - may_lose:
+        return f"loses more than {100 * may_lose:g} % of the improvement"
+    fall = other.lost_answers - other.won_answers
+    chance = Z95 * math.sqrt(other.lost_answers + other.won_answers)
+    return f"answers {fall} fewer rows correctly" if fall > chance else ""
+
+
+def describe_likeness(name: str, size_bytes: int, share: float, other: Likeness, rows: int, verdict: str = "") -> str:
+    """Make one line of the table below ``HEADER``."""
+    same = f"{round(other.same_answers * rows)} of {rows}"
+    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * share:.1f} %':>9}{other.loss:>9.4f}{same:>15}  {verdict}"
+    return line.rstrip()

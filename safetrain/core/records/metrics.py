@@ -1,20 +1,19 @@
 """A training's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
-import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.errors import ConfigError, TrainingError
-from safetrain.core.formatting import dvc
+from safetrain.core.errors import TrainingError
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.files import from_json, read_result, write_json, write_text
+from safetrain.core.storage.files import write_text
 
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
 ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens of validation rows; trained ones per each
 OF_LOSS = 10  # times larger: rounding moves a loss by its own size, a divergence by its square
+NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
 DISCARD = "discard this training with 'safetrain discard', and train with a higher train.learning_rate"
 
 
@@ -35,10 +34,10 @@ class StepRecord:
     elapsed_seconds: float  # time of the steps, without validation and saving
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(StepRecord))
+KINDS: dict[str, Any] = {column.name: int if column.type is int else float for column in fields(StepRecord)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingMetrics:
     """training_metrics.json: the numbers for comparing runs. Losses in nats per label."""
 
@@ -48,30 +47,6 @@ class TrainingMetrics:
     best_step: int
     steps: int
     best_valid_bits_per_byte: float | None = None  # pretraining only: comparable between tokenizers
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """The part of training_summary.json that is neither a setting nor a metric."""
-
-    base_model: str
-    train_rows: int
-    trainable_parameters: int
-    resumed_from_step: int  # 0: never interrupted
-    trained_tokens: int  # labels
-    elapsed_seconds: float  # time of the steps, without loading, validation and saving
-    tokens_per_second: float  # speed in input tokens, without padding
-    peak_memory_bytes: int  # peak memory of mlx over all steps
-    peak_footprint_bytes: int  # peak memory of the process
-    predicted_peak_bytes: int  # predicted peak memory of mlx
-    blas: str
-    padding_share: float  # share of padding in all computed tokens
-    stopped_early: bool
-    base_valid_loss: float  # validation loss before the first step
-    memory_rungs: tuple[str, ...]  # configurations that ran out of memory
-    gpu_rungs: tuple[str, ...]  # changes after the GPU watchdog
-    valid_rows: int = 0  # rows of each validation; 0: unknown
-    valid_rows_available: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,32 +70,29 @@ class Proof:
     opened_by: str  # mlx-lm; safetrain for DoRA on a base of 3, 5 or 6 bits
 
 
-@dataclass(frozen=True)
-class TrainingSummary:
-    """training_summary.json, in which settings, metrics and outcome share the top level."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingSummary(TrainingMetrics, TrainSettings):
+    """training_summary.json: settings, metrics, and what else is known of a finished training."""
 
-    settings: TrainSettings
-    metrics: TrainingMetrics
-    outcome: TrainingOutcome
-    proof: Proof  # under its own key
-
-    @classmethod
-    def of_json(cls, value: Any) -> "TrainingSummary":
-        """Build the summary; raises TypeError or KeyError for other content."""
-        parts = from_json(TrainSettings, value), from_json(TrainingMetrics, value), from_json(TrainingOutcome, value)
-        return cls(*parts, from_json(Proof, value["proof"]))
-
-
-def write_summary(path: Path, summary: TrainingSummary) -> None:
-    """Write training_summary.json."""
-    parts = (summary.settings, summary.metrics, summary.outcome)
-    value = {key: item for part in parts for key, item in dataclasses.asdict(part).items()}
-    write_json(path, {**value, "proof": dataclasses.asdict(summary.proof)})
-
-
-def read_summary(path: Path) -> TrainingSummary:
-    """Read training_summary.json; raises ConfigError."""
-    return read_result(path, "train", TrainingSummary)
+    base_model: str
+    train_rows: int
+    trainable_parameters: int
+    resumed_from_step: int  # 0: never interrupted
+    trained_tokens: int  # labels
+    elapsed_seconds: float  # time of the steps, without loading, validation and saving
+    tokens_per_second: float  # speed in input tokens, without padding
+    peak_memory_bytes: int  # peak memory of mlx over all steps
+    peak_footprint_bytes: int  # peak memory of the process
+    predicted_peak_bytes: int  # predicted peak memory of mlx
+    blas: str
+    padding_share: float  # share of padding in all computed tokens
+    stopped_early: bool
+    base_valid_loss: float  # validation loss before the first step
+    memory_rungs: tuple[str, ...]  # configurations that ran out of memory
+    gpu_rungs: tuple[str, ...]  # changes after the GPU watchdog
+    valid_rows: int = 0  # rows of each validation; 0: unknown
+    valid_rows_available: int = 0
+    proof: Proof
 
 
 @dataclass(frozen=True)
@@ -149,14 +121,9 @@ class RunShape:
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
 
 
-def read_run_shape(path: Path) -> RunShape:
-    """Read these keys of training_summary.json; raises ConfigError."""
-    return read_result(path, "train", RunShape)
-
-
 def start_csv(path: Path, records: list[StepRecord]) -> None:
     """Write the header and the records so far atomically."""
-    write_text(path, "".join([",".join(COLUMNS), "\n", *map(_line_of, records)]))
+    write_text(path, "".join([",".join(KINDS), "\n", *map(_line_of, records)]))
 
 
 def append_csv(path: Path, record: StepRecord) -> None:
@@ -171,27 +138,19 @@ def append_csv(path: Path, record: StepRecord) -> None:
 
 
 def _line_of(record: StepRecord) -> str:
-    return ",".join("" if value is None else str(value) for value in dataclasses.astuple(record)) + "\n"
-
-
-def read_csv(path: Path) -> list[StepRecord]:
-    """Read a metrics file; raises ConfigError if it is missing."""
-    if not path.is_file():
-        raise ConfigError(f"{path.name} does not exist yet.", where=str(path), do=f"run '{dvc()} repro train' first")
-    return parse_csv(path.read_text(encoding="utf-8"))
+    return ",".join("" if value is None else str(value) for value in astuple(record)) + "\n"
 
 
 def parse_csv(text: str) -> list[StepRecord]:
     """Parse a metrics file, without a torn last line. Raises ValueError for anything else."""
-    kinds = {field.name: int if field.type is int else float for field in dataclasses.fields(StepRecord)}
-    head, *lines = (line.split(",") for line in text.split("\n")[:-1] or [",".join(COLUMNS)])
-    if set(head) != set(kinds):
+    head, *lines = [line.split(",") for line in text.split("\n")[:-1]] or [list(KINDS)]
+    if head != list(KINDS):
         raise ValueError(f"its columns are {', '.join(head)}")
-    return [StepRecord(**_values(line, head, kinds)) for line in lines]
-
-
-def _values(line: list[str], head: list[str], kinds: dict[str, type[int] | type[float]]) -> dict[str, Any]:
-    return {name: kinds[name](text) if text else None for name, text in zip(head, line, strict=True)}
+    records = list[StepRecord]()
+    for line in lines:
+        values: list[Any] = [kind(cell) if cell else None for kind, cell in zip(KINDS.values(), line, strict=True)]
+        records.append(StepRecord(*values))
+    return records
 
 
 def proved_tokens(trained_tokens: int) -> int:
@@ -210,24 +169,18 @@ def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
     In 16 bits, two ways to compute one model differ by a rounding that depends on the model: there, the folder fails
     only if it is as close to the base as to the tuned model.
     """
-    base, reopened, rounding = proof.base, proof.opened, ROUNDING_16_BIT if in_16_bit else NO_CHANGE
-    share = 0.5 if in_16_bit else 0.02
+    base, opened = proof.base, proof.opened
+    rounding, share = (ROUNDING_16_BIT, 0.5) if in_16_bit else (NO_CHANGE, 0.02)
     gained = abs(base.loss - proof.tuned_loss)
     if base.divergence < NO_CHANGE and gained < NO_CHANGE:
-        raise TrainingError(
-            "The adapter changes nothing: tuned and base model give the same loss on every label.",
-            where=adapter,
-            got=f"a divergence of {base.divergence:.1e} nats per label",
-            do=DISCARD,
-        )
+        raise TrainingError(NO_EFFECT, where=adapter, do=DISCARD)
     near, near_loss = max(rounding, share * base.divergence), max(OF_LOSS * rounding, share * gained)
-    if not (reopened.divergence <= near and abs(reopened.loss - proof.tuned_loss) <= near_loss):
+    if not (opened.divergence <= near and abs(opened.loss - proof.tuned_loss) <= near_loss):
         raise TrainingError(
             "The saved adapter is not the trained model: mlx-lm loads a different one.",
             where=adapter,
             expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {proof.tuned_loss:.4f}",
-            got=f"{reopened.divergence:.1e}, and a loss of {reopened.loss:.4f}; the base: {base.divergence:.1e}, "
-            f"{base.loss:.4f}",
+            got=f"{opened.divergence:.1e}, and a loss of {opened.loss:.4f}",
             do="run the same command again, and do not change the folder meanwhile; if it fails again, "
             "report this model's architecture",
         )

@@ -6,7 +6,6 @@ from pathlib import Path
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import similar_path
 from safetrain.core.memory.system import PROCESS_BYTES, MemoryBudget
-from safetrain.core.storage.files import read_result
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,6 @@ class Machine:
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
 
-def read_data_report(path: Path) -> DataReport:
-    """Read data_report.json; raises ConfigError."""
-    return read_result(path, "validate_data", DataReport)
-
-
 def require_data_of(report: DataReport, source: str) -> None:
     """Raise ConfigError if data/validated was not made from ``source``; DataError if ``source`` does not exist."""
     if report.source != source:
@@ -119,8 +113,3 @@ def require_source(source: str) -> None:
     if not Path(source).exists():
         do = similar_path(Path(source)) or "correct data.path"
         raise DataError("data.path does not exist.", where=source, do=do)
-
-
-def read_machine(path: Path) -> Machine:
-    """Read machine.json; raises ConfigError."""
-    return read_result(path, "preflight", Machine)

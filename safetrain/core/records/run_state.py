@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.system import OWN_LIMIT
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, sha256_of, write_json, write_record
 
@@ -20,7 +19,12 @@ MANIFEST = "manifest.json"
 KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
-OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
+DIFFERENCES = {  # of a RunIdentity, in words
+    "base_model": "base model",
+    "training_rows": "training rows",
+    "validation_rows": "validation rows",
+    "draws": "numpy's random order of rows (install the numpy version that the run began with)",
+}
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,16 @@ class RunIdentity:
 
     def differences(self, other: "RunIdentity") -> list[str]:
         """List what differs, for people."""
-        names = ("base_model", "training_rows", "validation_rows")
-        texts = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
-        texts += [] if self.draws == other.draws else [OTHER_DRAWS]
+        texts = [words for name, words in DIFFERENCES.items() if getattr(self, name) != getattr(other, name)]
         changed = self._changed_settings(other).items()
         return texts + [f"{key} ({json.dumps(old)} before, {json.dumps(new)} now)" for key, (old, new) in changed]
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; values recommended for a run's length may differ too."""
-        same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
         changed = self._changed_settings(other)
         before, now = changed.get("num_epochs", (0, 0))
         is_longer = before < now and json.loads(self.settings)["max_steps"] is None
+        same = dataclasses.replace(self, settings=other.settings) == other
         return same and is_longer and changed.keys() <= GROWS_WITH_LENGTH
 
     def _changed_settings(self, other: "RunIdentity") -> dict[str, tuple[Any, Any]]:
@@ -120,16 +122,12 @@ def fault_of(folder: Path) -> str:
     """Say what is wrong with a checkpoint; empty if it is intact. Raises OSError if the disk fails."""
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        for name, proof in expected.items():
-            actual = _proof(folder / name)
-            if actual != proof:
-                size = f"{actual['bytes']} bytes instead of {proof['bytes']}"
-                return f"{name} has {size}" if actual["bytes"] != proof["bytes"] else f"{name} has different contents"
+        changed = [name for name, proof in expected.items() if _proof(folder / name) != proof]
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    return ""
+    return f"{changed[0]} has different contents" if changed else ""
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
@@ -226,9 +224,9 @@ def read_postmortem(output: Path) -> PostMortem | None:
     return read_or_none(output / paths.POSTMORTEM, PostMortem)
 
 
-def describe(death: PostMortem, *, with_next: bool = True) -> str:
+def describe(death: PostMortem) -> str:
     """Describe the end of a training in lines of text, for people."""
-    rows = [*describe_rows(death), *([("next", death.next_command)] if with_next else [])]
+    rows = [*describe_rows(death), ("next", death.next_command)]
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in rows)
 
 
@@ -244,26 +242,22 @@ def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
 
 def describe_place(death: PostMortem) -> str:
     """``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``."""
-    text = f"{death.phase} of step {death.step}".replace("save of", "saving") if death.step else death.phase
-    text = "while checking the saved adapter" if "verify" in death.phase else text
+    text = f"{death.phase} of step {death.step}" if death.step else death.phase
     if death.rows:
         size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
         text += f", micro-batch {death.micro_batch}: {size}"
     if death.row_ids:
-        ids = ", ".join(map(str, death.row_ids)) + (", …" if death.rows > len(death.row_ids) else "")
-        text += f" (train.jsonl {'line' if death.rows == 1 else 'lines'} {ids})"
+        more = ", …" if death.rows > len(death.row_ids) else ""
+        text += f" (train.jsonl lines {', '.join(map(str, death.row_ids))}{more})"
     return text if death.rank is None else f"{describe_rank(death)}; {text}"
 
 
 def describe_memory(death: PostMortem) -> str:
     """Compare the memory of the process with its limit, and mlx's memory with the prediction."""
     process = "process" if death.ranks == 1 else f"all {death.ranks} ranks"
-    kind = "private memory" if death.limit_name == OWN_LIMIT else process
-    text = f"{kind} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
-    if death.predicted_peak_bytes:
-        predicted = size_text(death.predicted_peak_bytes)
-        text += f"; mlx {size_text(death.mlx_active_bytes)}, predicted peak {predicted}"
-    return text
+    text = f"{process} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
+    mlx = f"; mlx {size_text(death.mlx_active_bytes)}, predicted peak {size_text(death.predicted_peak_bytes)}"
+    return text + (mlx if death.predicted_peak_bytes else "")
 
 
 def describe_rank(death: PostMortem) -> str:

@@ -5,6 +5,7 @@ These are plain dataclasses, because Hydra merges into them; stages pass the sec
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +17,14 @@ SET = "set by you"  # in the reason for a value
 PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 RANGE, CHOICES = "range", "choices"
-ANY = (-math.inf, math.inf, "")  # a range: least and most, in words
+COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, e.g. {prompt: frage, completion: antwort}, or null"
 
 
-def number(*, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf) -> Any:
-    """A numeric key with its range, both ends included; ``above`` excludes its own value."""
-    text = f"at least {at_least:.12g}" if above == -math.inf else f"above {above:.12g}"
-    text += "" if at_most == math.inf else f" and at most {at_most:.12g}"
-    return field(metadata={RANGE: (max(at_least, math.nextafter(above, math.inf)), at_most, text)})
+def number(**limits: float) -> Any:
+    """A numeric key with its range: at_least, above and at_most."""
+    return field(metadata={RANGE: limits})
 
 
 def choice(*values: str | int) -> Any:
@@ -33,12 +32,7 @@ def choice(*values: str | int) -> Any:
     return field(metadata={CHOICES: values})
 
 
-def plain() -> Any:
-    """A key without a range; mypy requires it, because it takes ``number`` and ``choice`` for defaults."""
-    return field()
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Model:
     """The base model. ``create`` is the preset of a new one, which is made if ``path`` does not exist."""
 
@@ -46,19 +40,19 @@ class Model:
     create: str | None = choice("10m", "85m", "400m", "800m")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Data:
     """The rows: their path, their splits, and which findings are only warnings."""
 
     path: str
-    columns: Any = plain()  # noqa: RUF009 a mapping; typed, OmegaConf could not merge one into null
+    columns: Any  # a mapping; typed, OmegaConf could not merge one into null
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
     near_duplicate_similarity: float = number(at_least=0.5, at_most=1)
-    downgrade: list[str] | None = plain()  # noqa: RUF009
+    downgrade: list[str] | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Train:
     """Settings of the training. None: use the recommendation (for limits and checks: no limit)."""
 
@@ -80,9 +74,9 @@ class Train:
     weight_decay: float = number(at_least=0, at_most=1)
     early_stopping_patience: int | None = number(at_least=1)
     max_loss_jump: float | None = number(above=0)
-    dequantize_base: bool | None = plain()
-    stream_base: bool | None = plain()
-    gradient_checkpointing: bool | None = plain()
+    dequantize_base: bool | None
+    stream_base: bool | None
+    gradient_checkpointing: bool | None
     compute_dtype: str | None = choice("float32", "bfloat16", "float16")
     seed: int = number(at_least=0, at_most=2**32 - 1)
     keep_checkpoints: int = number(at_least=1, at_most=1000)
@@ -90,10 +84,10 @@ class Train:
     hang_minutes: float = number(above=0, at_most=10_000)
     trace: str = choice("none", "phases")
     ranks: int = number(at_least=1, at_most=1024)
-    hostfile: str | None = plain()
+    hostfile: str | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Lora:
     """Settings of the adapter. None: use the recommendation."""
 
@@ -101,10 +95,10 @@ class Lora:
     scale: float | None = number(above=0, at_most=1000)
     dropout: float | None = number(at_least=0, at_most=0.9)
     num_layers: int | None = number(at_least=1)
-    targets: list[str] | None = plain()  # noqa: RUF009
+    targets: list[str] | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Evaluate:
     """Settings for the comparison of base and tuned model on the test rows."""
 
@@ -112,7 +106,7 @@ class Evaluate:
     max_new_tokens: int = number(at_least=1, at_most=4096)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Gate:
     """Thresholds of `safetrain result --gate`, in nats; None: not checked."""
 
@@ -121,15 +115,15 @@ class Gate:
     most_forgotten: float | None = number(at_least=0, at_most=100)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Preflight:
     """Settings of the checks before a training."""
 
     level: str = choice("quick", "probe", "certify")
-    downgrade: list[str] | None = plain()  # noqa: RUF009
+    downgrade: list[str] | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Pipeline:
     """The whole configuration, one section per subject."""
 
@@ -145,10 +139,10 @@ class Pipeline:
 def gate_of(values: Mapping[str, Any]) -> Gate:
     """Build the ``gate`` section from the values in params.yaml; raises ConfigError for unknown keys and bad values."""
     names = keys_of("gate")
-    unknown, missing = sorted(set(values) - set(names)), [name for name in names if name not in values]
-    if unknown or missing:
-        what = f"Unknown key gate.{unknown[0]}" if unknown else f"gate.{missing[0]} has no value"
-        raise ConfigError(f"{what}.", where="params.yaml", expected=", ".join(f"gate.{name}" for name in names))
+    if set(values) != set(names):
+        wrong = ", ".join(sorted(set(values) ^ set(names)))
+        what = f"The gate section lacks a key, or has an unknown one: {wrong}."
+        raise ConfigError(what, where="params.yaml", expected=", ".join(names))
     gate = Gate(**values)
     _refuse([*_impossible("gate", gate)])
     return gate
@@ -158,43 +152,40 @@ def check_ranges(config: Pipeline) -> None:
     """Raise one ConfigError that names every key whose value is out of its range."""
     sections = [(section.name, getattr(config, section.name)) for section in dataclasses.fields(config)]
     problems = [problem for name, part in sections for problem in _impossible(name, part)]
-    if config.lora.targets is not None and not config.lora.targets:
+    train, lora, method = config.train, config.lora, f"train.method = {config.train.method}"
+    if lora.targets is not None and not lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
-    if config.train.method in WHOLE:
-        shape = ("rank", "scale", "dropout", "targets", *(("num_layers",) if config.train.method == PRETRAIN else ()))
-        pinned = [key for key in shape if getattr(config.lora, key) is not None]
-        problems += [
-            f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
-        ]
-    if config.train.stream_base and config.train.method in WHOLE:
-        problems.append(f"train.stream_base is true with train.method = {config.train.method}, which trains the base")
-    if config.train.optimizer == "adam" and config.train.weight_decay:
+    if train.method in WHOLE:
+        shape = ("rank", "scale", "dropout", "targets", *(("num_layers",) if train.method == PRETRAIN else ()))
+        pinned = [key for key in shape if getattr(lora, key) is not None]
+        problems += [f"lora.{key} is set with {method}, which has no adapter" for key in pinned]
+        if train.stream_base:
+            problems.append(f"train.stream_base is true with {method}, which trains the base")
+    if train.optimizer == "adam" and train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: use adamw")
-    like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as large as Adam's
-    if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None and not like_adam:
-        problems.append(f"train.optimizer = {config.train.optimizer} has no recommendation: set train.learning_rate")
+    like_adam = train.method == PRETRAIN and train.optimizer == "muon"  # its steps are as large as Adam's
+    if train.optimizer in NO_RECOMMENDED_RATE and train.learning_rate is None and not like_adam:
+        problems.append(f"train.optimizer = {train.optimizer} has no recommendation: set train.learning_rate")
     _refuse(problems)
 
 
 def _impossible(section: str, part: Any) -> Iterator[str]:
     """Say what is wrong with the values of a section, key by key."""
     for key in dataclasses.fields(part):
-        value, name, (low, high, _) = getattr(part, key.name), f"{section}.{key.name}", key.metadata.get(RANGE, ANY)
+        value, limits = getattr(part, key.name), key.metadata.get(RANGE, {})
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        is_null = value is None and _is_optional(key)
-        in_range = RANGE not in key.metadata or (is_number and low <= value <= high)
+        in_range = not limits or (is_number and all(COMPARE[word](value, end) for word, end in limits.items()))
         is_empty = isinstance(value, str) and not value.strip()
+        is_null = value is None and _is_optional(key)
         if not is_null and (is_empty or not in_range or value not in key.metadata.get(CHOICES, (value,))):
             what = "is empty" if is_empty else f"= {value}"
-            yield f"{name} {what}: allowed is {describe_allowed(section, key.name)}"
+            yield f"{section}.{key.name} {what}: allowed is {describe_allowed(section, key.name)}"
 
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        raise ConfigError(
-            "The configuration has impossible values:\n" + "\n".join(f"  {problem}" for problem in problems),
-            do="correct them in params.yaml, in the overlay, or on the command line",
-        )
+        what = "\n  ".join(["The configuration has impossible values:", *problems])
+        raise ConfigError(what, do="correct them in params.yaml, in the overlay, or on the command line")
 
 
 def _is_optional(key: dataclasses.Field[Any]) -> bool:
@@ -211,9 +202,8 @@ def describe_allowed(section: str, key: str) -> str:
     text = words.get(kind.split(" | ")[0], LIST)
     if CHOICES in found.metadata:
         text = " or ".join(map(str, found.metadata[CHOICES]))
-    if RANGE in found.metadata:
-        text += f", {found.metadata[RANGE][2]}"
-    return text + (", or null" if _is_optional(found) else "")
+    ends = [f"{word.replace('_', ' ')} {end:.12g}" for word, end in found.metadata.get(RANGE, {}).items()]
+    return ", ".join([text, *([" and ".join(ends)] if ends else []), *(["or null"] if _is_optional(found) else [])])
 
 
 def keys_of(section: str) -> list[str]:

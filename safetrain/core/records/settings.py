@@ -1,7 +1,8 @@
-"""The resolved settings of one training: the user's keys over the recommendation."""
+"""The resolved settings of one training: the user's keys over the recommendation; the machines of its ranks."""
 
 import dataclasses
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.system import MemoryBudget, own_limit_bytes
 from safetrain.core.records.schema import WHOLE, Lora, Train
-from safetrain.core.storage.files import read_result
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
@@ -21,6 +21,9 @@ PLANNED = (
 )  # fmt: skip
 SETTINGS = (*PLANNED, "method", "optimizer")  # these decide how much memory a run needs
 UPDATE = ("longest", "tokens", "labels")
+LOCAL = ("127.0.0.1", "localhost", "::1")
+BACKENDS = ("", "ring", "nccl", "jaccl", "jaccl-ring")  # in a hostfile
+HOSTFILE = '[{"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}, {"ssh": "second-mac.local", "ips": ["192.168.1.11"]}]'
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,18 @@ class TrainSettings:
     def rows_per_update(self) -> int:
         """Rows whose tokens are averaged into one optimizer update."""
         return self.batch_size * self.gradient_accumulation
+
+    @property
+    def window(self) -> str:
+        """Rows of an update, as ``batch size x accumulation``."""
+        return f"{self.batch_size} x {self.gradient_accumulation}"
+
+    def __str__(self) -> str:
+        """What decides the memory of an update, and changes only rounding and dropout's random numbers."""
+        extra = ", blocks recomputed" if self.gradient_checkpointing else ""
+        extra += ", base dequantized" if self.dequantize_base else ""
+        extra += ", base on disk" if self.stream_base else ""
+        return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{extra}"
 
 
 @dataclass(frozen=True)
@@ -153,10 +168,21 @@ class Recommendation:
         """Memory that a process may use."""
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
+    @property
+    def dry_run_peak_bytes(self) -> int | None:
+        """Peak of mlx's allocator in a dry run that fitted the budget; None without one."""
+        peak = self.measured_peak_bytes
+        return peak if self.verified and peak is not None and peak <= self.memory_budget_bytes else None
 
-def read_recommendation(path: Path) -> Recommendation:
-    """Read recommended_config.json; raises ConfigError."""
-    return read_result(path, "recommend_config", Recommendation)
+    def planned_settings(self, settings: TrainSettings) -> TrainSettings:
+        """The settings of the dry run; keys that the plan does not fix come from ``settings``."""
+        planned = {key: getattr(self, key) for key in PLANNED}
+        return dataclasses.replace(settings, method=self.planned_method, optimizer=self.planned_optimizer, **planned)
+
+    def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
+        """Whether the dry run holds for a run: the same memory settings, and no larger update."""
+        is_larger = any(getattr(largest, key) > getattr(self.largest_update, key) for key in UPDATE)
+        return self.planned_settings(settings) == settings and not is_larger
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
@@ -211,65 +237,10 @@ def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: i
 
 
 @dataclass(frozen=True)
-class PlannedMemory:
-    """Peak memory that a dry run measured, and the run that it measured."""
-
-    settings: TrainSettings
-    largest_update: LargestUpdate
-    peak_bytes: int  # of mlx's allocator
-    own_order: OwnOrder | None = None  # for the plan's seed
-
-    def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
-        """Whether the measurement holds for a run: the same memory settings, and no larger update."""
-        same = all(getattr(settings, key) == getattr(self.settings, key) for key in SETTINGS)
-        return same and all(getattr(largest, key) <= getattr(self.largest_update, key) for key in UPDATE)
-
-
-def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> PlannedMemory | None:
-    """The peak that the plan's dry run measured, for a run with ``settings``; None if no dry run fitted the budget.
-
-    Keys that the plan does not fix (those outside of PLANNED) come from ``settings``.
-    """
-    peak = recommendation.measured_peak_bytes
-    if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
-        return None
-    planned = dataclasses.replace(
-        settings,
-        method=recommendation.planned_method,
-        optimizer=recommendation.planned_optimizer,
-        **{key: getattr(recommendation, key) for key in PLANNED},
-    )
-    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.own_order)
-
-
-@dataclass(frozen=True)
-class MemoryShape:
-    """The settings that decide the memory of an update; they change only rounding and dropout's random numbers."""
-
-    batch_size: int
-    gradient_accumulation: int
-    gradient_checkpointing: bool
-    dequantize_base: bool
-    max_seq_length: int
-    stream_base: bool = False
-
-    @property
-    def window(self) -> str:
-        """Rows of an update, as ``batch size x accumulation``."""
-        return f"{self.batch_size} x {self.gradient_accumulation}"
-
-    def __str__(self) -> str:
-        extra = [", blocks recomputed"] if self.gradient_checkpointing else []
-        extra += [", base dequantized"] if self.dequantize_base else []
-        extra += [", base on disk"] if self.stream_base else []
-        return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{''.join(extra)}"
-
-
-@dataclass(frozen=True)
 class Rung:
     """One step down the memory ladder."""
 
-    failed: MemoryShape  # shape that did not fit
+    failed: TrainSettings  # that did not fit
     at_step: int
     evidence: str
 
@@ -285,7 +256,7 @@ class TrainJob:
     settings: TrainSettings
     warmup_is_recommended: bool  # for the planned number of updates, not set by the user
     memory_budget: MemoryBudget
-    planned: PlannedMemory | None  # by a dry run; None: use the estimate
+    planned: Recommendation | None  # its dry run; None: use the estimate
     trace: bool = False  # time forward, loss, backward and optimizer separately
     keep_checkpoints: int = 2
     memory_limit_bytes: int | None = None  # of the training process, set by the user
@@ -293,7 +264,7 @@ class TrainJob:
     mlx_limit_bytes: int | None = None  # set if less memory is free than planned; None: by core/memory/estimate.py
     gpu_rungs: tuple[str, ...] = ()  # changes after the GPU watchdog, in words; they do not change memory
     ranks: int = 1  # processes that share each update's rows
-    rank_backend: str = "ring"  # mlx's backend for the exchange between ranks: ring, nccl, jaccl, or any available one
+    rank_backend: str = "ring"  # mlx's backend for the exchange between ranks: ring, nccl, jaccl
 
 
 def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
@@ -307,22 +278,15 @@ def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
     return dataclasses.replace(job, memory_budget=budget)
 
 
-def memory_shape(settings: TrainSettings) -> MemoryShape:
-    """The part of the settings that the ladder may change."""
-    return MemoryShape(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MemoryShape)})
-
-
 def identity_of(settings: TrainSettings) -> str:
     """The settings that decide the results, as text: an unfinished run resumes only with the same ones.
 
     They exclude how often a run logs or saves; what a bad update is (a run that one stopped may continue with another
     limit); and what only changes memory, because it changes only rounding and dropout's random numbers.
     """
-    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None)
-    value = dataclasses.asdict(neutral)
+    value = dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None))
     identity = {key: setting for key, setting in value.items() if key not in MEMORY_ONLY}
-    identity["rows_per_update"] = settings.rows_per_update
-    return json.dumps(identity, sort_keys=True)
+    return json.dumps({**identity, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
@@ -333,10 +297,72 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         settings=settings,
         warmup_is_recommended=train.warmup_steps is None,
         memory_budget=recommendation.memory_budget,
-        planned=planned_memory(settings, recommendation),
+        planned=recommendation,
         trace=train.trace == "phases",
         keep_checkpoints=train.keep_checkpoints,
         memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
         ranks=train.ranks,
-        rank_backend="ring" if train.hostfile is None else "any",
     )
+
+
+# train.hostfile: the machines of the ranks, in the format of mlx.launch
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The host of each rank."""
+
+    names: tuple[str, ...]  # names for ssh, rank 0 first
+    backend: str = ""  # named in the file; empty: none
+    ports: int = 0  # number of the ring's ports, one for each address
+    launched: str = ""  # the file for mlx.launch, which knows this machine by one name and reaches the others by ssh
+
+    @property
+    def ranks_here(self) -> int:
+        """Number of ranks that share this machine's memory."""
+        return sum(is_here(name) for name in self.names)
+
+    @property
+    def all_here(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.ranks_here == len(self.names)
+
+    def backend_on(self, device: str) -> str:
+        """mlx's backend for the ranks: the file's, or NCCL on CUDA, or the ring. JACCL needs several machines."""
+        backend = self.backend or ("nccl" if device == "cuda" else "ring")
+        return "ring" if self.all_here and backend.startswith("jaccl") else backend
+
+
+def is_here(name: str) -> bool:
+    """Whether ``name`` is this machine."""
+    return name in (*LOCAL, socket.gethostname())
+
+
+def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
+    """Find the machines of ``ranks`` ranks; raises ConfigError for a missing, malformed or unfit file."""
+    if hostfile is None:
+        return Hosts((LOCAL[0],) * ranks)
+    hosts = read_hostfile(Path(hostfile))
+    if len(hosts.names) != ranks:
+        do = f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it"
+        raise ConfigError("train.hostfile has not one entry for each rank.", where=hostfile, do=do)
+    if not is_here(hosts.names[0]):
+        what, do = "Rank 0 must be on this machine, which has the run's files.", "put this machine first, as 127.0.0.1"
+        raise ConfigError(what, where=hostfile, got=hosts.names[0], do=do)
+    return hosts
+
+
+def read_hostfile(path: Path) -> Hosts:
+    """Read a hostfile; raises ConfigError if mlx.launch could not use it."""
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        rest, entries = (value, value["hosts"]) if isinstance(value, dict) else ({}, value)
+        backend, names = rest.get("backend", ""), tuple(str(entry["ssh"]) for entry in entries)
+        ports = sum(len(entry["ips"]) for entry in entries)
+        if backend not in BACKENDS:
+            raise ValueError(f"its backend is {backend}, not one of {', '.join(BACKENDS[1:])}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what, do = f"train.hostfile cannot be read: {error}", "write one entry for each rank, this machine first"
+        raise ConfigError(what, where=str(path), expected=f"a JSON list such as {HOSTFILE}", do=do) from None
+    renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
+    return Hosts(names, backend, ports, json.dumps({**rest, "hosts": renamed} if rest else renamed))

@@ -18,7 +18,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
 from safetrain.core.formatting import dvc, size_text
@@ -173,24 +173,19 @@ def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def read_result(path: Path, stage: str, kind: type[Kind], again: str = "") -> Kind:
-    """Read the record of a ``stage``; raises ConfigError if it is missing, or unreadable (remedy: ``again``)."""
+def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
+    """Read the record of a stage; raises ConfigError if it is missing, or unreadable (remedy: ``again``)."""
     try:
         return read_record(path, kind)
     except FileNotFoundError:
-        what, again = "does not exist yet.", f"run '{dvc()} repro {stage}' first, or your 'safetrain run' again"
+        what, again = "does not exist yet.", f"run '{dvc()} repro' first, or your 'safetrain run' again"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what, again = f"cannot be read: {error}", again or f"run '{dvc()} repro -f -s {stage}'"
+        what, again = f"cannot be read: {error}", again or f"remove it and run '{dvc()} repro'"
     raise ConfigError(f"{path.name} {what}", where=str(path), do=again)
 
 
 def from_json(kind: type[Kind], value: Any) -> Kind:
-    """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field.
-
-    A ``kind`` whose JSON has another form builds itself, by its method ``of_json``.
-    """
-    if build := getattr(kind, "of_json", None):
-        return cast("Kind", build(value))
+    """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field."""
     if not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
     hints = get_type_hints(kind)

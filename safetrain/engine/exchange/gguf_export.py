@@ -25,7 +25,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import read_prompt_format
-from safetrain.core.records.fusing import ExportReport
+from safetrain.core.records.evaluation import ExportReport
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_atomic, write_record
 from safetrain.engine.backend import set_limits
 from safetrain.engine.exchange.gguf_text import write_chat, write_vocabulary

@@ -17,7 +17,7 @@ import mlx.core as mx
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import lora_number
-from safetrain.core.records.fusing import EXPORT_REPORT, ExportReport
+from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import full_disk_named, json_object, require_new, write_folder, write_record
 from safetrain.engine.adapters import LINEAR, make_trainable, set_adapter_weights

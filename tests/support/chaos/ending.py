@@ -87,7 +87,7 @@ def go_on(ground: Ground, ending: Ending, *overrides: str) -> Done:
 MIDDLE = 8  # call of "micro-batch" of a rank, with two checkpoints behind it
 THROUGH_MLX_LAUNCH = """
 import sys
-from safetrain.core.records.hostfile import Hosts
+from safetrain.core.records.settings import Hosts
 Hosts.all_here = property(lambda _self: False)
 sys.argv = ["stages.train", *sys.argv[1:]]
 from stages.train import main

@@ -38,7 +38,6 @@ SITES = (
     Site("open adapter", "safetrain.engine.proof", "adapt_for_a_consumer", "load model"),
     Site("check adapter", "safetrain.engine.proof", "TunedModel.likeness_of", "verify"),
     Site("write metrics", "safetrain.core.storage.files", "write_record", "finish"),
-    Site("write summary", "safetrain.core.records.metrics", "write_summary", "finish"),
     Site("mark finished", STATE, "mark_finished", "finish"),
 )
 OF_RANKS = (  # where there are several
