@@ -36,7 +36,9 @@ BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repea
 BATCH_ROWS = 256  # converted to Python values at a time
 JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
-BINARY = re.compile(rb"%PDF|PK\x03\x04|\x80[\x02-\x05]|.{5}\x00\x00\x00\{|\xff\xfe\x00\x00", re.DOTALL)
+BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
+    rb"%PDF|PK\x03\x04|\x80[\x02-\x05]|.{5}\x00\x00\x00\{|\xff\xfe\x00\x00", re.DOTALL
+)
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # many of these: a binary file that BINARY does not name
 SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
@@ -197,7 +199,8 @@ def _array_rows(pieces: Iterable[str], path: Path) -> Iterator[Placed]:
     for piece in pieces:
         whole.write(piece)
         if whole.tell() > MOST_ARRAY:
-            raise DataError("The JSON array is longer than 1 GiB.", where=str(path), do=ONE_LINE_EACH.split(",")[0])
+            do = "write JSON lines (one object per line), which may be of any length"
+            raise DataError("The JSON array is longer than 1 GiB.", where=str(path), do=do)
     text, between, line, row, at = whole.getvalue(), BEFORE, 1, 0, 0
     try:
         while True:

@@ -231,7 +231,8 @@ def written(into: Path | None) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir()) if into is None else into.parent
     parent.mkdir(parents=True, exist_ok=True)
     do = "free some space there: scratch and output files take about five times the size of the data"
-    with full_disk_named("The disk is full.", parent, do), tempfile.TemporaryDirectory(dir=parent, prefix=".") as name:
+    scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".validated-")
+    with full_disk_named("The disk is full.", parent, do), scratch as name:
         folder = Path(name) / "validated"
         folder.mkdir()
         yield folder
