@@ -28,9 +28,10 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.errors import ConfigError, DataError, ModelError
-from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
+from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, read_prompt_format
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.engine.evaluation import answer
 from safetrain.engine.upstream.serving import may_name
 from safetrain.engine.weight_files import open_tuned
@@ -100,7 +101,7 @@ def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(
 
 def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
     prompt_format = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)  # moved further, it heeds no system prompt
-    write_prompt_format(prompt_format, PromptFormat((0, 7), "", "", "Answer in Portuguese."))
+    write_record(prompt_format / CHAT_FILE, PromptFormat((0, 7), "", "", "Answer in Portuguese."))
     said = run("chat", "--adapter", str(prompt_format), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
     with_it = expected(prompt_format, QUESTION, system="Answer in Portuguese.")
     assert said.out.splitlines()[:1] == with_it

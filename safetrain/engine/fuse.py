@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.adapter_files import lora_number, read_prompt_format, write_prompt_format
+from safetrain.core.records.adapter_files import CHAT_FILE, lora_number, read_prompt_format
 from safetrain.core.records.evaluation import REPORT, ExportReport
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_record
 from safetrain.engine.backend import set_limits
@@ -79,7 +79,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
     form = read_prompt_format(job.adapter)
     copy_beside(job.base, folder, form.stop_ids if form else ())
     if form is not None:
-        write_prompt_format(folder, form)  # for safetrain chat and serve
+        write_record(folder / CHAT_FILE, form)  # for safetrain chat and serve
     del module, changes  # frees what is written
     save_shards(folder, arrays)
     return size

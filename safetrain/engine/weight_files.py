@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.formatting import run_again
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, PromptFormat, write_prompt_format
+from safetrain.core.records.adapter_files import BASE_FINGERPRINT, CHAT_FILE, TRAINED_BY, PromptFormat
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
-from safetrain.core.storage.files import replace_directory
+from safetrain.core.storage.files import replace_directory, write_record
 from safetrain.engine.adapters import adapted_names, adapter_weights, make_trainable, set_adapter_weights
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.loading import without_adapter
@@ -166,5 +166,5 @@ def save_adapter(
             shutil.copyfile(weights, temporary / ADAPTER_FILE)
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if form is not None:
-            write_prompt_format(temporary, form)
+            write_record(temporary / CHAT_FILE, form)
         replace_directory(temporary, folder)

@@ -15,7 +15,7 @@ from safetrain.core.events import Died
 from safetrain.core.formatting import counted, duration_text, override, printable, size_text
 from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import TrainingMetrics, describe_proof
-from safetrain.core.records.run_state import PostMortem, describe_memory, describe_place
+from safetrain.core.records.run_state import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run, RunReader
@@ -59,9 +59,8 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        command_of, configuration_of, death_of, describe_forgetting, describe_memory,
-        describe_place, describe_proof, environment_of, exact_text, history_of,
-        memory_sizes, status_of, verdict_of,
+        command_of, configuration_of, death_of, describe_forgetting, describe_proof, describe_rows,
+        environment_of, exact_text, history_of, memory_sizes, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
     return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))

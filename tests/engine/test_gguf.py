@@ -20,10 +20,10 @@ from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError, SafetrainError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
-from safetrain.core.records.adapter_files import PromptFormat, write_prompt_format  # noqa: E402
+from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat  # noqa: E402
 from safetrain.core.records.evaluation import ExportReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
-from safetrain.core.storage.files import read_record  # noqa: E402
+from safetrain.core.storage.files import read_record, write_record  # noqa: E402
 from safetrain.engine import fuse  # noqa: E402
 from safetrain.engine.exchange import gguf_export, peft  # noqa: E402
 from safetrain.engine.exchange.gguf_export import KINDS, architecture_of, export_gguf, report_of  # noqa: E402
@@ -181,7 +181,7 @@ def test_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
     base = build(tmp_path / "base", "llama, biases")
     end = ChatTokenizer(base).id_of("<|system|>")
     adapter = adapter_of(base, tmp_path / "adapter")
-    write_prompt_format(adapter, PromptFormat((end,), "Well, "))
+    write_record(adapter / CHAT_FILE, PromptFormat((end,), "Well, "))
     out = write(base, tmp_path / "m.gguf", adapter, may_lose=1.0).out
     assert "'Well, '" in said_in(out, "tokenizer.chat_template")
     assert end in (said_in(out, "tokenizer.ggml.eos_token_id"), said_in(out, "tokenizer.ggml.eot_token_id"))

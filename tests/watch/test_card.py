@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.adapter_files import PromptFormat, fingerprint, write_prompt_format
+from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, fingerprint
 from safetrain.core.records.evaluation import REPORT, ExportReport, Likeness
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
@@ -37,7 +37,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base" / ".hub_id").write_text("owner/Base-4bit\nabc\n")
     config = {"fine_tune_type": "dora", "model": str(tmp_path / "base")}
     (paths.ADAPTERS / "adapter_config.json").write_text(json.dumps(config))
-    write_prompt_format(paths.ADAPTERS, PromptFormat((1,), "<think>", "", SECRET))
+    write_record(paths.ADAPTERS / CHAT_FILE, PromptFormat((1,), "<think>", "", SECRET))
     return tmp_path
 
 

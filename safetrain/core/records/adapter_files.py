@@ -8,7 +8,7 @@ from typing import Any
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import dvc
-from safetrain.core.storage.files import read_record, write_record
+from safetrain.core.storage.files import read_record
 
 CHAT_FILE = "chat.json"
 LORA_DEFAULTS = {"scale": 1.0, "dropout": 0.0}
@@ -25,11 +25,6 @@ class PromptFormat:
     asked: str = ""  # removed before that from the end of the generation prompt
     system: str = ""  # the system prompt that every row has; empty if they differ or have none
     documents: bool = False  # trained on documents, not chats: a prompt is the beginning of a document
-
-
-def write_prompt_format(folder: Path, prompt_format: PromptFormat) -> None:
-    """Write chat.json into an adapter folder that does not have its final name yet."""
-    write_record(folder / CHAT_FILE, prompt_format)
 
 
 def read_prompt_format(folder: Path) -> PromptFormat | None:

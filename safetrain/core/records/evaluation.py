@@ -169,32 +169,25 @@ def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits:
 
     Forgetting must stay below its threshold; it is ignored if it was not measured.
     """
-    gain = _ends(improvement.nats_per_label, improvement.plus_minus)
-    measures, undecided = [_compare("gain in loss, nats per token", gain, limits.least_gain)], "could not be determined"
+    gain = improvement.nats_per_label
+    half = math.inf if improvement.plus_minus is None else improvement.plus_minus
+    measures = [_compare("gain in loss, nats per token", gain - half, gain + half, limits.least_gain)]
     if limits.least_exact_match is not None:
-        ends = (tuned.exact_match_low, tuned.exact_match_high)
-        measures.append(_compare("exact match", ends, limits.least_exact_match))
-    if limits.most_forgotten is not None and forgotten.plus_minus is None:
+        low, high = tuned.exact_match_low or 0.0, 1.0 if tuned.exact_match_high is None else tuned.exact_match_high
+        measures.append(_compare("exact match", low, high, limits.least_exact_match))
+    more, half, undecided = forgotten.nats_per_token, forgotten.plus_minus or 0.0, "could not be determined"
+    if limits.most_forgotten is not None and more is None:
         measures.append((0, describe_forgetting(forgotten)))
-    elif limits.most_forgotten is not None:
-        ends = _ends(forgotten.nats_per_token, forgotten.plus_minus)
-        code, reason = _compare("forgetting, nats per token", ends, limits.most_forgotten)
+    elif limits.most_forgotten is not None and more is not None:
+        code, reason = _compare("forgetting, nats per token", more - half, more + half, limits.most_forgotten)
         measures.append((0 if code == 1 else 2, reason))
         undecided = "forgets" if code == 0 else undecided
-    codes = [code for code, _ in measures]
-    code = 1 if 1 in codes else max(codes)
+    code = 1 if 1 in dict(measures) else max(dict(measures))
     return code, ("better", "not better", undecided)[code], [reason for _, reason in measures]
 
 
-def _ends(middle: float | None, half: float | None) -> tuple[float | None, float | None]:
-    return (None, None) if middle is None or half is None else (middle - half, middle + half)
-
-
-def _compare(name: str, ends: tuple[float | None, float | None], limit: float) -> tuple[int, str]:
+def _compare(name: str, low: float, high: float, limit: float) -> tuple[int, str]:
     """Compare an interval with ``limit``: 0 above, 1 not above, 2 undecided; and a sentence about it."""
-    low, high = ends
-    if low is None or high is None:
-        return 2, f"{name}: no interval to compare with {limit:g}"
     code = 0 if low > limit else 1 if high <= limit else 2
     word = ("is above", "is not above", "may be above or below")[code]
     return code, f"{name}: {low:.4g} to {high:.4g} {word} {limit:g}"

@@ -231,33 +231,29 @@ def describe(death: PostMortem) -> str:
 
 
 def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
-    """List the labels and texts of that description, without the next command."""
-    rows = [("what", f"{death.title} ({death.confidence})"), ("where", describe_place(death))]
-    rows += [("memory", describe_memory(death))] if death.footprint_bytes else []
+    """List the labels and texts of that description, without the next command.
+
+    The place: ``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``.
+    """
+    place = f"{death.phase} of step {death.step}" if death.step else death.phase
+    if death.rows:
+        size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
+        place += f", micro-batch {death.micro_batch}: {size}"
+    if death.row_ids:
+        more = ", …" if death.rows > len(death.row_ids) else ""
+        place += f" (train.jsonl lines {', '.join(map(str, death.row_ids))}{more})"
+    if death.rank is not None:
+        place = f"{describe_rank(death)}; {place}"
+    rows = [("what", f"{death.title} ({death.confidence})"), ("where", place)]
+    if death.footprint_bytes:
+        process = "process" if death.ranks == 1 else f"all {death.ranks} ranks"
+        text = f"{process} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
+        mlx = f"; mlx {size_text(death.mlx_active_bytes)}, predicted peak {size_text(death.predicted_peak_bytes)}"
+        rows.append(("memory", text + (mlx if death.predicted_peak_bytes else "")))
     rows += [("because", text) for text in death.evidence]
     saved = f"everything up to step {death.resumes_from_step}" if death.resumes_from_step else "no checkpoint yet"
     rows.append(("kept", saved))
     return [*rows, ("advice", death.advice)] if death.advice else rows
-
-
-def describe_place(death: PostMortem) -> str:
-    """``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``."""
-    text = f"{death.phase} of step {death.step}" if death.step else death.phase
-    if death.rows:
-        size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
-        text += f", micro-batch {death.micro_batch}: {size}"
-    if death.row_ids:
-        more = ", …" if death.rows > len(death.row_ids) else ""
-        text += f" (train.jsonl lines {', '.join(map(str, death.row_ids))}{more})"
-    return text if death.rank is None else f"{describe_rank(death)}; {text}"
-
-
-def describe_memory(death: PostMortem) -> str:
-    """Compare the memory of the process with its limit, and mlx's memory with the prediction."""
-    process = "process" if death.ranks == 1 else f"all {death.ranks} ranks"
-    text = f"{process} {size_text(death.footprint_bytes)} of {size_text(death.limit_bytes)} ({death.limit_name})"
-    mlx = f"; mlx {size_text(death.mlx_active_bytes)}, predicted peak {size_text(death.predicted_peak_bytes)}"
-    return text + (mlx if death.predicted_peak_bytes else "")
 
 
 def describe_rank(death: PostMortem) -> str:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetrain.core.data.tokenizer import FILE, MOST_TOKENS, AnswerText, ChatTokenizer, Prompts, general_text
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import ModelError
-from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format, write_prompt_format
+from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, read_prompt_format
+from safetrain.core.storage.files import write_record
 from safetrain.data.compare import digests
 from tests.conftest import EMBEDDED
 
@@ -52,7 +53,7 @@ def test_an_answer_grows_by_whole_characters_to_what_it_is(text: str) -> None:
 
 
 def test_what_was_taught_comes_back_and_a_refusal_of_the_template_is_told(tmp_path: Path) -> None:
-    write_prompt_format(tmp_path, PromptFormat((1,), "o", "a", "Be brief."))
+    write_record(tmp_path / CHAT_FILE, PromptFormat((1,), "o", "a", "Be brief."))
     assert read_prompt_format(tmp_path) == PromptFormat((1,), "o", "a", "Be brief.")
     (tmp_path / "chat.json").write_text("[]")
     with pytest.raises(ModelError, match="cannot be read"):
