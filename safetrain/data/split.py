@@ -131,7 +131,7 @@ def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
     ids = np.split(np.frombuffer(spool.read(4 * int(ends[-1])), "<u4"), ends[:-1])
     trained = np.split(np.frombuffer(spool.read(int(ends[-1])), np.bool_), ends[:-1])
     return [
-        StoredRow(line, file, number, size, Prompt(*prompt) if prompt else None, TokenRow(*tokens))
+        StoredRow(line, file, number, size, prompt, TokenRow(*tokens))
         for (line, file, number, size, prompt, _), *tokens in zip(texts, ids, trained, strict=True)
     ]
 
@@ -170,12 +170,12 @@ class SplitWriter(contextlib.ExitStack):
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
         """Store prompts, tokenized separately: in a row, a prompt's last token may merge with the answer's first."""
-        asking = [(number, row.tokens, row.prompt) for number, row in enumerate(rows, len(self._store)) if row.prompt]
-        encodings = self._tokenizer.encode_chats([prompt.rendered for _, _, prompt in asking])
-        for (number, tokens, prompt), encoding in zip(asking, encodings, strict=True):
-            end = prompt.begin + int(np.flatnonzero(tokens.trained[prompt.begin :])[-1]) + 1
-            answer = tuple(tokens.ids[prompt.begin : end].tolist())
-            self._store.add_question(Question(number, tuple(encoding.ids), answer, prompt.text))
+        asking = [(number, row.tokens, *row.prompt) for number, row in enumerate(rows, len(self._store)) if row.prompt]
+        encodings = self._tokenizer.encode_chats([rendered for _, _, _, rendered, _ in asking])
+        for (number, tokens, begin, _, text), encoding in zip(asking, encodings, strict=True):
+            end = begin + int(np.flatnonzero(tokens.trained[begin:])[-1]) + 1
+            answer = tuple(tokens.ids[begin:end].tolist())
+            self._store.add_question(Question(number, tuple(encoding.ids), answer, text))
 
 
 def write_splits(

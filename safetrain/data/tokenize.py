@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reac
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
 Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
+Prompt = tuple[
+    int, str, str
+]  # of a row's last answer: its first token, the row's text before it, the message before it
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,6 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
         shares={"valid": data.valid_fraction, "test": data.test_fraction},
         documents=documents,
     )
-
-
-class Prompt(NamedTuple):
-    """The prompt of a row's last answer."""
-
-    begin: int  # index of the answer's first token in the row
-    rendered: str  # the row's text up to that token
-    text: str  # the message that it answers
 
 
 @dataclass(slots=True)
@@ -192,8 +187,8 @@ class RowReader:
             self.labels += tokens.trained_tokens
             self.label_bytes += read.label_bytes
             if read.rendered.question is not None:
-                prompt = read.rendered.text[: read.rendered.spans[-1].start]
-                read.prompt = Prompt(runs[-1][0], prompt, read.rendered.question)
+                text = read.rendered.text[: read.rendered.spans[-1].start]
+                read.prompt = (runs[-1][0], text, read.rendered.question)
         self.rows += len(block)
         return number, block
 
