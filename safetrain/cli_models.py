@@ -238,10 +238,8 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     """Read everything but the weights, so that mistakes are found at once; raises SafetrainError."""
     from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base, require_weights
+    from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
 
-    if not base:
-        require_weights(adapter)
     folder = model or base_of(adapter)
     files = read_model_files(folder)
     if not base:

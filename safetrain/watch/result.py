@@ -18,9 +18,7 @@ from safetrain.core.records.evaluation import (
     ExportReport,
     Sample,
     Verdict,
-    describe_exact_match,
-    describe_forgetting,
-    describe_loss,
+    describe_evaluation,
     describe_sample,
     judge,
 )
@@ -43,22 +41,14 @@ def describe_result(run: Run, command: str = "dvc repro") -> str:
     pretrained = summary.method == PRETRAIN
     rows = f"{summary.train_rows:,} {'windows' if pretrained else 'rows'}"
     headline = f"Trained {counted(summary.steps, 'step')} on {rows} in {duration_text(summary.elapsed_seconds)}."
-    lines = ["", headline, *describe_scores(scores)]
+    lines = ["", headline, *describe_evaluation(scores)]
     if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
-    if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
-        lines.append(f"{describe_forgetting(scores.forgetting)}.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
     texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
     commands = _next(sample, command, run.data, pretrained=pretrained)
     listed = [f"{line:<45} # {note}" if note else line for line, note in commands]
     return "\n".join([*lines, *(["", *texts] if texts else []), "", "Next:  " + "\n       ".join(listed)])
-
-
-def describe_scores(scores: Evaluation) -> list[str]:
-    """A sentence for exact match, where questions were answered, and one for the loss on the test rows."""
-    lines = [describe_exact_match(scores)] if scores.answered else []
-    return [f"{line}." for line in (*lines, describe_loss(scores))]
 
 
 def gate(run: Run, thresholds: Gate) -> Verdict:
@@ -133,7 +123,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     if scores is not None and scores.adapter != fingerprint(own):
         scores = None
     license_of_base = _license(base)
-    lines = [*describe_scores(scores), f"{describe_forgetting(scores.forgetting)}."] if scores is not None else []
+    lines = describe_evaluation(scores) if scores is not None else []
     environment = Environment(
         loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )

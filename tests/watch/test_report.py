@@ -13,14 +13,14 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import ran_by
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.records.evaluation import Improvement
+from safetrain.core.records.evaluation import Improvement, describe_evaluation
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import Rung, TrainJob
 from safetrain.core.run_folder import Run, RunMarker, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.watch.report import write_comparison, write_report
-from safetrain.watch.result import describe_result, describe_scores, unmeasured
+from safetrain.watch.result import describe_result, unmeasured
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import DEATH, UPDATES, change, data_report, evaluation, journal, make_dead, make_run, sample
 
@@ -245,7 +245,7 @@ def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
 ])  # fmt: skip
 def test_a_difference_has_its_interval(gain: float, half: float | None, words: str) -> None:
     scores = dataclasses.replace(evaluation(()), improvement=Improvement(gain, half, 9))
-    assert describe_scores(scores)[-1].endswith(f"nats per token: {words}.")
+    assert describe_evaluation(scores)[0].endswith(f"nats per token: {words}.")
 
 
 @pytest.mark.parametrize("question", ['say "x"', "$HOME?", "`id`", "long " * 40])

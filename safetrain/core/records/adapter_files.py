@@ -48,14 +48,6 @@ def fingerprint(adapter: Path) -> str:
         return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def require_weights(adapter: Path) -> None:
-    """Raise ModelError unless the folder has an adapter's configuration and weights."""
-    _configuration(adapter)
-    if not (adapter / "adapters.safetensors").is_file():
-        what = "The adapter is missing: no adapters.safetensors."
-        raise ModelError(what, where=str(adapter), do=f"train: {dvc()} repro")
-
-
 def base_of(adapter: Path) -> Path:
     """Read the base model's folder from the adapter's configuration; raises ModelError."""
     return Path(_configuration(adapter).get("model", ""))
@@ -73,11 +65,13 @@ def adapter_method(adapter: Path) -> str:
 
 
 def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
-    """Raise ModelError if the adapter was trained on a base model without ``base_fingerprint``.
+    """Raise ModelError if the adapter has no weights, or a base model of another fingerprint than ``base_fingerprint``.
 
     Adapters that name no fingerprint pass, for example mlx-lm's own.
     """
     trained_on = _configuration(adapter).get(BASE_FINGERPRINT)
+    if not (adapter / "adapters.safetensors").is_file():
+        raise ModelError("The adapter has no adapters.safetensors.", where=str(adapter), do=f"train: {dvc()} repro")
     if trained_on not in (None, base_fingerprint):
         raise ModelError(
             "The adapter was trained on another base model.",

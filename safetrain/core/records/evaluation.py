@@ -95,7 +95,9 @@ def describe_evaluation(evaluation: Evaluation) -> list[str]:
     """Sentences for a terminal."""
     lines = [describe_loss(evaluation)]
     if evaluation.answered:
-        lines.append(describe_exact_match(evaluation))
+        base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
+        questions = counted(evaluation.answered, "test question")
+        lines.append(f"Exact match on {questions}: base {base:.1f} %, tuned {tuned:.1f} %")
         lines.append(f"Token F1 {evaluation.base.token_f1:.3f} → {evaluation.tuned.token_f1:.3f}")
     lines.append(describe_forgetting(evaluation.forgetting))
     lines += describe_answered(evaluation.answered, evaluation.questions)
@@ -123,12 +125,6 @@ def describe_loss(evaluation: Evaluation) -> str:
     )
     unclear = "no clear difference, " if half is not None and abs(gain) <= half else ""
     return f"Test loss {losses} nats per token: {unclear}{size}"
-
-
-def describe_exact_match(evaluation: Evaluation) -> str:
-    """``Exact match on 220 test questions: base 0.0 %, tuned 98.6 %``; requires an answered question."""
-    base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
-    return f"Exact match on {counted(evaluation.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
 
 
 def describe_forgetting(forgetting: Forgetting) -> str:
