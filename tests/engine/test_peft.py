@@ -109,7 +109,7 @@ def test_a_round_trip_is_the_adapter_to_the_last_bit(method: str, bits: int | No
     assert said[-1].endswith("passes")
     found = imported(tmp_path / "out", base, tmp_path / "back")
     assert (tmp_path / "back" / ADAPTER_FILE).read_bytes() == (adapter / ADAPTER_FILE).read_bytes()
-    assert found == LoraSettings(5, 1.7, 0.1, 1, ("mlp.down_proj", "self_attn.q_proj"))
+    assert found == LoraSettings(5, 1.7, 0.0, 1, ("mlp.down_proj", "self_attn.q_proj"))
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert config["target_modules"] == [f"model.layers.1.{name}" for name in ("mlp.down_proj", "self_attn.q_proj")]
     assert (config["base_model_name_or_path"], config["use_dora"]) == ("owner/base", method == "dora")

@@ -37,7 +37,8 @@ SPLITS = {
     (DIGITS, GPT2): "smollm",
 }
 SPACE = "▁"
-REPLACED = ({"String": " "}, SPACE)  # a normalizer's pattern and content
+PREPEND = {"type": "Prepend", "prepend": SPACE}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 UNREACHED = -1e6  # the score of a piece that no merge makes
 
@@ -59,12 +60,11 @@ def write_vocabulary(writer: GGUFWriter, definition: Mapping[str, Any], size: in
         types = [TokenType.BYTE if BYTE.fullmatch(token) else types[place] for place, token in enumerate(tokens)]
         if types.count(TokenType.BYTE) != 256:
             raise _unknown("it lacks pieces for single bytes", where)
-        ranks: dict[str, int] = {}  # the earlier a piece is merged, the higher its score
-        for rank, pair in enumerate(model["merges"]):
-            ranks.setdefault("".join(pair), rank)
+        merges = reversed(list(enumerate(model["merges"])))
+        scores = {"".join(pair): -float(rank) for rank, pair in merges}  # the highest for the piece that is made first
         writer.add_tokenizer_model("llama")  # letters, and the pair of the highest score is joined first
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores([-float(ranks[token]) if token in ranks else UNREACHED for token in tokens])
+        writer.add_token_scores([scores.get(token, UNREACHED) for token in tokens])
         writer.add_add_space_prefix(_space_before(definition, chats=chats, where=where))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -93,12 +93,11 @@ def _pieces(definition: Mapping[str, Any], size: int) -> tuple[list[str], list[T
 def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> bool:
     """Whether llama.cpp should put a space before every text that does not follow a text."""
     changes, splits = _steps(definition, "normalizer"), _steps(definition, "pre_tokenizer")
-    changed = [step.get("prepend") or (step.get("pattern"), step.get("content")) for step in changes]
-    if all(split.get("pattern") == {"String": " "} for split in splits) and changed in (
-        [REPLACED],  # as in Gemma
-        [SPACE, REPLACED],  # as in Llama 2
-    ):
-        return SPACE in changed
+    if all(split.get("pattern") == {"String": " "} for split in splits):
+        if changes == [REPLACE]:  # as in Gemma
+            return False
+        if changes == [PREPEND, REPLACE]:  # as in Llama 2
+            return True
     if changes or [(split.get("replacement"), split.get("split")) for split in splits] != [(SPACE, False)]:
         raise _unknown("it changes spaces in another way than Llama 2, Mistral and Gemma", where)
     scheme = splits[0]["prepend_scheme"]  # as in Mistral

@@ -4,7 +4,6 @@ Here a pair is lora_a (inputs, rank) and lora_b (rank, outputs); PEFT's lora_A i
 rank). DoRA's magnitudes are m here, lora_magnitude_vector there, both (outputs,).
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -43,7 +42,6 @@ KNOWN = frozenset({  # read here, or without effect on a finished adapter
 })  # fmt: skip
 SET_NOWHERE: tuple[object, ...] = (None, False, "", [], {})
 KEY = re.compile(r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$")
-DIMENSIONS = {"lora_a": 2, "lora_b": 2, "m": 1}  # experts' have 3
 THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 OURS = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "m"}
 MERGE = "merge it into its base with PEFT (merge_and_unload), and use the result"
@@ -58,7 +56,7 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
     parent, files = require_new(job.out), read_model_files(job.base)
     require_same_names(job.base)
     arrays = adapter_arrays(job.adapter)
-    unfit = [name for name, value in arrays.items() if value.ndim != DIMENSIONS.get(name.rpartition(".")[2])]
+    unfit = [name for name in arrays if name.rpartition(".")[2] not in THEIRS]
     if unfit:
         what = f"This adapter trains {unfit[0]}, which a PEFT adapter cannot contain."
         do = "merge the adapter into its base instead: safetrain fuse OUT"
@@ -160,11 +158,11 @@ def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSetti
     if not 0 < squares < math.inf:
         what = "The adapter changes nothing (it is empty, or all its lora_B are zero), or has infinite numbers or NaN."
         raise ModelError(what, where=where, do="save the adapter in PEFT after training, and import it again")
-    rank, dropout, blocks = config["r"], config.get("lora_dropout") or 0.0, len(model.module.layers) - min(found)[0]
+    rank, blocks = config["r"], len(model.module.layers) - min(found)[0]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)  # arXiv 2312.03732
-    lora = LoraSettings(rank, scale, float(dropout), blocks, tuple(sorted({name for _, name in found})))
+    lora = LoraSettings(rank, scale, 0.0, blocks, tuple(sorted({name for _, name in found})))
     method = "dora" if config.get("use_dora") else "lora"
-    make_trainable(model, method, dataclasses.replace(lora, dropout=0.0), seed=0)
+    make_trainable(model, method, lora, seed=0)
     try:
         set_adapter_weights(model, weights)
     except ModelError as error:

@@ -113,7 +113,7 @@ def few_blocks(module: Any) -> Iterator[bool]:
     """
     trunk: Any = getattr(module, "model", None)
     blocks = trunk.get("layers") if isinstance(trunk, dict) else None  # mlx's modules are dicts, without properties
-    if not isinstance(blocks, list) or [id(block) for block in blocks] != [id(block) for block in module.layers]:
+    if not isinstance(blocks, list) or list(map(id, blocks)) != list(map(id, module.layers)):
         yield False
         return
     kinds = [_kind(block) for block in blocks]
@@ -228,14 +228,14 @@ OURS = (
 
 def replace(module: Any) -> bool:
     """Put our functions into the mlx-lm files that define ``module``; returns whether attention is among them."""
-    kinds = {kind for _, part in module.named_modules() for kind in type(part).__mro__}
-    names = {kind.__module__ for kind in kinds if kind.__module__.startswith("mlx_lm.models.")}
-    for file in (sys.modules[name] for name in names):
+    names = {kind.__module__ for _, part in module.named_modules() for kind in type(part).__mro__}
+    files = [sys.modules[name] for name in names if name.startswith("mlx_lm.models.")]
+    for file in files:
         for name, value in list(vars(file).items()):
             for theirs, ours in OURS:
                 if value is theirs:
                     setattr(file, name, ours)
-    return any(value is packed_attention for name in names for value in vars(sys.modules[name]).values())
+    return any(value is packed_attention for file in files for value in vars(file).values())
 
 
 @dataclass(frozen=True)

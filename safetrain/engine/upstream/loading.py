@@ -36,12 +36,10 @@ from safetrain.engine.layers import Dropout, Randomness, change_classes, dequant
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
-# Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
-READ_DIRECTLY = frozenset({"prediction_coefs", "correction_coefs", "self_attention_res_proj", "mlp_res_proj"})
 CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
-NOT_TRAINED = {  # families, by the name in config.json
-    "jamba": "in mlx-lm its recurrence needs time and memory that grow with the square of the tokens in a row"
-}
+# By Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
+READ_DIRECTLY = frozenset({*CLIPPED, "self_attention_res_proj", "mlp_res_proj"})
+JAMBA = "jamba is not trained: in mlx-lm its recurrence needs time and memory for the square of a row's tokens"
 FOREIGN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm's code raises
 # Files that a new model writes itself, and one that it may add stop tokens to.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
@@ -61,8 +59,7 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
 
 def training_refusal(folder: Path) -> str:
     """Why this model family cannot be trained, read from its config.json; empty if it can."""
-    family = json_object(folder / "config.json").get("model_type", "")
-    return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
+    return JAMBA if json_object(folder / "config.json").get("model_type") == "jamba" else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -156,8 +153,8 @@ def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
 def copy_beside(source: Path, folder: Path, stop_ids: Sequence[int]) -> None:
     """Copy a model's tokenizer, template and licence, and its generation settings with added stop tokens."""
     for file in sorted(source.iterdir()):
-        is_usual = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
-        if file.is_file() and is_usual and not any(file.match(pattern) for pattern in OWN_FILES):
+        is_usual = any(map(file.match, (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*")))
+        if file.is_file() and is_usual and not any(map(file.match, OWN_FILES)):
             shutil.copyfile(file, folder / file.name)
     if not stop_ids:
         return

@@ -21,7 +21,7 @@ from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
 from mlx_lm.tokenizer_utils import load
 
@@ -105,8 +105,7 @@ class OneModel(ModelProvider):
         try:
             self.model = open_tuned(self._job.folder, self._job.adapter).module
             self.tokenizer = _tokenizer_of(self._job)
-            mergeable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
-            self.is_batchable = mergeable and not padding_refusal(self.model)
+            self.is_batchable = not padding_refusal(self.model)
             self.model_key = (self._job.name, None, None)
         except SafetrainError as error:
             self.error = error
