@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ from safetrain.core.memory.terms import (
     padded,
     shards_at_once,
     shards_of,
-    unknown_targets,
 )
-from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
@@ -45,6 +45,7 @@ from safetrain.core.records.settings import (
     LargestUpdate,
     LoraSettings,
     MemoryTerm,
+    is_target,
     resolve_lora,
     updates_per_epoch,
 )
@@ -216,7 +217,8 @@ def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[L
     """LoRA settings with reasons: rank by the size of the data, all blocks, all linear layers, scale 2."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
         raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers} blocks")
-    unknown = unknown_targets(model, tuple(pins.targets or ()))
+    names = [name for _, name, _ in adapted_weights(model)]  # none if the files name no layers
+    unknown = [each for each in pins.targets or () if names and not any(is_target(name, each) for name in names)]
     if unknown:
         raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
     rank = 16 if data.train.rows >= 1000 or model.hidden_size < 1024 else 8
@@ -265,16 +267,22 @@ def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = Fals
 
 def candidates_at(question: PlannedTraining, length: int, *, stream: bool = False) -> list[Estimate]:
     """List all distinct candidates, fastest first: those in memory, or with ``stream`` those with the base on disk."""
+    train, run = question.train, question.run
+    most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
+    sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
+    dequantizing = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
+    dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
+    recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
+    modes = [(True, False)] if stream else list(itertools.product(recomputing, dequantizing))
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
-    for checkpointing, dequantize in [(True, False)] if stream else _modes(question):
-        for size in _sizes(question):
-            rows = question.rows_per_update(size)
-            shape = largest_micro_batch(question.largest(length, rows), size, rows)
-            fit = question.run.but(
-                dequantize=dequantize, checkpointing=checkpointing, stream=stream, rows=size, tokens=length,
-                largest=shape, rows_per_update=rows,
-            )  # fmt: skip
-            fits.setdefault((checkpointing, dequantize, shape), fit)
+    for (checkpointing, dequantize), size in itertools.product(modes, sizes):
+        rows = question.rows_per_update(size)
+        shape = largest_micro_batch(question.largest(length, rows), size, rows)
+        fit = run.but(
+            dequantize=dequantize, checkpointing=checkpointing, stream=stream, rows=size, tokens=length,
+            largest=shape, rows_per_update=rows,
+        )  # fmt: skip
+        fits.setdefault((checkpointing, dequantize, shape), fit)
     costed = [fit.but(relative_cost=_relative_cost(question, fit)) for fit in fits.values()]
     return sorted(costed, key=lambda fit: fit.relative_cost)
 
@@ -284,22 +292,6 @@ def places_of_base(question: PlannedTraining) -> list[bool]:
     if question.train.stream_base is not None:
         return [question.train.stream_base]
     return [False] if question.train.method in WHOLE else [False, True]
-
-
-def _sizes(question: PlannedTraining) -> list[int]:
-    """Micro-batch sizes to try, largest first."""
-    train = question.train
-    most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
-    return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
-
-
-def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
-    """Pairs to try: whether to recompute activations, and whether to dequantize the base."""
-    train, run = question.train, question.run
-    choices = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
-    choices = choices if train.dequantize_base is None else [train.dequantize_base]
-    recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
-    return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
 
 
 def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:

@@ -171,8 +171,12 @@ def create_model(
     require_new(folder)
     shape_for(request)  # an impossible shape is refused before texts are read
     if tokenizer is not None:
-        vocabulary, ids = _of_tokenizer(tokenizer)
-        shape = shape_for(replace(request, vocabulary=vocabulary))
+        config, copied, ids = json_object(tokenizer / "config.json"), ChatTokenizer(tokenizer), dict[str, object]()
+        for name in ("bos", "eos", "pad"):  # several tokens may end a text
+            value = config.get(f"{name}_token_id", copied.special_id(name))
+            ids[f"{name}_token_id"] = value if isinstance(value, int) or name == "eos" else None
+        stated = config.get("vocab_size")
+        shape = shape_for(replace(request, vocabulary=max(copied.size, stated if isinstance(stated, int) else 0)))
         _write(folder, shape, seed, ids, lambda into: _copy_tokenizer(tokenizer, into))
         return shape
     say(f"reading {where}")
@@ -350,16 +354,6 @@ def _write_tokenizer(folder: Path, definition: str, context: int) -> None:
     }
     (folder / "tokenizer.json").write_text(definition, encoding="utf-8", newline="\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _of_tokenizer(source: Path) -> tuple[int, dict[str, object]]:
-    """Vocabulary size and IDs of special tokens of another model, by config.json and tokenizer; raises ModelError."""
-    config, tokenizer, ids = json_object(source / "config.json"), ChatTokenizer(source), dict[str, object]()
-    for name in ("bos", "eos", "pad"):
-        value = config.get(f"{name}_token_id", tokenizer.special_id(name))
-        ids[f"{name}_token_id"] = value if isinstance(value, int) or name == "eos" else None  # several may end a text
-    stated = config.get("vocab_size")
-    return max(tokenizer.size, stated if isinstance(stated, int) else 0), ids
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -13,7 +13,6 @@ from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.records.evaluation import evaluation_seconds
 from safetrain.core.records.metrics import proof_passes
-from safetrain.core.records.reports import Machine
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
@@ -188,6 +187,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
     else:
         rate = learning_rate_for(fit, reasons)
     intervals = _intervals(question, fit, updates, reasons)
+    taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
         batch_size=fit.rows,
         gradient_accumulation=fit.rows_per_update // fit.rows,
@@ -220,15 +220,8 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         measured_peak_bytes=measured.peak_bytes if measured else None,
         own_order=measured.own_order if measured else None,
         measured_footprint_bytes=measured.footprint_bytes if measured else None,
-        verified=measured is not None and _stays_within(machine, measured),
+        verified=taken_bytes <= (machine.memory_budget_bytes if fit.on_cpu else machine.memory_budget.mlx_bytes),
     )
-
-
-def _stays_within(machine: Machine, measured: DryRun) -> bool:
-    """Whether the dry run stayed within the budget: its process, or on a GPU mlx alone."""
-    if machine.backend == "cpu":
-        return measured.footprint_bytes <= machine.memory_budget_bytes
-    return measured.peak_bytes <= machine.memory_budget.mlx_bytes
 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
@@ -245,17 +238,34 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
         usual = f"{rows * fit.tokens:,} tokens, from the operations of the whole training (DeepSeek's fit)"
+    dequantized = (
+        "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
+        if fit.dequantize
+        else "the base is not quantized"
+        if fit.model.quantization_bits is None
+        else "kept quantized to save memory"
+        if fit.on_cpu
+        else "the GPU multiplies quantized weights directly"
+    )
+    compute_dtype = (
+        "a CPU always computes in float32"
+        if fit.on_cpu
+        else "compute type; the weights stay in float32"
+        if fit.method == PRETRAIN
+        else "the type of the stored base; no other type is known to be faster here"
+        if fit.compute_dtype is None
+        else "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
+    )
+    on_disk = "the base does not fit into memory: each block is read from disk twice per step"
     reasons = {
         "max_seq_length": _why_length(question, fit),
         "batch_size": f"{SET if train.batch_size else 'the fastest size that fits'}: {predicted}",
         "gradient_checkpointing": "less memory for a third more time"
         if fit.checkpointing
         else "not needed: stored activations fit",
-        "dequantize_base": _why_dequantize(fit),
-        "stream_base": "the base does not fit into memory: each block is read from disk twice per step"
-        if fit.stream
-        else "the base fits into memory",
-        "compute_dtype": _why_compute_dtype(fit),
+        "dequantize_base": dequantized,
+        "stream_base": on_disk if fit.stream else "the base fits into memory",
+        "compute_dtype": compute_dtype,
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
     together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
@@ -275,26 +285,6 @@ def _why_length(question: PlannedTraining, fit: Estimate) -> str:
     by_context = length == fit.model.max_positions
     limit = "the model's context" if by_context else "to fit the memory; at most 1 row in 200 is truncated"
     return f"the longest row has {longest:,} tokens and is truncated: {limit}"
-
-
-def _why_dequantize(fit: Estimate) -> str:
-    if fit.dequantize:
-        return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
-    if fit.model.quantization_bits is None:
-        return "the base is not quantized"
-    if not fit.on_cpu:
-        return "the GPU multiplies quantized weights directly"
-    return "kept quantized to save memory"
-
-
-def _why_compute_dtype(fit: Estimate) -> str:
-    if fit.on_cpu:
-        return "a CPU always computes in float32"
-    if fit.method == PRETRAIN:
-        return "compute type; the weights stay in float32"
-    if fit.compute_dtype is not None:
-        return "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
-    return "the type of the stored base; no other type is known to be faster here"
 
 
 def _epochs_and_steps(

@@ -282,12 +282,6 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
     return total
 
 
-def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
-    """The ``targets`` that match no matrix in the weight files; empty if the files name no layers."""
-    names = [name for _, name, _ in adapted_weights(model)]
-    return [t for t in targets if names and not any(is_target(name, t) for name in names)]
-
-
 def activation_bytes(run: Setup, shape: Shape) -> int:
     """Bytes that one block with its adapters keeps for its backward pass, without attention scores.
 
