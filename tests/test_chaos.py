@@ -24,7 +24,7 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
     ("rename", 1, "entry", signal.SIGBUS, False),
     ("update", 6, "exit", signal.SIGINT, False),
     ("open adapter", 1, "exit", signal.SIGSEGV, False),
-    ("write summary", 1, "exit", signal.SIGKILL, False),
+    ("mark finished", 1, "entry", signal.SIGKILL, False),
 )
 MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT), (("--json",), signal.SIGHUP))
 
