@@ -23,17 +23,13 @@ def write_ds(
 ) -> Path:
     """One file of tokens with its index; with metadata where they are given."""
     ids = np.array([number for document in documents for number in document], dtype=f"<u{token_bytes}")
-    write_ids(path, ids, np.cumsum([len(document) for document in documents]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids.tofile(path)
+    ends = np.cumsum([len(document) for document in documents]).astype("<u8")
+    ends.tofile(path.with_name(f"{path.name}.index"))
     if tokenizer is not None:
         path.with_name(f"{path.name}.metadata").write_text(f"{tokenizer}|{token_bytes}\n{len(ids)}\n{len(ids)} T")
     return path
-
-
-def write_ids(path: Path, ids: np.ndarray, ends: np.ndarray) -> None:
-    """The same from arrays: all ids, in the type that they have, and where each document ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ids.tofile(path)
-    ends.astype("<u8").tofile(path.with_name(f"{path.name}.index"))
 
 
 def tokenized(texts: Sequence[str] = TEXTS, model: Path = EMBEDDED, *, closed: bool = True) -> list[list[int]]:

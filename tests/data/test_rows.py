@@ -159,11 +159,6 @@ EARLIER = [turn("user", "x"), turn("assistant", "y")]
 SHOWN_BEFORE = of(turn("user", "x"), turn("assistant", "y", weight=0), turn("user", "q"), turn("assistant", "a"))
 
 
-def columns_of(setting: str) -> dict[str, str]:
-    """The parts and keys in words such as ``prompt: frage, completion: antwort``."""
-    return dict(part.split(": ") for part in setting.split(", "))
-
-
 @pytest.mark.parametrize(("value", "taken", "row"), [
     ({"question": "q", "answer": 2}, "question -> prompt, answer -> completion", {**PAIR, "completion": "2"}),
     ({"prompt": "", "query": "q", "response": "a"}, "query -> prompt, response -> completion", PAIR),
@@ -235,7 +230,8 @@ def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, 
         parse_row(value)
     assert settings_in(caught.value) == [f"{{{way}}}" for way in ways]
     for way in ways:
-        assert parse_row(value, checked_columns(columns_of(way))).format in ("chat", "completions", "text")
+        columns = dict(part.split(": ") for part in way.split(", "))
+        assert parse_row(value, checked_columns(columns)).format in ("chat", "completions", "text")
 
 
 @pytest.mark.parametrize(("value", "ignored"), [

@@ -105,10 +105,6 @@ def connected(texts: list[str], similarity: float) -> list[int]:
     return first
 
 
-def require_right(texts: list[str], similarity: float) -> None:
-    assert found_in(texts, similarity) == (connected(texts, similarity), "")
-
-
 @pytest.mark.parametrize("block", [2**20, 100])
 def test_families_are_connected_as_all_pairs_would_be(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Words are replaced anywhere in two long questions, so that some are near by what all share, some by rare runs."""
@@ -121,7 +117,7 @@ def test_families_are_connected_as_all_pairs_would_be(monkeypatch: pytest.Monkey
         for place in chance.choices(range(40), k=chance.randrange(4)):
             words[place] = chance.choice(["x", "y", f"only{number // 3}", f"only{number}"])
         texts.append(" ".join(words))
-    require_right(texts, 0.8)
+    assert found_in(texts, 0.8) == (connected(texts, 0.8), "")
 
 
 def test_a_large_family_of_near_copies_is_one_cluster() -> None:

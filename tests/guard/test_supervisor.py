@@ -109,12 +109,6 @@ def line_from(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip() if line == STOPPING else line
 
 
-def ending_of(process: "subprocess.Popen[str]") -> dict[str, object]:
-    """The last line that a supervising process writes."""
-    output, _ = process.communicate(timeout=20)
-    return json.loads(output.splitlines()[-1])
-
-
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -235,7 +229,7 @@ def test_ctrl_z_stops_the_training_too_and_nohup_keeps_it_from_a_closed_terminal
     wait_for(lambda: all(each.status() == psutil.STATUS_STOPPED for each in both), "both stop")
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGHUP)
-    ending = ending_of(process)
+    ending = json.loads(process.communicate(timeout=20)[0].splitlines()[-1])
     assert (ending["return_code"], ending["ended_by_us"], ending["signal_passed_on"]) == (0, "", 0)
 
 
