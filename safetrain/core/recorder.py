@@ -188,12 +188,11 @@ class FlightReader:
         """Read and return the records written since the last call, oldest first, without torn ones."""
         try:
             ring = self._path.read_bytes()
-        except OSError:  # no file yet, or a failing disk
+            if len(ring) != RING_BYTES or not ring.startswith(MAGIC):  # its writer is still making it, or it is damaged
+                return []
+            self.header = FlightHeader(**json.loads(ring[len(MAGIC) : HEADER_BYTES]))
+        except (OSError, ValueError, TypeError):  # no file yet, a failing disk, a header that is being written
             return []
-        header = _header_in(ring)
-        if header is None:  # its writer is still making it
-            return []
-        self.header = header
         numbers = np.frombuffer(ring, NUMBERS, SLOTS, HEADER_BYTES)["number"]
         slots = np.flatnonzero(numbers > (self.last.number if self.last else 0)).tolist()
         new = [record for slot in slots if (record := _record_in(ring, slot)) is not None]
@@ -237,16 +236,6 @@ def boot_id() -> str:
     return sysctl_text("kern.bootsessionuuid") if sys.platform == "darwin" else ""
 
 
-def _header_in(content: bytes) -> FlightHeader | None:
-    """Parse the header; None if the ring is not whole, damaged or from another version."""
-    if len(content) != RING_BYTES or not content.startswith(MAGIC):
-        return None
-    try:
-        return FlightHeader(**json.loads(content[len(MAGIC) : HEADER_BYTES]))
-    except (ValueError, TypeError):
-        return None
-
-
 def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
     """Parse the record of a slot; None if it is empty or torn."""
     values = LAYOUT.unpack_from(ring, HEADER_BYTES + slot * LAYOUT.size)
@@ -262,7 +251,5 @@ def _allocate(path: Path) -> int:
     """Make a new file with all its blocks: writing to a mapped page without disk space kills the process."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, RING_BYTES)
     os.pwrite(descriptor, bytes(RING_BYTES), 0)  # all pages in memory from the start, so that no record waits for one
     return descriptor
