@@ -232,11 +232,13 @@ class TalkOptions:
     prompts: "Prompts"
     system: str
     context: int | None
+    stream: bool  # the weights stay on disk
 
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
     """Read everything but the weights, so that mistakes are found at once; raises SafetrainError."""
     from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
+    from safetrain.core.memory.system import host_room_bytes, read_memory
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
 
@@ -249,7 +251,14 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     if system and not prompts.writes_system(system):
         raise ConfigError("This model's chat template has no system prompt.", where=str(folder), do="without it")
     chosen = prompts.system if system is None else system
-    return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions)
+    room = host_room_bytes(read_memory())
+    stream = files.static_bytes > room
+    if stream:
+        print_text(
+            f"The model ({size_text(files.static_bytes)}) does not fit into the available memory ({size_text(room)}): "
+            "its weights stay on disk, and each token of an answer reads them once.", sys.stderr,
+        )  # fmt: skip
+    return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions, stream)
 
 
 def ask(
@@ -275,11 +284,11 @@ def ask(
     remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
     if remark:
         print_text(remark, sys.stderr)
-    load_fast_blas()  # before anything imports mlx
+    load_fast_blas(depth_first=asked.stream)  # before anything imports mlx
     from safetrain.engine.evaluation import answer
     from safetrain.engine.weight_files import apply_adapter, open_tuned
 
-    opened = open_tuned(asked.folder, None)
+    opened = open_tuned(asked.folder, None, stream=asked.stream)
     for label in ("base:  ", "tuned: ") if base else ("",):
         if label != "base:  ":
             apply_adapter(opened, adapter)
@@ -308,13 +317,14 @@ def chat(
     if base and compare:
         raise ConfigError("Use either --base or --compare.", do="--compare shows the base beside the tuned model")
     asked = _asked(model, adapter, system, base=base)
-    load_fast_blas()  # before anything imports mlx
+    load_fast_blas(depth_first=asked.stream)  # before anything imports mlx
     from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import open_both, open_tuned
     from safetrain.watch.chat import HELP, Chat, Side, say
 
     sampling = max_new_tokens, temperature, top_p, seed
-    opened = open_both(asked.folder, adapter) if compare else (open_tuned(asked.folder, asked.adapter),)
+    folder, tuned, stream = asked.folder, asked.adapter, asked.stream
+    opened = open_both(folder, adapter, stream=stream) if compare else (open_tuned(folder, tuned, stream=stream),)
     sides = [
         Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, *sampling))
         for label, each in zip(("base", "tuned") if compare else ("",), opened, strict=True)
@@ -345,7 +355,7 @@ def serve(
     from safetrain.engine.cpu.blas import load_fast_blas
 
     asked = _asked(model, adapter, system, base=base)
-    load_fast_blas()  # before anything imports mlx
+    load_fast_blas(depth_first=asked.stream)  # before anything imports mlx
     from safetrain.engine.upstream.serving import ServeJob, serve_model
 
     def ids_of(messages: "Messages", tools: Sequence[Any] | None, settings: Mapping[str, Any]) -> list[int]:
@@ -358,5 +368,6 @@ def serve(
     name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
     if asked.system:
         print_text(f"system prompt of chats that have none: {asked.system}")
-    job = ServeJob(name, asked.folder, asked.adapter, asked.prompts.stop_ids, ids_of, max_new_tokens, host, port)
+    stop_ids = asked.prompts.stop_ids
+    job = ServeJob(name, asked.folder, asked.adapter, stop_ids, ids_of, max_new_tokens, host, port, asked.stream)
     serve_model(job, print_text)

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
 from safetrain.core.errors import ConfigError, DataError, ModelError
+from safetrain.core.memory import system
 from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, read_prompt_format
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
@@ -87,6 +88,16 @@ def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
     assert run("ask", QUESTION, "--base", "--adapter", str(adapter)).out.splitlines() == said[:2]
     assert run("chat", "--base", "--adapter", str(adapter), lines=QUESTION).out == f"{base[0]}\n"
     assert run("chat", "--base", "--model", str(EMBEDDED), lines=QUESTION).out == f"{base[0]}\n"
+
+
+def test_a_model_that_does_not_fit_into_memory_answers_the_same_from_disk(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "host_room_bytes", lambda _readings: 0)
+    said = run("chat", "--compare", "--adapter", str(adapter), "--max-new-tokens", "8", lines=QUESTION)
+    base, tuned = (expected(each, QUESTION, most=8)[0] for each in (None, adapter))
+    assert [line for line in said.out.splitlines() if "cut off" not in line] == [f"base:  {base}", f"tuned: {tuned}"]
+    assert "its weights stay on disk, and each token of an answer reads them once" in said.err
 
 
 def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(

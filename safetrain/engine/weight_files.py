@@ -105,16 +105,21 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     mx.eval(model.module.trainable_parameters())
 
 
-def open_tuned(base: Path, adapter: Path | None) -> BaseModel:
-    """Open the base, with or without an adapter, ready to answer; raises ModelError."""
-    model = open_base(base, dequantize=dequantize_to_answer(read_model_files(base)))
+def open_tuned(base: Path, adapter: Path | None, *, stream: bool = False) -> BaseModel:
+    """Open the base, with or without an adapter, ready to answer; raises ModelError.
+
+    With ``stream`` its weights stay on disk.
+    """
+    model = open_base(base, dequantize=not stream and dequantize_to_answer(read_model_files(base)), stream=stream)
     if adapter is not None:
         apply_adapter(model, adapter)
     return model
 
 
-def open_both(base: Path, adapter: Path) -> tuple[BaseModel, BaseModel]:
+def open_both(base: Path, adapter: Path, *, stream: bool = False) -> tuple[BaseModel, BaseModel]:
     """Open the base and the tuned model; memory holds their shared weights once. Raises ModelError."""
+    if stream:
+        return open_tuned(base, None, stream=True), open_tuned(base, adapter, stream=True)
     model = open_tuned(base, None)
     shared: dict[int, Any] = {id(value): value for _, value in tree_flatten(model.module.parameters())}
     tuned = copy.deepcopy(model, shared)

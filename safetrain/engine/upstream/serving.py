@@ -57,6 +57,7 @@ class ServeJob:
     max_new_tokens: int  # if a request sets none
     host: str
     port: int  # 0: a free one
+    stream: bool = False  # the weights stay on disk
 
 
 def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
@@ -103,7 +104,7 @@ class OneModel(ModelProvider):
     def load_default(self) -> None:
         """Open the model; an error is kept for the waiting thread."""
         try:
-            self.model = open_tuned(self._job.folder, self._job.adapter).module
+            self.model = open_tuned(self._job.folder, self._job.adapter, stream=self._job.stream).module
             self.tokenizer = _tokenizer_of(self._job)
             self.is_batchable = not padding_refusal(self.model)
             self.model_key = (self._job.name, None, None)
