@@ -64,12 +64,16 @@ def report(paths: Sequence[Path], model: Path, settings: DataSettings, show_mask
 def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, drop: str, *, drop_bad: bool) -> int:
     """Write a repaired copy of the file in ``paths`` and print the changes; returns the exit code.
 
-    The copy has no rows with the findings in ``drop``, and with ``drop_bad`` no rows that cannot be read.
+    The copy has no rows with the findings in ``drop``, and with ``drop_bad`` no rows that cannot be read. Raises
+    ConfigError for an unknown finding.
     """
     if len(paths) != 1 or paths[0].is_dir():
         got = ", ".join(map(str, paths))
         raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
-    dropped = _dropped_rows(paths[0], model, settings, drop) if drop else {}
+    names = [name.strip().upper() for name in drop.split(",") if name.strip()]
+    require_kinds("--drop", names)
+    found = validate(paths, model, settings, most_places=EVERY_PLACE).found if names else {}
+    dropped = {spot.place: finding.id for finding, spots in found.items() if finding.id in names for spot in spots}
     print_text(Repair(paths[0], into, settings.columns, dropped, drop_bad=drop_bad).summary())
     return 0
 
@@ -79,14 +83,6 @@ def refuse_idle(options: Mapping[str, object], when: str) -> None:
     idle = [name for name, value in options.items() if value]
     if idle:
         raise ConfigError(f"{when} --fix, {', '.join(idle)} does nothing.", do="leave it out")
-
-
-def _dropped_rows(path: Path, model: Path, settings: DataSettings, drop: str) -> dict[Place, str]:
-    """The rows with findings to drop; raises ConfigError for an unknown finding."""
-    names = [name.strip().upper() for name in drop.split(",") if name.strip()]
-    require_kinds("--drop", names)
-    found = validate([path], model, settings, most_places=EVERY_PLACE).found
-    return {spot.place: finding.id for finding, spots in found.items() if finding.id in names for spot in spots}
 
 
 def _as_json(validation: Validation) -> str:

@@ -62,7 +62,7 @@ class RowFacts:
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Add the rows of a file that can be trained on."""
         trainable = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
-        texts = [asked_text(row) or _answer_text(row) for _, row in trainable]
+        texts = [_compared_text(row) for _, row in trainable]
         words = words_of(texts)
         self._shingles.add(words)
         numbers = [
@@ -173,10 +173,10 @@ def strict_digest(text: str) -> int:
     return plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text)
 
 
-def asked_text(row: Row) -> str:
-    """Everything the user asks in a row, or the whole of a bare text; empty if the user asks nothing."""
+def _compared_text(row: Row) -> str:
+    """Everything the user asks in a row, or else its last answer; the whole of a bare text."""
     question = "\n".join([message.content for message in row.messages if message.role == "user"])
-    return row.text or ("" if question.isspace() else question)
+    return row.text or ("" if question.isspace() else question) or _answer_text(row)
 
 
 def _answer_text(row: Row) -> str:

@@ -63,27 +63,6 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     return TokenFile(str(path), tokens, width, sampled_digest(path)), np.concatenate([[0], ends])
 
 
-def split_runs(bounds: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]) -> dict[str, list[Run]]:
-    """Split the documents of files whose splits are ``names``; ``bounds`` (documents + 1,) of each file.
-
-    A split without a file gets its share of train's tokens, at most 2 million, as runs of neighbouring documents from
-    many places. A document is never cut. Raises DataError if there are too few documents.
-    """
-    starts = np.cumsum([0, *(len(each) - 1 for each in bounds)])  # of files, in documents
-    parts = np.repeat(np.array([SPLITS.index(name) for name in names], dtype=np.uint8), np.diff(starts))
-    missing = {name: share for name, share in shares.items() if name not in names}
-    if missing:
-        lengths = np.concatenate([np.diff(each) for each in bounds])
-        free = np.flatnonzero((parts == 0) & (lengths > 0))
-        parts[free] = _deal(lengths[free], missing)
-    runs: dict[str, list[Run]] = {name: [] for name in SPLITS}
-    for first, stop in itertools.pairwise(np.union1d(starts, np.flatnonzero(np.diff(parts)) + 1).tolist()):
-        file = int(np.searchsorted(starts, first, side="right")) - 1
-        begin = int(starts[file])
-        runs[SPLITS[parts[first]]].append((file, range(first - begin, stop - begin)))
-    return runs
-
-
 def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
     """The split of each document, (documents,): blocks of neighbours, in a random order with a fixed seed."""
     if len(lengths) <= len(shares):
@@ -135,13 +114,29 @@ class CorpusReader:
     def write_splits(
         self, folder: Path, shares: Mapping[str, float], provenance: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
-        """Read all tokens and write the stores of the splits; also returns how the splits were chosen."""
-        runs = split_runs(self._bounds, self._names, shares)
+        """Read all tokens and write the stores of the splits; also returns how the splits were chosen.
+
+        A split without a file gets its share of train's tokens, at most 2 million, as runs of neighbouring documents
+        from many places. A document is never cut. Raises DataError if there are too few documents.
+        """
+        starts = np.cumsum([0, *(len(each) - 1 for each in self._bounds)])  # of files, in documents
+        own = np.array([SPLITS.index(name) for name in self._names], dtype=np.uint8)
+        parts = np.repeat(own, np.diff(starts))
+        missing = {name: share for name, share in shares.items() if name not in self._names}
+        if missing:
+            lengths = np.concatenate([np.diff(each) for each in self._bounds])
+            free = np.flatnonzero((parts == 0) & (lengths > 0))
+            parts[free] = _deal(lengths[free], missing)
+        runs: dict[str, list[Run]] = {name: [] for name in SPLITS}
+        for first, stop in itertools.pairwise(np.union1d(starts, np.flatnonzero(np.diff(parts)) + 1).tolist()):
+            file = int(np.searchsorted(starts, first, side="right")) - 1
+            begin = int(starts[file])
+            runs[SPLITS[parts[first]]].append((file, range(first - begin, stop - begin)))
         splits = {name: self._write(folder, name, parts, provenance) for name, parts in runs.items()}
         if self._open:
             rows = sum(split.rows for split in splits.values())
             findings.add("DOCUMENTS-OPEN", f"{self._open} of {rows} ({100 * self._open / rows:.3g} %)", self._open)
-        sizes = {name: counted(splits[name].rows, "document") for name in shares if name not in self._names}
+        sizes = {name: counted(splits[name].rows, "document") for name in missing}
         if not sizes:
             return splits, "using the given train, valid and test files"
         listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())

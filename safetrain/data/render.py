@@ -131,22 +131,18 @@ class Renderer:
         text, last = placed.text, turns[-1]
         spans = [placed.span(turn) for turn in turns]
         remarks += _remarks(row, turns, self._controls)
-        if spans[-1].closing not in self._controls.stops:
-            text, spans[-1] = self._closed(text, spans[-1], self._plain_of(tools))
+        if spans[-1].closing not in self._controls.stops:  # append a stop token to the text and its last span
+            plain, (start, end, _) = self._plain_of(tools), spans[-1]
+            closing = plain.closing(plain.between)[1]
+            stop = closing if closing in self._controls.stops else self._end
+            if stop:
+                rest = text[end:] if text[end:].strip() else ""
+                text, spans[-1] = text[:end] + stop + rest, Span(start, end + len(stop), stop)
         is_asked = row.messages[last.message].content.strip() and last.message
         question = row.messages[last.message - 1].content if is_asked else None
         return RenderedRow(
             text, tuple(spans), tuple(dict.fromkeys(remarks)), True, question, last.prompt_opening, last.own_opening
         )
-
-    def _closed(self, text: str, span: Span, plain: PlainAnswers) -> tuple[str, Span]:
-        """Append a stop token to the text and its last span, which no stop token closes."""
-        end = plain.closing(plain.between)[1]
-        end = end if end in self._controls.stops else self._end
-        if not end:
-            return text, span
-        rest = text[span.end :]
-        return text[: span.end] + end + (rest if rest.strip() else ""), Span(span.start, span.end + len(end), end)
 
     def _plain_of(self, tools: Tools) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""
