@@ -195,7 +195,7 @@ class Repair:
             _write_rows([json.loads(line) for line in lines], rows, self.into.suffix)
 
     def _repaired(self, spot: Spot, before: object) -> Row | None:
-        """Repair a row; None if it is to be dropped, cannot be read, or repeats an earlier one."""
+        """Repair a row; None if it is dropped, cannot be read, or repeats an earlier one."""
         where, finding = spot.text(), self.dropped.get(spot.place)
         if finding is not None:
             self._log(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)

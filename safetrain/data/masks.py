@@ -221,7 +221,7 @@ class TurnFinder:
     def _opening(self, message: int, first: int, before: str) -> tuple[int, str, str]:
         """Find where a turn's header ends in the text before it, and how prompt and turn continue if they differ.
 
-        The text is compared with the generation prompt for this answer, or with the usual header if there is none.
+        The text is compared with the generation prompt for this answer, or without a usable one, with the usual header.
         """
         prompt, shared, prompt_end = self._prefix(message, prompt=True), 0, ""
         if prompt is not None and prompt.places[-1:] == self.skeleton.places[:first][-1:]:
