@@ -172,7 +172,7 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
     optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.trainable_parameters(), optimizer.state)
-    layout, total = training_layout(model, settings.batch_size, data.shapes()), settings.max_steps or 0
+    layout, total = training_layout(model, settings.batch_size, data.inputs()), settings.max_steps or 0
     model.module.train()
     for step in range(total):
         began = time.perf_counter()

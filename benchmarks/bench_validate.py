@@ -26,7 +26,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
 from safetrain.data.render import Renderer
 tokenizer = ChatTokenizer(Path(sys.argv[1]))
-renderer, library = Renderer(tokenizer.template, tokenizer.controls, ""), tokenizer._backend
+renderer, library = Renderer(tokenizer.template, tokenizer.controls, ""), tokenizer.backend
 seconds = tokens = 0
 texts = []
 def tokenize():

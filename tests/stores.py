@@ -1,6 +1,6 @@
 """Token stores for tests, and the largest update of a run of which no more is known than its longest row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ def add_row(writer: StoreWriter, row: TokenRow, line: int) -> None:
 
 
 def write_store(
-    path: Path, rows: Sequence[TokenRow], made: Provenance = MADE, questions: Sequence[Question] = ()
+    path: Path, rows: Iterable[TokenRow], made: Provenance = MADE, questions: Sequence[Question] = ()
 ) -> Path:
     """A store of these rows; questions stand in the order of their rows."""
     with StoreWriter(path) as writer:
@@ -34,7 +34,7 @@ def write_store(
     return path
 
 
-def write_stores(folder: Path, base: Path, train: Sequence[TokenRow], valid: Sequence[TokenRow]) -> None:
+def write_stores(folder: Path, base: Path, train: Iterable[TokenRow], valid: Iterable[TokenRow]) -> None:
     """What a training of ``base`` reads."""
     made = Provenance(tokenizer_hash(base), "", "2026-01-31", (2,), "")
     write_store(store_path(folder, "train"), train, made)

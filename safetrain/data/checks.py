@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from safetrain.core.data.template import Controls
+from safetrain.core.data.tokenizer import Controls
 from safetrain.data.rows import Row
 
 MARKER = re.compile(  # not in quotation marks

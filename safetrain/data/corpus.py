@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Corpus, DocumentWriter, Provenance, Stretch, TokenFile, sampled_digest, store_path
+from safetrain.core.data.store import Corpus, Provenance, StoreWriter, Stretch, TokenFile, sampled_digest, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
@@ -104,7 +104,7 @@ class CorpusReader:
         """Report a corpus made with a different tokenizer: its text, tokenized again, gives different ids."""
         samples, same = list(self._samples()), 0
         for ids in samples:
-            again = self._tokenizer.encode_chat(self._tokenizer.spell(ids))
+            again = self._tokenizer.encode_chat(self._tokenizer.decode(ids, special=True))
             middle = ids[1:-TAIL]  # a tokenizer may add or drop a token at the start
             same += any(again[at : at + len(middle)] == middle for at in range(3))
         if same < LEAST_SAME * len(samples):
@@ -144,19 +144,19 @@ class CorpusReader:
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
         state, stretches, kept, label_bytes = hashlib.blake2b(digest_size=16), list[Stretch](), list[np.ndarray](), 0
-        with DocumentWriter(store_path(folder, name)) as store:
+        with StoreWriter(store_path(folder, name), documents=True) as store:
             for file, documents in runs:
                 begin, end = (int(self._bounds[file][each]) for each in (documents.start, documents.stop))
                 stretches += [Stretch(file, begin, end)] if end > begin else []
                 for ids, numbers, lengths in self._pieces(file, documents):
-                    store.add(lengths, file, numbers)
+                    store.add_documents(lengths, file, numbers)
                     kept.append(lengths)
                     state.update(ids.tobytes() + lengths.astype("<u4").tobytes())
                     label_bytes += int(self._text_bytes[ids].sum())
             if not stretches:
                 raise DataError(f"The documents of {name} are empty.", where=self._files[0].path)
             corpus = Corpus(self._files, tuple(stretches))
-            store.finish(provenance, state.hexdigest(), corpus, label_bytes / len(corpus))
+            store.finish_corpus(provenance, state.hexdigest(), corpus, label_bytes / len(corpus))
         labels = len(corpus) - sum(map(len, kept))  # all but a document's first token
         return split_report(kept, labels, label_bytes)
 

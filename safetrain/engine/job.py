@@ -1,7 +1,6 @@
 """A training job and everything read before mlx loads: model headers, rows, predicted memory."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,14 +68,12 @@ class Job(TrainJob):
         return int(self.updates * self.settings.rows_per_update * self.train.inputs().mean())
 
 
-def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
-    """Read model headers and map the rows. Raises SafetrainError if the model or the rows cannot be used.
-
-    ``beat`` is called repeatedly while slow work makes progress.
-    """
+def load_job(asked: TrainJob) -> Job:
+    """Read model headers and map the rows. Raises SafetrainError if the model or the rows cannot be used."""
     base, settings = Path(asked.base), asked.settings
     files = read_model_files(base)
-    rows = load_training_rows(base, settings.max_examples, settings.max_seq_length, beat, method=settings.method)
+    rows = load_training_rows(base, settings.max_examples, settings.method)
+    rows = rows.at_length(settings.max_seq_length, settings.method)
     if asked.warmup_is_recommended:  # the plan may have been for a longer run
         updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))

@@ -131,7 +131,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
     On CPU a resumed run keeps its number of shards, even with a different number of cores; a GPU has one.
     """
-    layout = training_layout(model, job.settings.batch_size, job.train.shapes())
+    layout = training_layout(model, job.settings.batch_size, job.train.inputs())
     if not device().on_cpu:
         return layout
     if job.settings.method == PRETRAIN and not state.shards:

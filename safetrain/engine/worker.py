@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
-from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
+from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.metrics import (
     Proof,
     StepRecord,
@@ -108,7 +108,7 @@ def _train(
     ranks: "Ranks | None" = None,
 ) -> None:
     with recorder.phase(Phase.LOAD_DATA):
-        job = load_job(asked, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NO_WORK))
+        job = load_job(asked)
     with recorder.phase(Phase.LOAD_MODEL):
         blas = blas or load_fast_blas(depth_first=job.settings.stream_base)  # before anything imports mlx
         from safetrain.engine.backend import device

@@ -189,7 +189,7 @@ def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], L
 
     @functools.cache
     def cut(length: int) -> TrainingRows:
-        return rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
+        return rows.at_length(length, train.method)
 
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:

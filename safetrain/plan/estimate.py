@@ -15,7 +15,7 @@ from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.estimate import MARGIN, read_bytes, require_computable, require_trainable, with_margin
 from safetrain.core.memory.terms import padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
-from safetrain.core.model.shapes import is_known
+from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
@@ -59,7 +59,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
     context = f"context {model.max_positions:,} tokens" if model.max_positions else "context unknown"
     console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
-    if not is_known(model.model_type):
+    if model.model_type not in FAMILIES:
         console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
         return
     columns = "tokens", "memory on a GPU", "on CPU", "base on disk, on a GPU", "on CPU"
@@ -74,7 +74,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
 def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     """Print a run's memory term by term, and what would fit if it does not. Returns whether it fits."""
     _print_model(console, run)
-    if not is_known(run.model.model_type):
+    if run.model.model_type not in FAMILIES:
         raise ModelError(
             f"The architecture {run.model.model_type} is unknown: its memory cannot be estimated.",
             got=f"weights of {size(run.model.static_bytes)}",

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from safetrain.core.errors import ModelError
-from safetrain.core.model.files import SOURCE, read_model_files, source_of
+from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
 from safetrain.core.storage.files import require_room, write_text
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -28,9 +28,8 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     target = into / hub_id.rpartition("/")[2]
     if target.exists():
         read_model_files(target)
-        if (source := source_of(target))[:1] != [hub_id]:
-            do = "move that folder away, or choose another one with --into"
-            got = " ".join(source) or "unknown"
+        if (found := hub_id_of(target)) != hub_id:
+            do, got = "move that folder away, or choose another one with --into", found or "unknown"
             what = "The folder holds a different model with this name."
             raise ModelError(what, where=str(target), expected=hub_id, got=got, do=do)
         return target

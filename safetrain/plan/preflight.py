@@ -27,7 +27,7 @@ from safetrain.core.memory.system import (
     sysctl_number,
 )
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.model.shapes import is_known
+from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
@@ -291,7 +291,7 @@ def must_fit(train: Train) -> bool:
 
 def _plan_checks(config: Pipeline, inputs: PlanInputs, module: str, say: Callable[[str], None]) -> Iterator[Check]:
     """Check that recommend_config's plan fits, by a cached or new dry run, and that the disk has room for it."""
-    if not module and not is_known(inputs.model.model_type):
+    if not module and inputs.model.model_type not in FAMILIES:
         why = "the architecture is unknown; the dry run of recommend_config decides"
         yield from (skipped(each, why) for each in PLANNED)
         return

@@ -95,7 +95,7 @@ def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
         read_model_files(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is empty, or not a JSON object"):
         read_model_files(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no config\.json"):

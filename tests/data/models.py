@@ -90,7 +90,7 @@ def trained(model: Path, messages: list[Message], **more: object) -> list[str]:
             runs[-1].append(token)
         elif runs[-1]:
             runs.append([])
-    return [tokenizer.spell(run) for run in runs if run]
+    return [tokenizer.decode(run, special=True) for run in runs if run]
 
 
 def remarks(model: Path, messages: list[Message], **more: object) -> set[str]:

@@ -131,8 +131,8 @@ def validate_texts(source: Path, into: Path) -> DataReport:
 def texts_in(into: Path) -> list[str]:
     """The documents of all splits as text, each with its end token."""
     stores = [open_store(store_path(into / "validated", split)) for split in SPLITS]
-    spell = ChatTokenizer(EMBEDDED).spell
-    return [spell(row.ids.tolist()) for store in stores for row in store.rows]
+    tokenizer = ChatTokenizer(EMBEDDED)
+    return [tokenizer.decode(row.ids.tolist(), special=True) for store in stores for row in store.rows]
 
 
 def test_a_file_of_plain_text_is_divided_where_a_line_says_that_a_text_ends(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.template import Controls
+from safetrain.core.data.tokenizer import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data import compare

@@ -101,8 +101,8 @@ def test_the_store_has_every_row_with_its_source_and_its_question(write_jsonl: W
     assert sum(len(store.rows) for store in stores.values()) == 1000
     assert report.train.tokens == int(stores["train"].rows.lengths.sum())
     test, lines = stores["test"], written(tmp_path)["test"]
-    assert 60 < len(test.questions) == len(lines) < 140
-    for question in map(test.questions.__getitem__, range(5)):
+    assert 60 < len(test.question_rows) == len(lines) < 140
+    for question in map(test.question, range(5)):
         messages = json.loads(lines[question.row])["messages"]
         number = int(messages[0]["content"].split()[-1].strip("?"))
         assert test.where(question.row) == f"{path}:{2 * number + 1}"

@@ -171,7 +171,8 @@ def test_what_is_asked_is_what_was_trained(model: Build) -> None:
     assert remarks(folder, chat) == {"OPENING-DIFFERS"}
     row, tokenizer = rendered(folder, chat)
     asked = Prompts(tokenizer, PromptFormat((), row.opening, row.asked)).ids(turns("Iron?"))
-    assert tokenizer.spell(asked) == "<|user|>Iron?<|end|><|assistant|>" == row.text[: row.spans[-1].start]
+    assert tokenizer.decode(asked, special=True) == "<|user|>Iron?<|end|><|assistant|>"
+    assert row.text.startswith("<|user|>Iron?<|end|><|assistant|>", 0, row.spans[-1].start)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -194,7 +195,7 @@ def test_a_text_that_is_templated_already_begins_and_ends_once(model: Build, tex
     """W13."""
     folder = model(loop(TURN), end="<|eot|>", begin="<s>")
     tokenizer = ChatTokenizer(folder)
-    assert tokenizer.spell(text_ids(text, tokenizer)) == ids
+    assert tokenizer.decode(text_ids(text, tokenizer), special=True) == ids
 
 
 def test_an_assistant_may_speak_first_a_turn_of_weight_0_is_only_read_and_a_developer_is_a_system() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
-from safetrain.core.data.template import ChatTemplate
-from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
+from safetrain.core.data.tokenizer import ChatTemplate, ChatTokenizer, Prompts
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.engine.exchange.gguf_text import adds_begin, templates_of, write_chat, write_vocabulary

@@ -49,7 +49,7 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
         rows = [(row.ids[:SHORT] % FEW_TOKENS, row.trained[:SHORT]) for row in data]
         return TokenRows.of([token_row(ids.tolist(), trained.tolist()) for ids, trained in rows])
 
-    return with_rows(job, train=shortened(job.train.documents), valid=shortened(job.valid[:2]))
+    return with_rows(job, train=shortened(job.train.documents), valid=shortened(job.valid.take([0, 1])))
 
 
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 
 ROWS = TokenRows.of([token_row([1] * tokens, [True] * tokens) for tokens in range(20, 201, 2)])
 FAST = dataclasses.replace(machine(8), gemm_gflops=200.0)
-INPUTS = PlanInputs(data(longest=200), FAST, read_model_files(EMBEDDED), TrainingRows(ROWS, ROWS[:5]))
+INPUTS = PlanInputs(data(longest=200), FAST, read_model_files(EMBEDDED), TrainingRows(ROWS, ROWS.take(slice(5))))
 SHORT = dataclasses.replace(OPEN, max_steps=100)
 
 

@@ -33,10 +33,11 @@ def test_a_corpus_is_for_a_training_from_scratch_alone(workspace: Workspace, mon
     assert "data/corpus: tokens of documents (datatrove)" in printed
     assert "stop token: <|end|>" in printed
     monkeypatch.chdir(workspace.folder)
-    rows, documents = load_training_rows(Path("models/encyclopedia-3m"), None, 16, method="pretrain"), tokenized()
+    documents, loaded = tokenized(), load_training_rows(Path("models/encyclopedia-3m"), None, "pretrain")
+    rows, label_bytes = loaded.at_length(16, "pretrain"), 1 / (np.log(2) * loaded.bits_per_byte_of_nat)
     assert isinstance(rows.train, TokenWindows)
     assert isinstance(rows.valid, TokenRows)
-    assert np.isclose(rows.valid_label_bytes, sum(len(text) for text in TEXTS) / sum(map(len, documents)), rtol=0.02)
+    assert np.isclose(label_bytes, sum(len(text) for text in TEXTS) / sum(map(len, documents)), rtol=0.02)
     assert rows.train.of_update([0]).data[0].ids.tolist() in [document[:17] for document in documents]
     new = ("model.path=models/none", "data.path=data/corpus", "model.create=85m", "train.method=pretrain")
     said = workspace.stage("validate_data", *new).stderr

@@ -47,14 +47,14 @@ def test_a_dry_run_speaks_for_the_plan_alone() -> None:
 def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
-    largest = largest_update(rows, rows[:3], 16, 2, None)
+    largest = largest_update(rows, rows.take(slice(3)), 16, 2, None)
     planned = dataclasses.replace(PLAN, batch_size=16, gradient_accumulation=1, largest_update=largest)
     asked = TrainJob("", settings, True, MemoryBudget(10**9), planned)
 
     def memory(**changes: Any) -> RunMemory:
         own = vars(dataclasses.replace(asked, **changes))
         loaded: dict[str, Any] = {
-            "rows": TrainingRows(rows, rows[:3]),
+            "rows": TrainingRows(rows, rows.take(slice(3))),
             "identity": RunIdentity("", "", "", ""),
             "files": model,
         }
@@ -64,7 +64,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     counted = sum(term.size_bytes for term in found.terms if term.exact)
     assert 0.9 * 10**8 < found.peak_bytes <= 10**8  # the plan knew the largest update of several orders of the rows
     assert counted < found.mlx_limit_bytes == pytest.approx(0.98 * found.peak_bytes)
-    own = largest_update(rows, rows[:3], 16, 2, None, (settings.seed,))
+    own = largest_update(rows, rows.take(slice(3)), 16, 2, None, (settings.seed,))
     met = dataclasses.replace(planned, own_order=OwnOrder(own, 97_654_321))
     assert memory(planned=met).peak_bytes == 97_654_321
     other = dataclasses.replace(settings, seed=settings.seed + 1)

@@ -4,16 +4,15 @@ In pretraining, TokenWindows cut documents into rows of equal length.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
 
 from safetrain.core.errors import DataError
 
 MOST_VALID_TOKENS = 2**17  # for validation: gives the loss to a hundredth in less than an hour
-SAMPLED_WINDOWS = 2**10  # whose pieces are a sample of all, to choose row widths on a GPU
 
 
 class Values(Protocol):
@@ -53,36 +52,13 @@ class Question:
     text: str
 
 
-class Questions:
-    """The questions of a split, each read when it is needed."""
-
-    def __init__(self, rows: np.ndarray, *parts: tuple[Values, np.ndarray]) -> None:
-        """``rows`` (questions,); ``parts``: values of prompts, answers and texts (UTF-8), and their ends."""
-        self.rows, self._parts = rows, parts
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> Question:
-        prompt, answer, text = (
-            values[int(ends[place - 1]) if place else 0 : int(ends[place])] for values, ends in self._parts
-        )
-        question = text.tobytes().decode("utf-8")
-        return Question(int(self.rows[place]), tuple(prompt.tolist()), tuple(answer.tolist()), question)
-
-
-class TokenRows(Sequence[TokenRow]):
+class TokenRows:
     """The rows of a split. Lengths and label counts are in memory; tokens are read when they are needed."""
 
     def __init__(
-        self,
-        ids: Values,
-        trained: Values,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        label_counts: np.ndarray,
+        self, ids: Values, trained: Values, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
         numbers: np.ndarray | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``ids`` and ``trained`` (tokens,); for each row its start in them, its length and its labels, (rows,).
 
         ``numbers`` (rows,): the number of each row in messages; None: its index.
@@ -97,27 +73,20 @@ class TokenRows(Sequence[TokenRow]):
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
         """Make rows from rows in memory."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        return cls(
-            np.concatenate([row.ids for row in rows] or [np.zeros(0, dtype=np.uint32)]),
-            np.concatenate([row.trained for row in rows] or [np.zeros(0, dtype=np.bool_)]),
-            np.cumsum(lengths) - lengths,
-            lengths,
-            np.array([row.trained_tokens for row in rows], dtype=np.int64),
-        )
+        ids = np.concatenate([np.zeros(0, dtype=np.uint32), *(row.ids for row in rows)])
+        trained = np.concatenate([np.zeros(0, dtype=np.bool_), *(row.trained for row in rows)])
+        labels = np.array([row.trained_tokens for row in rows], dtype=np.int64)
+        return cls(ids, trained, np.cumsum(lengths) - lengths, lengths, labels)
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> "TokenRows": ...
-    def __getitem__(self, index: int | slice) -> "TokenRow | TokenRows":
-        if isinstance(index, slice):
-            return self.take(index)
-        place = range(len(self))[index]
-        start, length = int(self.starts[place]), int(self.lengths[place])
+    def __getitem__(self, row: int) -> TokenRow:
+        start, length = int(self.starts[row]), int(self.lengths[row])
         return TokenRow(self.ids[start : start + length], self.trained[start : start + length])
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def documents(self) -> "TokenRows":
@@ -128,10 +97,6 @@ class TokenRows(Sequence[TokenRow]):
         """The numbers of these rows in messages."""
         places = np.asarray(rows, dtype=np.int64)
         return (places if self._numbers is None else self._numbers[places]).tolist()
-
-    def shapes(self) -> np.ndarray:
-        """The input lengths by which rows are laid out in batches; (rows,)."""
-        return self.inputs()
 
     def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
         """The rows of an update, the longest first, equally long ones by their number."""
@@ -145,18 +110,13 @@ class TokenRows(Sequence[TokenRow]):
 
     def sample(self, most_tokens: int) -> np.ndarray:
         """Indices of all rows, or of evenly spaced rows with about ``most_tokens`` tokens in all."""
-        count = min(len(self), max(1, len(self) * most_tokens // max(1, self.tokens)))
-        return np.linspace(0, len(self) - 1, count).round().astype(np.int64)
+        return evenly_spaced(max(1, len(self) * most_tokens // max(1, self.tokens)), len(self))
 
-    def cut(self, max_seq_length: int, beat: Callable[[], None] = lambda: None) -> "TokenRows":
-        """Truncate rows to their first ``max_seq_length`` tokens, or to as many around the first label if later.
-
-        Reads the labels of longer rows; ``beat`` is called before each of them.
-        """
+    def cut(self, max_seq_length: int) -> "TokenRows":
+        """Truncate rows to their first ``max_seq_length`` tokens, or to as many around the first label if later."""
         starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()
         long = np.flatnonzero(lengths > max_seq_length)
         for row in long.tolist():
-            beat()
             trained = self.trained[starts[row] + 1 : starts[row] + lengths[row]]
             label = 1 + int(trained.argmax())
             begin = label - max_seq_length // 2 if label >= max_seq_length and trained.any() else 0
@@ -188,6 +148,11 @@ class TokenRows(Sequence[TokenRow]):
         return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1
 
 
+def evenly_spaced(count: int, size: int) -> np.ndarray:
+    """At most ``count`` indices of ``size`` things, evenly spaced; (count,)."""
+    return np.linspace(0, size - 1, min(count, size)).round().astype(np.int64)
+
+
 @dataclass(frozen=True)
 class UpdateRows:
     """The rows of an update, the longest first, as indices into ``data``."""
@@ -205,6 +170,9 @@ class TokenWindows:
     token of the document before; if that has none, the first token is not predicted.
     """
 
+    longest = 0  # index of the longest window: all are equally long
+    cut_rows = lost_labels = 0
+
     def __init__(self, documents: TokenRows, tokens: int, end_ids: frozenset[int]) -> None:
         """``documents`` are consecutive; ``tokens``: number that a window feeds; ``end_ids``: ids that end a document.
 
@@ -212,19 +180,18 @@ class TokenWindows:
         """
         self.documents, self.tokens, self._end_ids = documents, tokens, np.array(sorted(end_ids), dtype=np.uint32)
         self._first = int(documents.starts[0]) if len(documents) else 0
-        self._stream = int(documents.lengths.sum(dtype=np.int64))
-        if self._stream < 2:
-            raise DataError("There is nothing to train on.", expected="at least two tokens", got=str(self._stream))
-        self.longest = 0  # index of the longest window: all are equally long
-        self.cut_rows, self.lost_labels = 0, 0
+        self._last = self._first + int(documents.lengths.sum(dtype=np.int64)) - 1
+        if self._last <= self._first:
+            got = str(self._last + 1 - self._first)
+            raise DataError("There is nothing to train on.", expected="at least two tokens", got=got)
 
     def __len__(self) -> int:
-        return -(-(self._stream - 1) // self.tokens)
+        return -(-(self._last - self._first) // self.tokens)
 
     def inputs(self) -> np.ndarray:
         """The number of tokens that each window feeds, (windows,): all are equal except the last."""
         sizes = np.full(len(self), self.tokens, dtype=np.int32)
-        sizes[-1] = self._stream - 1 - (len(self) - 1) * self.tokens
+        sizes[-1] = self._last - self._first - (len(self) - 1) * self.tokens
         return sizes
 
     @property
@@ -232,44 +199,31 @@ class TokenWindows:
         """The most labels that each window can have; (windows,)."""
         return self.inputs()
 
-    def shapes(self) -> np.ndarray:
-        """A sample of row lengths: the pieces of evenly spaced windows, and one whole window."""
-        some = np.linspace(0, len(self) - 1, min(len(self), SAMPLED_WINDOWS)).round().astype(np.int64)
-        return np.append(self.pieces(some).inputs(), self.tokens)
-
-    def of_update(self, windows: np.ndarray | list[int]) -> UpdateRows:
+    def of_update(self, windows: Sequence[int] | np.ndarray) -> UpdateRows:
         """The pieces of an update's windows, the longest first."""
         pieces = self.pieces(windows)
         return UpdateRows(pieces, pieces.by_length.tolist())
 
-    def pieces(self, windows: np.ndarray | list[int]) -> TokenRows:
+    def pieces(self, windows: Sequence[int] | np.ndarray) -> TokenRows:
         """Divide windows into rows; each has the number of its document."""
-        pieces = [piece for window in windows for piece in self._pieces_of(int(window))]
-        starts, stops, numbers = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+        begins, ends, numbers = np.concatenate([self._pieces_of(int(window)) for window in windows], axis=1)
         ids, trained = self.documents.ids, self.documents.trained
-        counts = np.array([np.count_nonzero(trained[begin + 1 : end]) for begin, end, _ in pieces], dtype=np.int32)
-        return TokenRows(ids, trained, starts, stops - starts, counts, numbers)
+        labels = [np.count_nonzero(trained[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)]
+        return TokenRows(ids, trained, begins, ends - begins, np.array(labels, dtype=np.int32), numbers)
 
     def some(self, most_tokens: int) -> TokenRows:
         """The pieces of evenly spaced windows with at most ``most_tokens`` tokens in all; at least one window."""
-        count = max(1, min(len(self), most_tokens // self.tokens))
-        return self.pieces(np.linspace(0, len(self) - 1, count).round().astype(np.int64))
+        return self.pieces(evenly_spaced(max(1, most_tokens // self.tokens), len(self)))
 
-    def _pieces_of(self, window: int) -> Iterator[tuple[int, int, int]]:
-        """Yield begin and end of each piece (its last token is only predicted), and its document."""
+    def _pieces_of(self, window: int) -> np.ndarray:
+        """Begin and end of each piece (its last token is only predicted), and its document; (3, pieces)."""
         begin = self._first + window * self.tokens
-        last = min(begin + self.tokens, self._first + self._stream - 1)  # index of the last predicted token
-        starts = self.documents.starts
-        document = int(np.searchsorted(starts, begin, side="right")) - 1
-        piece = begin
-        for following in range(document + 1, int(np.searchsorted(starts, last, side="right"))):
-            border = int(starts[following])
-            opens = bool(np.isin(self.documents.ids[border - 1 : border], self._end_ids).any())
-            if border - piece > 1:
-                yield piece, border, following - 1
-            piece = border - 1 if opens else border
-        if last + 1 - piece > 1:
-            yield piece, last + 1, int(np.searchsorted(starts, last, side="right")) - 1
+        last = min(begin + self.tokens, self._last)  # index of the last predicted token
+        first, stop = np.searchsorted(self.documents.starts, (begin, last), side="right")
+        borders = self.documents.starts[first:stop]  # between documents
+        are_closed = np.isin(self.documents.ids[begin:last][borders - 1 - begin], self._end_ids)
+        begins, ends = np.append(begin, borders - are_closed), np.append(borders, last + 1)
+        return np.stack([begins, ends, np.arange(first - 1, stop)])[:, ends - begins > 1]
 
 
 TrainRows = TokenRows | TokenWindows

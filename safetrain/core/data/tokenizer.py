@@ -1,35 +1,200 @@
-"""The base model's own tokenizer, without mlx, prompts in the format of training, and answers while they are generated.
+"""The base model's own tokenizer and chat template, without mlx; prompts as in training, and answers while they grow.
 
-Reads local folders only; never runs code that came with a model.
+A template is run as transformers does, with a fixed date. Rendering a chat with marks in place of its words shows the
+text that the template writes around them. Reads local folders only; never runs code that came with a model.
 """
 
+import functools
 import json
 import os
 import re
+import sys
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from functools import cached_property, partial
+from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetrain.core.data.template import ChatTemplate, Controls, TemplateError, plain_answers
 from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.storage.files import json_object
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and other keys of a template
+Tools = Sequence[Any] | None
+Settings = Mapping[str, Any] | None
+MARK = re.compile(r"Zq(\d{5,})qZ")
+LEXEME = re.compile(r"</?[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
+PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 FILE = Path(__file__).with_name("general_text.jsonl")
 LEAST_PIECES = 6  # of a part: with fewer the part is not measured
 MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: usually none has as many; the limit in a short measurement
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
 
 
+class TemplateError(ValueError):
+    """The template does not render these messages, or none at all: it is broken, or forbidden in the sandbox."""
+
+    def __init__(self, message: str, *, is_broken: bool = False) -> None:
+        super().__init__(message)
+        self.is_broken = is_broken
+
+
+class ChatTemplate:
+    """Renders chats. ``sources`` by name: default, and perhaps tool_use, as in tokenizer_config.json."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any], today: date) -> None:
+        self.sources, self._special, self._today = dict(sources), dict(special_tokens), today
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+    def source(self, tools: Tools) -> str:
+        """The template for rows with or without tools, chosen as transformers does; raises TemplateError."""
+        name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            only = ", ".join(sorted(self.sources))
+            raise TemplateError(f"the model has no template named default (only {only})")
+        return self.sources[name]
+
+    def write(self, messages: Messages, tools: Tools = None, *, prompt: bool = False, settings: Settings = None) -> str:
+        """Render a chat; ``prompt`` adds the generation prompt. Raises TemplateError.
+
+        ``settings``: variables of the template, such as enable_thinking; training sets none.
+        """
+        import jinja2
+
+        source = self.source(tools)
+        try:
+            values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+            return str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
+        except (jinja2.TemplateError, *PYTHON_ERRORS) as error:
+            where = f"line {error.lineno} of the template: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            is_broken = bool(where) or isinstance(error, RecursionError) or any(each in str(error) for each in SANDBOX)
+            message = where + str(error).strip() or type(error).__name__
+            raise TemplateError(message, is_broken=is_broken) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, today: date) -> Any:
+    """Compile the template in transformers' sandbox; ``strftime_now`` always gives ``today``.
+
+    If the date changed at midnight, so would the rows of an interrupted run.
+    """
+    from transformers.utils import chat_template_utils
+
+    compiled = chat_template_utils._compile_jinja_template.__wrapped__(source)  # no cache: the date is set below
+    compiled.globals = {**compiled.globals, "strftime_now": datetime.combine(today, time()).strftime}
+    return compiled
+
+
+@dataclass(frozen=True)
+class Controls:
+    """The tokenizer's control strings: ``tokens`` matches every added token, ``stops`` end an answer."""
+
+    tokens: "re.Pattern[str] | None"
+    stops: frozenset[str]
+
+    def found_in(self, text: str) -> list[tuple[int, str]]:
+        """Find all added tokens in ``text`` with their positions."""
+        return [] if self.tokens is None else [(match.start(), match.group()) for match in self.tokens.finditer(text)]
+
+
+class Skeleton(NamedTuple):
+    """A rendered chat with marks: ``literals[k]`` is before the mark ``places[k]``, the last literal at the end."""
+
+    literals: tuple[str, ...]
+    places: tuple[int, ...]  # numbers of the marks; the template may write a mark twice, or never
+
+
+def skeleton_of(text: str) -> Skeleton:
+    """Divide a rendered chat with marks."""
+    parts = MARK.split(text)
+    return Skeleton(tuple(parts[::2]), tuple(map(int, parts[1::2])))
+
+
+@dataclass(frozen=True)
+class PlainAnswers:
+    """The template's text around plain answers: ``header`` comes before an answer, including the end of the question.
+
+    ``between`` and ``at_end`` follow an answer in the middle and at the end of a chat; ``tail`` is their common prefix.
+    """
+
+    controls: Controls
+    header: str = ""
+    own_header: str = ""  # the header without the end of the question
+    between: str = ""
+    at_end: str = ""
+    tail: str = ""
+    openers: frozenset[str] = frozenset()  # control tokens of the header
+
+    def closing(self, after: str) -> tuple[int, str]:
+        """The end of the closing token in the text after an answer, and that token; (0, "") if there is none."""
+        tokens, tail = self.controls.found_in(after), self.tail.strip()
+        if not tokens:
+            return 0, ""
+        own_end = tokens[0][0]
+        if tail and after.lstrip().startswith(tail):  # the answer's own white space may come first
+            own_end = len(after) - len(after.lstrip()) + len(tail) - 1
+        stop = next((item for item in tokens if item[0] <= own_end and item[1] in self.controls.stops), None)
+        place, token = stop or tokens[0]
+        if stop is None and (after[:place].strip() or not self.at_end.strip() or token in self.openers):
+            return 0, ""  # no closing token: this one is in the next header
+        return place + len(token), token
+
+    def closings(self) -> frozenset[str]:
+        """The tokens that close plain answers, in the middle and at the end of a chat."""
+        return frozenset(token for part in (self.between, self.at_end) if (token := self.closing(part)[1]))
+
+
+def plain_answers(template: ChatTemplate, controls: Controls, tools: Tools) -> PlainAnswers:
+    """Render two questions and answers to find the text around answers; empty if the template refuses them."""
+    chat = [{"role": ("user", "assistant")[n % 2], "content": f"Zq{n:05d}qZ"} for n in range(4)]
+    try:
+        literals = skeleton_of(template.write(chat, tools)).literals
+        prompt_end = skeleton_of(template.write(chat[:3], tools, prompt=True)).literals[-1]
+        prompt_literals = skeleton_of(template.write(chat, tools, prompt=True)).literals
+    except TemplateError:
+        literals = ()
+    if len(literals) != 5:
+        return PlainAnswers(controls)
+    between, at_end = literals[2], literals[4]
+    tail = common_prefix(between, at_end)
+    if prompt_literals == literals:  # it always writes the generation prompt
+        at_end = at_end[:tail]
+    header = literals[3][: common_prefix(literals[3], prompt_end) or len(literals[3])]
+    closing = {tokens[0][1] for part in (between, at_end) if (tokens := controls.found_in(part))}
+    in_header = controls.found_in(header)
+    openers = frozenset(token for _, token in in_header) - closing
+    begin = in_header[0][0] + len(in_header[0][1]) if in_header and in_header[0][1] in closing else 0
+    return PlainAnswers(controls, header, header[begin:].lstrip(), between, at_end, between[:tail], openers)
+
+
+def common_prefix(one: str, two: str) -> int:
+    """The length of the common prefix of two texts that ends at a border of words or control strings."""
+    most = next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return max(set(borders(one, most)) & set(borders(two, most)), default=0)
+
+
+def borders(text: str, most: int) -> Iterator[int]:
+    """Yield the ends of words and control strings, from 0 up to ``most``."""
+    yield 0
+    for match in LEXEME.finditer(text):
+        if match.end() > most:
+            return
+        yield match.end()
+
+
+# The tokenizer
+
+
 class ChatTokenizer:
-    """Token ids of texts and of chats, as the Hugging Face tokenizer in ``folder`` makes them."""
+    """Token ids of texts and of chats, as the Hugging Face tokenizer in ``folder`` makes them.
+
+    It has ``size`` ids; ``end_token`` and ``end_id`` are its end-of-text token, "" and None if there is none.
+    """
 
     def __init__(self, folder: Path, today: date | None = None) -> None:
         """``today``: the date for templates. Raises ModelError."""
@@ -37,68 +202,49 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
+            own: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             what = f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
             raise ModelError(what, where=str(folder), do=FETCH) from error
-        if not self._tokenizer.is_fast:
-            what = "The model's tokenizer does not map characters to tokens."
-            do = "use a copy of the model that has one"
+        if not own.is_fast:
+            what, do = (
+                "The model's tokenizer does not map characters to tokens.",
+                "use a copy of the model that has one",
+            )
             raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)
-        self.folder = folder
-        self._backend: Any = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # some models ship their training settings
-        self._backend.no_padding()
-        self.template = ChatTemplate(self._sources(), self._tokenizer.special_tokens_map, today or date.today())
+        self.folder, self.size, self._tokenizer, self.backend = folder, len(own), own, own.backend_tokenizer
+        self.end_token, self.end_id = own.eos_token or "", self.special_id("eos")
+        self.backend.no_truncation()  # some models ship their training settings
+        self.backend.no_padding()
+        self.template = ChatTemplate(self._sources(), own.special_tokens_map, today or date.today())
 
-    @cached_property
+    @functools.cached_property
     def controls(self) -> Controls:
         """The tokenizer's added tokens and the model's stop tokens."""
-        added = sorted(
-            (token.content for token in self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True
-        )
-        pattern = re.compile("|".join(map(re.escape, added))) if added else None
-        stops = {self._tokenizer.convert_ids_to_tokens(number) for number in self.model_stop_ids}
-        return Controls(pattern, frozenset(text for text in stops if text))
+        added = (token.content for token in self._tokenizer.added_tokens_decoder.values())
+        pattern = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        stops = filter(None, map(self._tokenizer.convert_ids_to_tokens, self.model_stop_ids))
+        return Controls(re.compile(pattern) if pattern else None, frozenset(stops))
 
-    @cached_property
+    @functools.cached_property
     def model_stop_ids(self) -> frozenset[int]:
         """Ids of the stop tokens in the model's files: tokenizer, generation_config.json, config.json."""
-        ids = {self._tokenizer.eos_token_id}
+        ids = {self.end_id}
         for name in ("generation_config.json", "config.json"):
             value = json_object(self.folder / name).get("eos_token_id")
             ids |= set(value) if isinstance(value, list) else {value}
         return frozenset(number for number in ids if isinstance(number, int) and 0 <= number < self.size)
 
-    @cached_property
+    @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
         """The model's own stop tokens, and those with which its template closes plain answers."""
-        if not self.template:
-            return self.model_stop_ids
-        closings = plain_answers(self.template, self.controls, None).closings()
-        return self.model_stop_ids | {self.id_of(closing) for closing in closings}
+        closings = plain_answers(self.template, self.controls, None).closings() if self.template else ()
+        return self.model_stop_ids.union(map(self.id_of, closings))
 
-    @property
-    def end_token(self) -> str:
-        """The end-of-text token, empty if the tokenizer has none."""
-        return self._tokenizer.eos_token or ""
-
-    @cached_property
-    def size(self) -> int:
-        """The number of ids."""
-        return len(self._tokenizer)
-
-    @property
-    def end_id(self) -> int | None:
-        """The id of the end-of-text token, None if the tokenizer has none."""
-        return self._tokenizer.eos_token_id
-
-    @cached_property
+    @functools.cached_property
     def definition(self) -> dict[str, Any]:
         """The tokenizer in use, in the form of tokenizer.json."""
-        return dict(json.loads(self._backend.to_str()))
+        return dict(json.loads(self.backend.to_str()))
 
     def special_id(self, name: str) -> int | None:
         """The id of bos, eos or pad, None if the tokenizer has none."""
@@ -116,40 +262,28 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a bare text with the model's special tokens around it; a bos token in the text is not repeated."""
         begins = self._tokenizer.bos_token
-        special = not (begins and text.startswith(begins))
-        return list(self._backend.encode(text, add_special_tokens=special).ids)
+        return list(self.backend.encode(text, add_special_tokens=not (begins and text.startswith(begins))).ids)
 
     def encode_chat(self, text: str) -> list[int]:
         """Ids of a rendered chat, which has its special tokens already."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_chats(self, texts: Sequence[str]) -> list[Any]:
         """The tokenizer library's encodings of several rendered chats, computed in parallel."""
-        return list(self._backend.encode_batch(list(texts), add_special_tokens=False))
+        return list(self.backend.encode_batch(list(texts), add_special_tokens=False))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def spell(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` with special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def decode_stream(self) -> Callable[[int], str | None]:
-        """Decode ids one by one, without special tokens: a text for each, None while a character is incomplete."""
-        from tokenizers.decoders import DecodeStream
-
-        return partial(DecodeStream(skip_special_tokens=True).step, self._backend)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ``ids``, with or without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def _sources(self) -> dict[str, str]:
         """The chat templates by name, from the tokenizer or from chat_template.json."""
-        template = self._tokenizer.chat_template
-        if not template:  # older models with a processor have it there
-            template = json_object(self.folder / "chat_template.json").get("chat_template")
+        older = json_object(self.folder / "chat_template.json")  # where models with a processor had it
+        template = self._tokenizer.chat_template or older.get("chat_template")
         if isinstance(template, str):
             return {"default": template} if template.strip() else {}
-        templates = template.items() if isinstance(template, dict) else ()
-        return {str(name): str(source) for name, source in templates}
+        named = template if isinstance(template, dict) else {}
+        return {str(name): str(source) for name, source in named.items()}
 
 
 class Prompts:
@@ -167,9 +301,7 @@ class Prompts:
         has_one = any(message.get("role") in ("system", "developer") for message in messages)
         return list(messages) if has_one or not system else [{"role": "system", "content": system}, *messages]
 
-    def ids(
-        self, messages: Messages, tools: Sequence[Any] | None = None, settings: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    def ids(self, messages: Messages, tools: Tools = None, settings: Settings = None) -> list[int]:
         """Ids of a chat that opens its answer as in training, or of its last text if the model continues texts.
 
         ``settings``: of the template, such as enable_thinking. Raises ModelError if the template refuses the chat.
@@ -181,8 +313,8 @@ class Prompts:
             prompt = self._tokenizer.template.write(messages, tools, prompt=True, settings=settings)
         except TemplateError as error:
             raise ModelError(f"The model's chat template refuses this: {error}") from None
-        asked = self._format.asked  # the end of the generation prompt that training did not have
-        return self._tokenizer.encode_chat((prompt.removesuffix(asked) if asked else prompt) + self._format.opening)
+        as_trained = prompt.removesuffix(self._format.asked) + self._format.opening
+        return self._tokenizer.encode_chat(as_trained)
 
     def writes_system(self, system: str) -> bool:
         """Whether the template writes a system prompt; raises ModelError if it refuses one."""
@@ -194,12 +326,14 @@ class AnswerText:
     """Decodes an answer token by token: only whole characters, without white space around the answer."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._step = tokenizer.decode_stream()
+        from tokenizers.decoders import DecodeStream
+
+        self._stream, self._backend = DecodeStream(skip_special_tokens=True), tokenizer.backend
         self._white, self.text = "", ""
 
     def add(self, token: int) -> str:
         """The text that the next token adds; empty until a character is complete."""
-        pending = self._white + (self._step(token) or "")
+        pending = self._white + (self._stream.step(self._backend, token) or "")
         words = pending.rstrip()
         self._white = pending[len(words) :] if words or self.text else ""
         words = words if self.text else words.lstrip()
@@ -221,28 +355,24 @@ class GeneralText:
 
 
 def general_text(
-    tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None, most_tokens: int | None = None
+    tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None, most_tokens: int = sys.maxsize
 ) -> GeneralText:
     """Tokenize the pieces for a model with these limits, leaving out those that decode to a different text.
 
     At most about ``most_tokens`` tokens, but at least LEAST_PIECES of each part, truncated to SHORT_TOKENS if needed.
     """
     pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
-    most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
-    if most_tokens is not None:
-        least = LEAST_PIECES * len({piece["part"] for piece in pieces})
-        most = min(most, max(SHORT_TOKENS, most_tokens // least))
-    rows, parts = list[TokenRow](), list[str]()
+    least = LEAST_PIECES * len({piece["part"] for piece in pieces})
+    most = min(MOST_TOKENS, max_positions or MOST_TOKENS, max(SHORT_TOKENS, most_tokens // least))
+    rows = dict[str, list[TokenRow]]()  # of each part
     for piece in pieces:
         ids = tokenizer.encode(piece["text"])
         if max(ids) < vocabulary and _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
-            rows.append(token_row(ids[:most], [True] * len(ids[:most])))
-            parts.append(piece["part"])
-    left_out, counts = len(pieces) - len(rows), Counter(parts)
-    share = 1.0 if most_tokens is None else min(1.0, most_tokens / max(1, sum(map(len, rows))))
-    left = {part: max(LEAST_PIECES, round(share * count)) for part, count in counts.items()}  # the same share of each
-    taken = [index for index, part in enumerate(parts) if parts[:index].count(part) < left[part]]
-    return GeneralText(TokenRows.of([rows[index] for index in taken]), tuple(parts[index] for index in taken), left_out)
+            rows.setdefault(piece["part"], []).append(token_row(ids[:most], [True] * len(ids[:most])))
+    share = min(1.0, most_tokens / max(1, sum(len(row) for part in rows.values() for row in part)))
+    taken = [(row, part) for part, own in rows.items() for row in own[: max(LEAST_PIECES, round(share * len(own)))]]
+    left_out = len(pieces) - sum(map(len, rows.values()))
+    return GeneralText(TokenRows.of([row for row, _ in taken]), tuple(part for _, part in taken), left_out)
 
 
 def _letters(text: str) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.store import Store, open_split
-from safetrain.core.data.token_rows import (
-    MOST_VALID_TOKENS,
-    Question,
-    TokenRows,
-    TokenWindows,
-    TrainRows,
-    UpdateRows,
-)
+from safetrain.core.data.token_rows import MOST_VALID_TOKENS, Question, TokenRows, TokenWindows, TrainRows, UpdateRows
 from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.adapter_files import PromptFormat
@@ -46,52 +40,42 @@ class TrainingRows:
     valid_digest: str = ""
     prompt_format: PromptFormat | None = None
     valid_rows_available: int = 0
-    valid_label_bytes: float = 0.0  # mean UTF-8 bytes of a validation label; 0: unknown
+    bits_per_byte_of_nat: float = 0.0  # 1 nat per validation label in bits per byte of text; 0: unknown
 
-    @property
-    def bits_per_byte_of_nat(self) -> float:
-        """Bits per byte for 1 nat per validation label; 0: unknown."""
-        return 1 / (math.log(2) * self.valid_label_bytes) if self.valid_label_bytes else 0.0
+    def at_length(self, tokens: int, method: str) -> "TrainingRows":
+        """The rows truncated to ``tokens``, or windows of that length for pretraining.
 
-    def in_windows(self, tokens: int) -> "TrainingRows":
-        """The rows as windows of ``tokens``, for pretraining, with a sample of the validation rows."""
+        The validation rows are a sample of at most MOST_VALID_TOKENS.
+        """
+        train, valid = self.train.documents, self.valid
+        if method != PRETRAIN:
+            return dataclasses.replace(self, train=train.cut(tokens), valid=_sampled(valid.cut(tokens)))
         ends = frozenset(self.prompt_format.stop_ids if self.prompt_format else ())
-        train, valid = (TokenWindows(rows, tokens, ends) for rows in (self.train.documents, self.valid))
-        return dataclasses.replace(self, train=train, valid=valid.some(MOST_VALID_TOKENS))
-
-    def cut(self, tokens: int, beat: Callable[[], None] = lambda: None) -> "TrainingRows":
-        """The rows truncated to ``tokens``, with at most MOST_VALID_TOKENS of the validation rows."""
-        train, valid = (rows.cut(tokens, beat) for rows in (self.train.documents, self.valid))
-        return dataclasses.replace(self, train=train, valid=valid.take(valid.sample(MOST_VALID_TOKENS)))
+        measured = TokenWindows(valid, tokens, ends).some(MOST_VALID_TOKENS)
+        return dataclasses.replace(self, train=TokenWindows(train, tokens, ends), valid=measured)
 
 
-def load_training_rows(
-    base: Path,
-    max_examples: int | None,
-    max_seq_length: int | None = None,
-    beat: Callable[[], None] = lambda: None,
-    *,
-    method: str = "lora",
-) -> TrainingRows:
-    """Load the first ``max_examples`` training rows and the validation rows, truncated to ``max_seq_length`` if given.
+def load_training_rows(base: Path, max_examples: int | None, method: str = "lora") -> TrainingRows:
+    """Load the first ``max_examples`` training rows and the validation rows, in full length.
 
-    With ``method`` pretrain they are windows of that length instead. Raises ConfigError if they are missing or were
-    made with a tokenizer other than that of ``base``, DataError if they are damaged. ``beat``: see ``TokenRows.cut``.
+    Raises ConfigError if they are missing or were made with a tokenizer other than that of ``base``, DataError if they
+    are damaged.
     """
     train, valid = open_split("train", base), open_split("valid", base)
-    made, rows = train.made, train.rows[:max_examples]
+    made, rows = train.made, train.rows.take(slice(max_examples))
     documents = method == PRETRAIN and bool(np.all(rows.label_counts >= rows.lengths - 1))  # labels alone, no chats
     form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
-    result = TrainingRows(rows, valid.rows, train.digest, valid.digest, form, len(valid.rows), valid.label_bytes)
-    if max_seq_length is None:
-        return result
-    return result.in_windows(max_seq_length) if method == PRETRAIN else result.cut(max_seq_length, beat)
+    bits = 1 / (math.log(2) * valid.label_bytes) if valid.label_bytes else 0.0
+    return TrainingRows(rows, valid.rows, train.digest, valid.digest, form, len(valid.rows), bits)
 
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """Load the validation rows of a training of ``base``, truncated as there; raises ConfigError, DataError."""
-    rows = open_split("valid", base).rows.cut(max_seq_length)
-    return rows.take(rows.sample(MOST_VALID_TOKENS))
+    return _sampled(open_split("valid", base).rows.cut(max_seq_length))
+
+
+def _sampled(valid: TokenRows) -> TokenRows:
+    return valid.take(valid.sample(MOST_VALID_TOKENS))
 
 
 # Their order
@@ -106,31 +90,20 @@ class Cursor:
 
 
 def largest_update(
-    data: TrainRows,
-    valid: TokenRows,
-    rows_per_update: int,
-    num_epochs: int,
-    max_steps: int | None,
-    seeds: Sequence[int] = SEEDS,
-    *,
-    rectangles: bool = False,
-) -> LargestUpdate:
+    data: TrainRows, valid: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None,
+    seeds: Sequence[int] = SEEDS, *, rectangles: bool = False,
+) -> LargestUpdate:  # fmt: skip
     """The most rows, tokens and labels in any update of a run, over the orders of several ``seeds``.
 
     ``longest`` includes the validation rows. ``rectangles``: rows are padded to the longest of them.
     """
+    longest = max(int(rows.inputs().max(initial=0)) for rows in (data, valid))
     if isinstance(data, TokenWindows):  # all updates are equal
-        tokens = min(rows_per_update, len(data)) * int(data.inputs().max())
-        longest = max(int(data.inputs().max()), int(valid.lengths.max(initial=1)) - 1)
-        return LargestUpdate(rows_per_update, longest, tokens, tokens)
-    windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
-    longest = max(int(rows.lengths[rows.longest]) - 1 for rows in (data, valid) if len(rows))
-    return LargestUpdate(
-        rows_per_update,
-        longest,
-        rows_per_update * padded(longest) if rectangles else max(tokens for _, tokens, _ in windows),
-        max(labels for _, _, labels in windows),
-    )
+        tokens = labels = min(rows_per_update, len(data)) * int(data.inputs().max())
+    else:
+        (tokens, _), (labels, _) = _largest(data, rows_per_update, num_epochs, max_steps, seeds)
+        tokens = rows_per_update * padded(longest) if rectangles else tokens
+    return LargestUpdate(rows_per_update, longest, tokens, labels)
 
 
 def largest_windows(
@@ -142,27 +115,27 @@ def largest_windows(
     """
     if isinstance(data, TokenWindows):
         return []
-    windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
-    most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
-    return [data.of_update(rows) for rows in (most if most[0] != most[1] else most[:1])]
+    (_, first), (_, second) = _largest(data, rows_per_update, num_epochs, max_steps, seeds)
+    return [data.of_update(rows) for rows in ([first] if first == second else [first, second])]
 
 
-def _windows(
+def _largest(
     data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int]
-) -> list[tuple[list[int], int, int]]:
-    """The updates with most tokens and most labels, for each order and epoch: their rows, tokens and labels."""
-    tokens, labels = data.inputs(), data.label_counts
-    remaining, windows = total_updates(len(data), rows_per_update, num_epochs, max_steps), []
+) -> list[tuple[int, list[int]]]:
+    """The most tokens and the most labels in any update, over all orders and epochs, each with the update's rows."""
+    most, sizes = [(-1, list[int]()), (-1, list[int]())], (data.inputs(), data.label_counts)
+    remaining = total_updates(len(data), rows_per_update, num_epochs, max_steps)
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
         updates = min(remaining - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
         for seed in seeds if updates > 0 else ():
             order = row_order(seed, epoch, len(data), data.longest)[: updates * rows_per_update]
-            starts = range(0, len(order), rows_per_update)
-            sums = [np.add.reduceat(sizes[order], starts) for sizes in (tokens, labels)]
-            for place in {int(each.argmax()) for each in sums}:
-                rows = order[place * rows_per_update : (place + 1) * rows_per_update].tolist()
-                windows.append((rows, int(sums[0][place]), int(sums[1][place])))
-    return windows
+            for kind, each in enumerate(sizes):
+                sums = np.add.reduceat(each[order], range(0, len(order), rows_per_update))
+                place = int(sums.argmax())
+                if sums[place] > most[kind][0]:
+                    rows = order[place * rows_per_update : (place + 1) * rows_per_update]
+                    most[kind] = int(sums[place]), rows.tolist()
+    return most
 
 
 def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) -> UpdateRows:
@@ -219,28 +192,23 @@ class HeldOut:
 
 
 def held_out_in(
-    store: Store,
-    max_examples: int | None,
-    max_seq_length: int,
-    method: str = "lora",
-    most_tokens: int | None = None,
+    store: Store, max_examples: int | None, max_seq_length: int, method: str = "lora", most_tokens: int = sys.maxsize
 ) -> HeldOut:
     """The first ``max_examples`` rows of a store, truncated, with their questions, for a model trained by ``method``.
 
     ``max_examples`` None: all rows, or evenly spaced ones with ``most_tokens`` tokens in all.
     """
-    most_tokens = most_tokens if max_examples is None else None
-    first, ends = store.rows[:max_examples], frozenset(store.made.stop_ids)
-    if method == PRETRAIN and not len(store.questions):
-        windows = TokenWindows(first, max_seq_length, ends)
-        rows = windows.some(min(MOST_VALID_TOKENS, most_tokens or MOST_VALID_TOKENS))
+    first, ends = store.rows.take(slice(max_examples)), frozenset(store.made.stop_ids)
+    most_tokens = sys.maxsize if max_examples is not None else most_tokens
+    if method == PRETRAIN and not len(store.question_rows):
+        rows = TokenWindows(first, max_seq_length, ends).some(min(MOST_VALID_TOKENS, most_tokens))
         return HeldOut(rows, (), ends, store.where, len(rows), 0)
     cut = first.cut(max_seq_length)
-    sample = np.arange(len(cut)) if most_tokens is None else cut.sample(most_tokens)
+    sample = cut.sample(most_tokens)
     rows = cut.take(sample)
     rows.cut_rows = int(np.count_nonzero(first.lengths[sample] > max_seq_length))
     place = {int(row): index for index, row in enumerate(sample)}
-    chosen = (store.questions[number] for number in np.flatnonzero(np.isin(store.questions.rows, sample)).tolist())
+    chosen = map(store.question, np.flatnonzero(np.isin(store.question_rows, sample)).tolist())
     questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in chosen)
-    available = int(np.count_nonzero(store.questions.rows < len(cut)))
-    return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(cut), available)
+    available = int(np.count_nonzero(store.question_rows < len(first)))
+    return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(first), available)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 GAP, PART, ALONE, DROPPED, STAR, MINUS = range(6)  # kinds of characters
+KINDS = {"Pc": PART, "Sm": ALONE, "Sc": ALONE, "So": ALONE, "Cf": DROPPED}  # by Unicode category; L, M, N: PART
 UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 APOSTROPHES = "'\u2019\u02bc\u00ad"
 BORDER = "\n"  # after each text: a gap that is neither a space nor a digit
@@ -38,11 +39,10 @@ def words_of(texts: Sequence[str]) -> Words:
     codes = np.frombuffer("".join(parts).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     ends = np.cumsum([0, *map(len, parts)])
     kinds = _kinds()[np.minimum(codes, LAST)]
-    dropped = np.flatnonzero(kinds == DROPPED)
-    if len(dropped):
-        ends = ends - np.searchsorted(dropped, ends)
-        codes, kinds = np.delete(codes, dropped), np.delete(kinds, dropped)
-    kinds = _with_signs(codes, kinds)
+    kept = kinds != DROPPED
+    ends = np.concatenate([[0], np.cumsum(kept)])[ends]
+    codes, kinds = codes[kept], kinds[kept]
+    _decide_signs(codes, kinds)
     before = np.concatenate([[GAP], kinds[:-1]])
     begins = (kinds != GAP) & ((kinds == ALONE) | (before != PART))
     letters = np.flatnonzero(kinds != GAP)
@@ -74,34 +74,23 @@ def hashed(values: np.ndarray, firsts: np.ndarray, base: np.uint64) -> np.ndarra
     return mixed(np.add.reduceat(values * powers[places], firsts))
 
 
-def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+def _decide_signs(codes: np.ndarray, kinds: np.ndarray) -> None:
     """Make a minus a word before a digit, and a star also between two words; elsewhere both are punctuation."""
     signs = np.flatnonzero(kinds >= STAR)
-    if not len(signs):
-        return kinds
-    far = np.concatenate([codes, np.zeros(2, dtype=codes.dtype)])
-    is_digit, after = (far >= ord("0")) & (far <= ord("9")), far[signs + 1]
-    before = np.where(signs > 0, codes[np.maximum(signs, 1) - 1], 0)
-    digit = is_digit[signs + 1] | ((after == ord(" ")) & is_digit[signs + 2])
+    around = np.pad(codes, (1, 2))
+    before, after = around[signs], around[signs + 2]
+    is_digit = (around >= ord("0")) & (around <= ord("9"))
+    digit = is_digit[signs + 2] | ((after == ord(" ")) & is_digit[signs + 3])
     spaced = (before == ord(" ")) & (after == ord(" "))
     joined = (_kinds()[np.minimum(before, LAST)] == PART) & (_kinds()[np.minimum(after, LAST)] == PART)
-    kinds = kinds.copy()
     kinds[signs] = np.where(digit | ((kinds[signs] == STAR) & (spaced | joined)), ALONE, GAP)
-    return kinds
 
 
 @functools.cache
 def _kinds() -> np.ndarray:
     """The kind of each character; (65,536,)."""
-    kinds = np.zeros(LAST + 1, dtype=np.uint8)
-    for code in range(LAST + 1):
-        category = unicodedata.category(chr(code))
-        if category[0] in "LMN" or category == "Pc":
-            kinds[code] = PART
-        elif category in ("Sm", "Sc", "So"):
-            kinds[code] = ALONE
-        elif category == "Cf":
-            kinds[code] = DROPPED
+    categories = map(unicodedata.category, map(chr, range(LAST + 1)))
+    kinds = np.array([PART if each[0] in "LMN" else KINDS.get(each, GAP) for each in categories], dtype=np.uint8)
     for first, last in UNSPACED:
         among = kinds[first : last + 1]
         among[among == PART] = ALONE

@@ -34,7 +34,7 @@ from safetrain.core.memory.terms import (
     work_phases,
 )
 from safetrain.core.model.files import ModelFiles, in_blocks
-from safetrain.core.model.shapes import is_known
+from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, TrainSettings
 
@@ -232,7 +232,7 @@ def memory_of_run(
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
     """Whether rows are padded to rectangles: always on a GPU; on CPU only if packing is not known to work."""
-    return backend_name != "cpu" or not is_known(model.model_type)
+    return backend_name != "cpu" or model.model_type not in FAMILIES
 
 
 def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:

@@ -16,20 +16,24 @@ from typing import Any
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import similar_path
 from safetrain.core.model.shapes import TensorHeader, quantization_of, tensors_of, usual_bits, with_quantization
-from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
+from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER, json_object
 
-MAX_HEADER_BYTES = 100 * 2**20
+METADATA, MAX_HEADER_BYTES = "__metadata__", 100 * 2**20  # of a safetensors file
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
-# Names of sizes in mlx_lm/models/*.py; the first that config.json has counts
-WIDTH, VOCABULARY = ("hidden_size", "n_embd", "model_dim"), ("vocab_size",)
-DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_transformer_layers")
-HEADS, KEY_HEADS, HEAD_SIZE = ("num_attention_heads", "n_head", "n_heads"), ("num_key_value_heads",), ("head_dim",)
-FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size")
-POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
+SIZES = {  # names of a size in mlx_lm/models/*.py; the first that config.json has counts
+    "hidden_size": ("hidden_size", "n_embd", "model_dim"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_transformer_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "max_positions": ("max_position_embeddings", "n_positions", "model_max_length"),
+}
 USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second as a multiple of the width
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
 IN_BLOCK = re.compile(r"(?:^|[._])(?:layers|h|blocks)\.(\d+)\.(.+)$")  # number of a block, name in the block
@@ -72,8 +76,7 @@ class ModelFiles:
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number in the residual stream, as in norms and scales: 2, unless these are all float32."""
-        floats = [t for t in self.tensors if t.dtype in ("F32", "F16", "BF16")]
-        return 4 if floats and all(t.dtype == "F32" for t in floats) else 2
+        return 4 if {tensor.dtype for tensor in self.tensors} & {"F32", "F16", "BF16"} == {"F32"} else 2
 
     @property
     def in_bfloat16(self) -> bool:
@@ -83,13 +86,11 @@ class ModelFiles:
 
 def read_model_files(folder: Path) -> ModelFiles:
     """Check that ``folder`` holds a complete model and describe it; raises ModelError with the faulty file."""
-    if not folder.is_dir():
-        raise _no_model(folder)
     config = _read_json(folder / "config.json")
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
         raise ModelError("The model has no tokenizer (tokenizer.json).", where=str(folder), do=FETCH)
     paths = _weight_files(folder)
-    tensors = [tensor for path in paths for tensor in _read_header(path)]
+    tensors = [tensor for path in paths for tensor in _tensors_in(path)]
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
         digest.update(file_sample(path))
@@ -99,7 +100,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 def read_limits(folder: Path) -> tuple[int | None, int | None]:
     """The embedding's rows and the context in tokens, from config.json; None for one that it does not have."""
     config = _with_text(_read_json(folder / "config.json"))
-    return _first_of(config, VOCABULARY) or None, _first_of(config, POSITIONS) or None
+    return _stated(config, "vocab_size") or None, _stated(config, "max_positions") or None
 
 
 def read_model_plan(path: Path) -> ModelFiles:
@@ -107,11 +108,9 @@ def read_model_plan(path: Path) -> ModelFiles:
 
     Without weight files, the tensors follow from the architecture; raises ModelError if it is unknown.
     """
-    if not path.exists():
-        raise _no_model(path)
-    if path.is_dir() and any(path.glob("model*.safetensors*")):
+    if any(path.glob("model*.safetensors*")):
         return read_model_files(path)
-    file = path / "config.json" if path.is_dir() else path
+    file = path if path.is_file() else path / "config.json"
     return model_of_config(_read_json(file), file.parent)
 
 
@@ -150,31 +149,29 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
 
     Raises ModelError for a size that neither config.json nor the weights give.
     """
-    embedding = next((t.dequantized_shape for t in tensors if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
-    hidden = _first_of(config, WIDTH) or embedding[1]
-    numbers = [int(match[1]) for tensor in tensors if (match := IN_BLOCK.search(tensor.name))]
-    layers = _first_of(config, DEPTH) or max(numbers, default=-1) + 1
-    vocabulary = _first_of(config, VOCABULARY) or embedding[0]
-    if missing := [names[0] for names, n in ((WIDTH, hidden), (DEPTH, layers), (VOCABULARY, vocabulary)) if not n]:
-        what, do = f"config.json has no {missing[0]}, and the weights do not show it.", "use a model of mlx-lm"
-        raise ModelError(what, where=str(folder / "config.json"), do=do)
-    size = _first_of(config, HEAD_SIZE)
-    heads = _first_of(config, HEADS) or max(1, hidden // (size or USUAL_HEAD_SIZE))
+    rows, width = next((t.dequantized_shape for t in tensors if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
+    blocks = [int(match[1]) for tensor in tensors if (match := IN_BLOCK.search(tensor.name))]
+    sizes = {name: _stated(config, name) for name in SIZES}
+    for name, size in (("hidden_size", width), ("num_layers", max(blocks, default=-1) + 1), ("vocab_size", rows)):
+        sizes[name] = sizes[name] or size
+        if not sizes[name]:
+            what = f"config.json has no {SIZES[name][0]}, and the weights do not show it."
+            raise ModelError(what, where=str(folder / "config.json"), do="use a model of mlx-lm")
+    hidden, head = sizes["hidden_size"], sizes["head_dim"]
+    heads = sizes["num_heads"] or max(1, hidden // (head or USUAL_HEAD_SIZE))
     return {
-        "hidden_size": hidden,
-        "num_layers": layers,
+        **sizes,
         "num_heads": heads,
-        "num_kv_heads": min(heads, _first_of(config, KEY_HEADS) or heads),
-        "head_dim": size or max(1, hidden // heads),
-        "intermediate_size": _first_of(config, FEED_FORWARD) or USUAL_FEED_FORWARD * hidden,
-        "vocab_size": vocabulary,
-        "max_positions": _first_of(config, POSITIONS) or None,
+        "num_kv_heads": min(heads, sizes["num_kv_heads"] or heads),
+        "head_dim": head or max(1, hidden // heads),
+        "intermediate_size": sizes["intermediate_size"] or USUAL_FEED_FORWARD * hidden,
+        "max_positions": sizes["max_positions"] or None,
     }
 
 
-def _first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    """The first of ``names`` whose value is a positive number, or the largest number of its list; 0 if none is."""
-    for name in names:
+def _stated(config: Mapping[str, Any], size: str) -> int:
+    """A size in config.json if that is a positive number, the largest number if it is a list; 0 if it has none."""
+    for name in SIZES[size]:
         value = config.get(name)
         numbers = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
         if numbers and max(numbers) > 0:
@@ -194,34 +191,42 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _read_header(path: Path) -> list[TensorHeader]:
-    """Read the header of a safetensors file; raises ModelError if the file is shorter than its header says.
+def _tensors_in(path: Path) -> list[TensorHeader]:
+    """The tensors of a weight file; raises ModelError if it is damaged."""
+    try:
+        header, _ = read_header(path)
+    except ValueError as error:
+        what, do = "A weight file is damaged or not fully downloaded.", FETCH
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                what, do = "A weight file is a Git LFS pointer: the weights are not downloaded yet.", FETCH_LFS
+        got = f"{path.stat().st_size} bytes"
+        raise ModelError(what, where=str(path), expected=str(error), got=got, do=do) from None
+    return [
+        TensorHeader(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items() if name != METADATA
+    ]  # fmt: skip
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file; also returns where its data begins.
 
     Format: an 8-byte little-endian length, that many bytes of JSON, then the data (huggingface/safetensors, README).
+    Raises ValueError, with what is expected, if the file is damaged or its size is not that of its header.
     """
-    size, expected = path.stat().st_size, "a safetensors header"
+    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        if start == LFS_POINTER[:8]:
-            what = "A weight file is a Git LFS pointer: the weights are not downloaded yet."
-            raise ModelError(what, where=str(path), do=FETCH_LFS)
-        length = int.from_bytes(start, "little")
+        length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
-        sizes = {name: entry["data_offsets"][1] for name, entry in header.items()}
-        end = 8 + length + max(sizes.values(), default=0)
-        expected = f"{end} bytes, by its header"
-        if size == end:
-            return [
-                TensorHeader(name, entry["dtype"], tuple(entry["shape"]), sizes[name] - entry["data_offsets"][0])
-                for name, entry in header.items()
-            ]
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
+        end = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        pass
-    what = "A weight file is damaged or not fully downloaded."
-    raise ModelError(what, where=str(path), expected=expected, got=f"{size} bytes", do=FETCH)
+        raise ValueError("a safetensors header") from None
+    if size != end:
+        raise ValueError(f"{end} bytes, by its header")
+    return header, 8 + length
 
 
 def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
@@ -245,16 +250,14 @@ def _no_model(path: Path) -> ModelError:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not path.parent.exists():
-            raise _no_model(path.parent) from None
-        raise ModelError(f"The model has no {path.name}.", where=str(path.parent), do=FETCH) from None
-    except ValueError as error:
-        raise ModelError(f"{path.name} is not valid JSON: {error}", where=str(path), do=FETCH) from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path.name} must be a JSON object.", where=str(path), do=FETCH)
+    """The object in a JSON file of a model; raises ModelError."""
+    if not path.parent.is_dir():
+        raise _no_model(path.parent)
+    if not path.is_file():
+        raise ModelError(f"The model has no {path.name}.", where=str(path.parent), do=FETCH)
+    value = json_object(path)
+    if not value:
+        raise ModelError(f"{path.name} is empty, or not a JSON object.", where=str(path), do=FETCH)
     return value
 
 
@@ -300,12 +303,7 @@ def make_same_tokens(first: Path, second: Path) -> bool:
     return one == other
 
 
-def source_of(folder: Path) -> list[str]:
-    """The hub id and commit of a model; older downloads lack the commit, other folders both."""
-    path = folder / SOURCE
-    return path.read_text(encoding="utf-8").split() if path.is_file() else []
-
-
 def hub_id_of(folder: Path) -> str:
-    """The hub id of the model; empty if the folder has none."""
-    return next(iter(source_of(folder)), "")
+    """The hub id of a model that safetrain fetched; empty for another folder."""
+    path = folder / SOURCE
+    return path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetrain.core.errors import ModelError
 
-FAMILIES = (
+FAMILIES = (  # that shapes and the analytic memory estimate cover
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "granite",
     "smollm3",
 )  # fmt: skip
@@ -51,11 +51,6 @@ class TensorHeader:
         return 0 if self.of_quantization else math.prod(self.dequantized_shape)
 
 
-def is_known(model_type: str) -> bool:
-    """Whether shapes and the analytic memory estimate cover this architecture."""
-    return model_type in FAMILIES
-
-
 def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
     """All tensors of the model, quantized if config.json says so; raises ModelError for an unknown architecture."""
     family = str(config.get("model_type", "unknown"))
@@ -66,70 +61,55 @@ def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
             do="fetch the model: its files give its size, and a dry run measures its memory",
         )
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")
-    quantization = config.get("quantization") or {}
-    tensors: list[TensorHeader] = []
+    quantization, tensors = config.get("quantization") or {}, list[tuple[str, str, tuple[int, ...]]]()
     for name, shape in _shapes(config, family):
         if len(shape) == 2 and quantization:  # 32-bit words, with a scale and a bias for each group of weights
             (rows, columns), stem = shape, name.removesuffix(".weight")
             groups = (rows, columns // quantization["group_size"])
-            tensors.append(_tensor(name, "U32", (rows, columns * quantization["bits"] // WORD_BITS)))
-            tensors += [_tensor(f"{stem}.{part}", kind, groups) for part in ("scales", "biases")]
+            tensors.append((name, "U32", (rows, columns * quantization["bits"] // WORD_BITS)))
+            tensors += [(f"{stem}.{part}", kind, groups) for part in ("scales", "biases")]
         else:
-            tensors.append(_tensor(name, kind, shape))
-    return tuple(tensors)
-
-
-def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> TensorHeader:
-    return TensorHeader(name, kind, shape, TYPE_BYTES[kind] * math.prod(shape))
+            tensors.append((name, kind, shape))
+    return tuple(TensorHeader(*each, TYPE_BYTES[each[1]] * math.prod(each[2])) for each in tensors)
 
 
 def _shapes(config: Mapping[str, Any], family: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of all tensors, as in mlx-lm's weights."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    heads = config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    query, key = heads * head, (config.get("num_key_value_heads") or heads) * head
-    block = [*_matrices(config, family, query, key), *_norms(family, hidden, head, query, key)]
     yield "model.embed_tokens.weight", (vocabulary, hidden)
+    block = _block(config, family)
     for layer in range(config["num_hidden_layers"]):
-        for name, shape in block:
+        for name, shape in block.items():
             yield f"model.layers.{layer}.{name}", shape
     yield "model.norm.weight", (hidden,)
     if not config.get("tie_word_embeddings", False) and family not in ALWAYS_TIED:
         yield "lm_head.weight", (vocabulary, hidden)
 
 
-def _matrices(config: Mapping[str, Any], family: str, query: int, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the linear layers of a block and their biases."""
-    hidden, width, has_bias = config["hidden_size"], config["intermediate_size"], bool(config.get("attention_bias"))
+def _block(config: Mapping[str, Any], family: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a block's tensors: linear layers, their biases, norms."""
+    hidden, width, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    query, key = heads * head, (config.get("num_key_value_heads") or heads) * head
+    inputs = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key,
+              "mlp.gate_proj": width, "mlp.up_proj": width}  # fmt: skip
+    biased = "qkv" if family == "qwen2" else "qkvo" if config.get("attention_bias") else ""
     if family == "phi3":
-        yield "self_attn.qkv_proj.weight", (query + 2 * key, hidden)
-        yield "mlp.gate_up_proj.weight", (2 * width, hidden)
-    else:
-        for name, size in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-            yield f"self_attn.{name}.weight", (size, hidden)
-            if has_bias or family == "qwen2":
-                yield f"self_attn.{name}.bias", (size,)
-        yield "mlp.gate_proj.weight", (width, hidden)
-        yield "mlp.up_proj.weight", (width, hidden)
-    yield "self_attn.o_proj.weight", (hidden, query)
-    if has_bias and family not in ("qwen2", "phi3"):
-        yield "self_attn.o_proj.bias", (hidden,)
-    yield "mlp.down_proj.weight", (hidden, width)
-
-
-def _norms(family: str, hidden: int, head: int, query: int, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    sizes = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if family == "cohere":
-        del sizes["post_attention_layernorm"]
+        inputs, biased = {"self_attn.qkv_proj": query + 2 * key, "mlp.gate_up_proj": 2 * width}, ""
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in inputs.items()}
+    shapes |= {"self_attn.o_proj.weight": (hidden, query), "mlp.down_proj.weight": (hidden, width)}
+    shapes |= {f"self_attn.{name}_proj.bias": shapes[f"self_attn.{name}_proj.weight"][:1] for name in biased}
+    norms = {} if family == "olmo2" else {"input_layernorm": hidden}
+    if family != "cohere":
+        norms["post_attention_layernorm"] = hidden
+    if family in ("gemma2", "gemma3_text", "olmo2"):
+        norms["post_feedforward_layernorm"] = hidden
     if family in ("gemma2", "gemma3_text"):
-        sizes |= {"post_feedforward_layernorm": hidden, "pre_feedforward_layernorm": hidden}
-    if family in ("qwen3", "gemma3_text"):
-        sizes |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
-    if family == "olmo2":
-        del sizes["input_layernorm"]
-        sizes |= {"post_feedforward_layernorm": hidden, "self_attn.q_norm": query, "self_attn.k_norm": key}
-    return ((f"{name}.weight", (size,)) for name, size in sizes.items())
+        norms["pre_feedforward_layernorm"] = hidden
+    if family in ("qwen3", "gemma3_text", "olmo2"):
+        whole = family == "olmo2"  # norms of all heads together
+        norms |= {"self_attn.q_norm": query if whole else head, "self_attn.k_norm": key if whole else head}
+    return shapes | {f"{name}.weight": (size,) for name, size in norms.items()}
 
 
 # Quantization

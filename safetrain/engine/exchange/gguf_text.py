@@ -12,8 +12,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from safetrain.core.data.template import TemplateError
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, TemplateError
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 

@@ -52,7 +52,7 @@ def test_every_token_is_predicted_once_and_only_from_its_document(lengths: list[
 @pytest.mark.parametrize(("rows", "measured"), [(100, 100), (10_000, 3_360)])
 def test_of_many_validation_rows_an_evenly_spread_sample_is_measured(rows: int, measured: int) -> None:
     valid = documents([40] * rows)
-    cut = TrainingRows(valid, valid).cut(64).valid
+    cut = TrainingRows(valid, valid).at_length(64, "lora").valid
     assert len(cut) == pytest.approx(measured, abs=2)
     assert [cut[row].ids.tolist() for row in (0, len(cut) - 1)] == [valid[row].ids.tolist() for row in (0, rows - 1)]
 
