@@ -205,9 +205,9 @@ def evaluate(
         found = Examination(rows, general, run, *limits, EvaluationProgress()).measure(*subjects)
     figures, lines = _figures(found, rows, general, files.vocab_size, tokenizer, adapter)
     names = {"model": files.folder, "adapter": adapter or "", "base": subjects[0][1] if found[1:] else ""}
-    report = {name: str(value) for name, value in names.items()} | {"data": str(data or TEST_ROWS)} | figures
+    names["data"] = data or TEST_ROWS
     if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print(json.dumps(names | figures, indent=2, ensure_ascii=False, default=str))
     else:
         print_text("\n".join(lines))
 

@@ -59,8 +59,7 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, tra
         yield "not measured: no dry run was made"
     else:
         process = size_text(recommendation.measured_footprint_bytes or measured)
-        above = f"{100 * (peak / measured - 1):+.0f} %"
-        yield f"dry-run peak: mlx {size_text(measured)}, process {process}; the closed form is off by {above}"
+        yield f"dry-run peak: mlx {size_text(measured)}, process {process}"
     if recommendation.total_seconds is not None:
         in_all = duration_text(recommendation.total_seconds)
         yield f"about {recommendation.step_seconds:.2f} s per step, {in_all} in total with validations and evaluation"

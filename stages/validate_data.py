@@ -46,19 +46,15 @@ def main(config: Pipeline) -> None:
 def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
     """Create the model, with a tokenizer trained on the training rows; if the folder exists, use it, and say so."""
     if folder.exists():
-        files = read_model_files(folder)
+        parameters = read_model_files(folder).parameters
         print_text(
-            f"using the existing model {folder}: {files.parameters:,} parameters, a tokenizer with "
-            f"{files.vocab_size:,} tokens; to create one from this text (model.create={preset}), remove that folder"
+            f"using the existing model {folder}: {parameters:,} parameters; to create it anew, remove that folder"
         )
         return
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns))
     request, where = request_for(preset), config.data.path
     shape = create_model(folder, request, config.train.seed, texts=texts, where=where, say=say_on_terminal)
-    print_text(
-        f"created {folder}: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
-        f"{shape.vocabulary:,} tokens (model.create={preset})"
-    )
+    print_text(f"created {folder}: {shape.parameters:,} untrained parameters, {shape.vocabulary:,} tokens")
 
 
 def _validated(config: Pipeline) -> DataReport:
