@@ -77,9 +77,8 @@ def update_ms(trick: str) -> float:
     from safetrain.core.data.training_rows import Cursor
     from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
     from safetrain.engine.batches import training_layout, update_at
-    from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of, time_operation
-    from safetrain.engine.update import apply_gradient, equip, measure
+    from safetrain.engine.update import apply_gradient, equip, measure, optimizer_of
     from tests.support.random_models import open_skeleton
 
     settings = settings_of(LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,)), ROWS, TOKENS)

@@ -113,9 +113,8 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.engine.adapters import adapted_names
     from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.model import open_base
-    from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import random_rows, settings_of
-    from safetrain.engine.update import apply_gradient, measure, prepare
+    from safetrain.engine.update import apply_gradient, measure, optimizer_of, prepare
     from safetrain.engine.weight_files import apply_adapter, save_adapter
 
     folder, files = scratch / "model", read_model_files(scratch / "model")

@@ -165,8 +165,7 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
     import mlx.core as mx
 
     from safetrain.engine.batches import training_layout, update_at
-    from safetrain.engine.optimizer import learning_rate, optimizer_of
-    from safetrain.engine.update import apply_gradient, measure, prepare
+    from safetrain.engine.update import apply_gradient, learning_rate, measure, optimizer_of, prepare
 
     model, gradients = prepare(model_folder, settings)
     optimizer = optimizer_of(settings)

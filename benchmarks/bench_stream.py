@@ -73,8 +73,7 @@ def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.engine.adapters import set_adapter_weights
     from safetrain.engine.batches import BatchLayout, update_of_rows
-    from safetrain.engine.optimizer import optimizer_of
-    from safetrain.engine.update import apply_gradient, measure, prepare
+    from safetrain.engine.update import apply_gradient, measure, optimizer_of, prepare
     from safetrain.engine.weight_files import save_arrays
 
     mx.set_memory_limit(limit)

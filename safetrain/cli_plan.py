@@ -13,7 +13,7 @@ from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
 from safetrain.project import console, model_of_params, params, require_project, stage_module
 
-PROBE = "safetrain.engine.probe"
+PROBE = "safetrain.engine.dry_run"
 
 
 def info(

@@ -15,7 +15,7 @@ from safetrain.plan.checks import downgrade, failure, render, require_known, sum
 from safetrain.plan.preflight import IDS, examine
 from safetrain.stage import stage
 
-PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
+DRY_RUN = "safetrain.engine.dry_run"
 
 
 @stage
@@ -26,7 +26,7 @@ def main(config: Pipeline) -> None:
     downgraded_ids = config.preflight.downgrade or []
     require_known(downgraded_ids, IDS)  # before anything is measured
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
-    checks, machine = examine(config, Path(config.model.path), previous, PROBE, DRY_RUN, say)
+    checks, machine = examine(config, Path(config.model.path), previous, DRY_RUN, say)
     total = machine.total_memory_bytes if machine else None
     checks = downgrade(checks, downgraded_ids)
     report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds, total)

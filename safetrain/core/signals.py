@@ -34,16 +34,22 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print_text("error: interrupted", sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    told = told_of(error)
+    if told is None:
+        raise error
+    print_text(f"{'' if isinstance(told, InterruptedRun) else 'error: '}{with_traceback(told)}", sys.stderr)
+    return told.exit_code
+
+
+def told_of(error: BaseException) -> SafetrainError | None:
+    """The error in words that a user can act on; None for a bug."""
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         what, where = f"No permission: {error.strerror}.", str(error.filename or "")
-        error = SafetrainError(what, where=where, do="choose another folder")
-    elif isinstance(error, OSError) and error.errno in DISK_FULL:
+        return SafetrainError(what, where=where, do="choose another folder")
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = str(error.filename or Path.cwd())
-        error = DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
-    if not isinstance(error, SafetrainError):
-        raise error
-    print_text(f"{'' if isinstance(error, InterruptedRun) else 'error: '}{with_traceback(error)}", sys.stderr)
-    return error.exit_code
+        return DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
+    return error if isinstance(error, SafetrainError) else None
 
 
 class StopRequest:

@@ -68,11 +68,6 @@ def name_now() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def allocator() -> tuple[int, int, int]:
-    """Current memory use of mlx."""
-    return mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory()
-
-
 def set_limits(mlx_limit_bytes: int) -> None:
     """Set memory, cache and wired limits for a run. On CPU the cache keeps mlx's default of 32 MiB.
 

@@ -7,7 +7,6 @@ On a GPU rows are padded to rectangles, because mlx compiles a program for each 
 a number of rows and a number of labels, each rounded up, so that even a large dataset needs few programs.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ LARGEST_WASTE = 4000  # padded attention scores per row that cost about as much 
 MOST_PADDING = 128  # padding tokens that cost about as much as another rectangle
 LABEL_STEP = 64  # a list of labels is padded to a multiple of this
 LABEL_SHARES = 4  # rectangles pad it to one of this many sizes
-PAD_ID = 0
+PLACE = 2**32 - 1  # bits of a token's number: its place in its row; those above are the row
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Ba
 class Shard:
     """Rows that go through the model together, with their labels."""
 
-    inputs: mx.array  # (tokens,) ids, padded with PAD_ID
+    inputs: mx.array  # (tokens,) ids, padded with 0
     layout: PackedRows
     positions: mx.array  # (labels,) places in the list whose next token is a label
     targets: mx.array  # (labels,) those next tokens
@@ -64,7 +63,7 @@ class Shard:
     @property
     def label_rows(self) -> np.ndarray:
         """(labels,) index of each label's row; arbitrary for padding."""
-        return (self.tokens[np.array(self.positions)] >> 32) - 1
+        return self.tokens[np.array(self.positions)] >> 32
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,6 @@ class Update:
     trained_tokens: int
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
-    data: TokenRows  # the rows that it takes from
-    groups: tuple[tuple[int, ...], ...]  # indices into it, a micro-batch each
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Row numbers of the update, as messages show them."""
-        return tuple(row for batch in self.micro_batches for row in batch.rows)
 
     def per_label(self, total: float) -> float:
         """Divide a sum by the number of labels; 0 without labels, as in fully masked windows."""
@@ -109,21 +101,17 @@ def update_at(
     Ranks take the rows in turn, the longest first; which rank computes a row changes sums only by rounding.
     """
     update = rows_at(data, cursor, seed, rows_per_update)
-    rows, mine = update.rows, update.rows[rank::ranks]
-    own = update_of_rows(update.data, list(fill(update.data, mine, layout)), layout)
-    labels = int(update.data.label_counts[rows].sum(dtype=np.int64))
-    return dataclasses.replace(
-        own, trained_tokens=labels, input_tokens=int(update.data.inputs(rows).sum(dtype=np.int64))
-    )
+    return update_of_rows(update.data, list(fill(update.data, update.rows[rank::ranks], layout)), layout, update.rows)
 
 
-def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
-    """Build an update from groups of rows, one micro-batch per group."""
+def update_of_rows(
+    data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout, counted: Sequence[int] | None = None
+) -> Update:
+    """Build an update from groups of rows, one micro-batch per group. ``counted``: the rows of all ranks."""
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
-    tokens = sum(shard.inputs.size for batch in batches for shard in batch.shards)
-    window = np.array([row for rows in groups for row in rows], dtype=np.int64)
-    labels, inputs = int(data.label_counts[window].sum()), int(data.inputs(window).sum())
-    return Update(batches, labels, inputs, tokens, data, tuple(tuple(rows) for rows in groups))
+    rows = np.array([row for rows in groups for row in rows] if counted is None else counted, dtype=np.int64)
+    labels, inputs = (int(each.sum(dtype=np.int64)) for each in (data.label_counts[rows], data.inputs(rows)))
+    return Update(batches, labels, inputs, sum(shard.inputs.size for batch in batches for shard in batch.shards))
 
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
@@ -172,41 +160,29 @@ def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Mic
 def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Shard:
     """Concatenate rows, sorted longest first; padding is never a label."""
     widths, labels = data.inputs(rows), int(data.label_counts[list(rows)].sum())
-    blocks = (_rectangle(widths),) if layout.rectangles else _blocks(widths.tolist())
+    width = int(widths_of(widths[0])) if layout.rectangles else 0
+    blocks = (Block(0, len(rows) * width, len(rows), width),) if width else _blocks(widths.tolist())
     size = blocks[-1].stop
-    ids, next_ids = np.full(size, PAD_ID, dtype=np.int32), np.full(size, PAD_ID, dtype=np.int32)
-    trained, row_of = np.zeros(size, dtype=bool), np.full(size, -1, dtype=np.int64)
-    offsets = np.arange(size, dtype=np.int32)
-    if layout.rectangles:
-        offsets %= blocks[0].width
+    ids, next_ids = np.zeros((2, size), dtype=np.int32)
+    trained, tokens = np.zeros(size, dtype=bool), np.zeros(size, dtype=np.int64)
     start = 0
     for row, length in zip(rows, widths.tolist(), strict=True):
-        item = data[row]
-        end = start + (blocks[0].width if layout.rectangles else length)
-        ids[start : start + length] = item.ids[:-1]
-        next_ids[start : start + length] = item.ids[1:]
-        trained[start : start + length] = item.trained[1:]
-        offsets[start:end] = np.arange(end - start)
-        row_of[start:end] = row
-        start = end
+        item, end, following = data[row], start + length, start + (width or length)
+        ids[start:end], next_ids[start:end], trained[start:end] = item.ids[:-1], item.ids[1:], item.trained[1:]
+        tokens[start:following] = (row << 32) + np.arange(following - start)
+        start = following
     positions = np.flatnonzero(trained)
     step = -(-size // (LABEL_SHARES * LABEL_STEP)) * LABEL_STEP if layout.rectangles else LABEL_STEP
     padding = max(step * layout.rectangles, -(-labels // step) * step) - labels
     return Shard(
         inputs=mx.array(ids),
-        layout=PackedRows(mx.array(offsets), blocks),
+        layout=PackedRows(mx.array((tokens & PLACE).astype(np.int32)), blocks),
         positions=mx.array(np.pad(positions, (0, padding)).astype(np.int32)),
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         rows=tuple(data.numbers(rows)),
-        tokens=((row_of + 1) << 32) + offsets,
+        tokens=tokens,
     )
-
-
-def _rectangle(widths: np.ndarray) -> Block:
-    """A rectangle for rows of these widths, widest first."""
-    width, rows = int(widths_of(widths[0])), len(widths)
-    return Block(0, rows * width, rows, width)
 
 
 def _blocks(widths: Sequence[int]) -> tuple[Block, ...]:

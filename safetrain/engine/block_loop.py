@@ -7,26 +7,26 @@ inputs would take more than KEPT_BYTES are computed in several groups, and each 
 Loss and gradient are those of a base in memory, to the bit on a CPU: the same operations, summed in the same order.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from safetrain.core.memory.terms import KEPT_BYTES
+from safetrain.core.memory.terms import KEPT_BYTES, slices_head
 from safetrain.core.recorder import Phase
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.blocks import OUTSIDE, Blocks, Call
 from safetrain.engine.cpu.kernels import side_by_side
-from safetrain.engine.loss import ShardLoss, through
-from safetrain.engine.model import BaseModel
-from safetrain.engine.sliced_head import sliced_losses, takes_slices
+from safetrain.engine.loss import ShardLoss, sliced_losses, through
+from safetrain.engine.model import OUTSIDE, BaseModel, Blocks, Call
 from safetrain.engine.upstream.adaptation import SplitModel
 
-Told = Callable[[int, Phase | None, Any], None]  # a group's first micro-batch, the next phase, the last one's values
+Given = TypeVar("Given")
+Told = Callable[[int, Phase, Any], None]  # a group's first micro-batch, a phase that has ended, its values
 
 
 @dataclass
@@ -44,8 +44,7 @@ class BlockLoop:
     """Passes through a model's blocks. ``lowest``: the number of the first block that is trained."""
 
     def __init__(self, model: BaseModel, blocks: Blocks) -> None:
-        self._model, self._blocks, self._split = model, blocks, model.split
-        self._call = model.module if model.split is None else model.split.trunk
+        self._model, self._blocks = model, blocks
         trained = (bool(tree_flatten(part.trainable_parameters())) for part in blocks.parts)
         self.lowest = next((number for number, is_trained in enumerate(trained) if is_trained), len(blocks.parts))
 
@@ -54,19 +53,19 @@ class BlockLoop:
     ) -> tuple[mx.array, Any]:
         """Summed loss of an update, and the gradient of its mean loss per label, as a tree of the trained parameters.
 
-        ``tell`` is called before each phase, and without one before each block.
+        ``tell`` is called after each phase, and with GRADIENT before each block, first without values.
         """
         number, total, sums, before = 0, list[mx.array](), dict[str, mx.array](), self._blocks.pulse
         try:
             for group in self.grouped(update.micro_batches, len(self._blocks.parts) - self.lowest):
-                self._blocks.pulse = functools.partial(tell, number, None, None)
-                tell(number, Phase.FORWARD, None)
-                batches = self.forward(group, key_of)
-                tell(number, Phase.LOSS, batches[-1][-1].state)
-                total += self._losses(loss, batches, update.per_label(1.0))
-                tell(number, Phase.BACKWARD, total[-1])
+                self._blocks.pulse = functools.partial(tell, number, Phase.GRADIENT, ())
+                tell(number, Phase.GRADIENT, None)
+                batches = self.forward(group, key_of, update.per_label(1.0))
+                tell(number, Phase.FORWARD, batches[-1][-1].state)
+                total += self._losses(loss, batches)
+                tell(number, Phase.LOSS, total[-1])
                 self._backward(batches, sums)
-                tell(number, Phase.OPTIMIZER, list(sums.values()))
+                tell(number, Phase.BACKWARD, list(sums.values()))
                 number += len(group)
         finally:
             self._blocks.pulse = before
@@ -76,15 +75,19 @@ class BlockLoop:
         return functools.reduce(mx.add, total or [mx.array(0.0)]) * update.trained_tokens, gradient
 
     def forward(
-        self, batches: Sequence[MicroBatch], key_of: Callable[[Shard], mx.array] | None = None
+        self, batches: Sequence[MicroBatch], key_of: Callable[[Shard], mx.array] | None = None, share: float = 1.0
     ) -> list[list[Piece]]:
-        """The pieces of micro-batches after the last block; with ``key_of`` they keep the inputs of trained blocks."""
+        """The pieces of micro-batches after the last block.
+
+        With ``key_of`` they keep the inputs of trained blocks, and each label weighs ``share``.
+        """
         blocks, begun = self._blocks, list[list[Piece]]()
         for batch in batches:
             begun.append([])
             for shard in batch.shards:
-                state, calls = blocks.noted(functools.partial(through, self._model, self._call, shard))
-                begun[-1].append(Piece(shard, key_of(shard) if key_of is not None else None, state, calls))
+                state, calls = blocks.noted(functools.partial(through, self._model, shard))
+                own = shard if key_of is None else dataclasses.replace(shard, weights=shard.weights * share)
+                begun[-1].append(Piece(own, None if key_of is None else key_of(shard), state, calls))
         with blocks.reading():
             mx.eval([piece.state for pieces in begun for piece in pieces])
         blocks.drop(OUTSIDE)
@@ -116,18 +119,19 @@ class BlockLoop:
         if group:
             yield group
 
-    def _losses(self, loss: ShardLoss, batches: list[list[Piece]], share: float) -> list[mx.array]:
+    def _losses(self, loss: ShardLoss, batches: list[list[Piece]]) -> list[mx.array]:
         """The summed loss of each micro-batch; each piece's state becomes its gradient in the last block's output."""
-        split, found = self._split, list[mx.array]()
+        split, found = self._model.split, list[mx.array]()
         most = max(sum(piece.shard.targets.size for piece in pieces) for pieces in batches)
-        sliced = split if takes_slices(split, most, batches[0][0].state.shape[-1]) else None
+        is_small = slices_head(most, batches[0][0].state.shape[-1])  # logits take less memory than the head
+        sliced = split if split is not None and split.has_slices and is_small else None
 
         def whole(piece: Piece) -> Any:
-            return mx.value_and_grad(self._tail(loss, piece, share))(piece.state)
+            return mx.value_and_grad(self._tail(loss, piece))(piece.state)
 
         with self._blocks.reading(), loss.one_head() if sliced is None else nullcontext():
             for pieces in batches:
-                pairs = _at_once(whole, pieces) if sliced is None else self._by_slices(sliced, pieces, share)
+                pairs = _at_once(whole, pieces) if sliced is None else self._by_slices(sliced, pieces)
                 found.append(mx.stack([value for value, _ in pairs]).sum())
                 mx.eval(found[-1])
                 for piece, (_, gradient) in zip(pieces, pairs, strict=True):
@@ -136,27 +140,25 @@ class BlockLoop:
         self._blocks.drop(OUTSIDE)
         return found
 
-    def _by_slices(self, split: SplitModel, pieces: list[Piece], share: float) -> list[tuple[mx.array, mx.array]]:
+    def _by_slices(self, split: SplitModel, pieces: list[Piece]) -> list[tuple[mx.array, mx.array]]:
         """Losses of pieces and their gradients in the last block's output, with a head in slices."""
 
-        def chosen(piece: Piece) -> Callable[[mx.array], mx.array]:
-            return self._tail(lambda shard: through(self._model, self._call, shard)[shard.positions], piece, share)
+        def at_labels(piece: Piece) -> Callable[[mx.array], mx.array]:
+            return self._tail(lambda shard: through(self._model, shard)[shard.positions], piece)
 
-        def states(piece: Piece) -> Any:
-            return chosen(piece)(piece.state), piece.shard.targets, piece.shard.weights * share
+        states = _at_once(lambda piece: at_labels(piece)(piece.state), pieces)
+        labels = [(own, piece.shard.targets, piece.shard.weights) for own, piece in zip(states, pieces, strict=True)]
+        losses = sliced_losses(split, labels)
+        given = [(piece, own) for piece, (_, own) in zip(pieces, losses, strict=True)]
+        gradients = _at_once(lambda pair: mx.vjp(at_labels(pair[0]), [pair[0].state], [pair[1]])[1][0], given)
+        return [(value, gradient) for (value, _), gradient in zip(losses, gradients, strict=True)]
 
-        pairs = dict(zip(map(id, pieces), sliced_losses(split, _at_once(states, pieces)), strict=True))
-        gradients = _at_once(lambda p: mx.vjp(chosen(p), [p.state], [pairs[id(p)][1]])[1][0], pieces)
-        return [(pairs[id(piece)][0], gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
-
-    def _tail(self, run: Callable[[Shard], mx.array], piece: Piece, share: float) -> Callable[[mx.array], mx.array]:
+    def _tail(self, run: Callable[[Shard], mx.array], piece: Piece) -> Callable[[mx.array], mx.array]:
         """``run`` on a piece's shard, as a function of the last block's output."""
-        own = piece.shard
-        shard = Shard(own.inputs, own.layout, own.positions, own.targets, own.weights * share, (), None)
 
         def of_state(state: mx.array) -> mx.array:
-            self._blocks.given = {id(shard): state}
-            return run(shard)
+            self._blocks.given = {id(piece.shard): state}
+            return run(piece.shard)
 
         return of_state
 
@@ -196,9 +198,9 @@ class BlockLoop:
             part.update(trained)  # tracing leaves placeholders behind
 
 
-def _at_once(compute: Callable[[Piece], Any], pieces: Sequence[Piece]) -> list[Any]:
+def _at_once(compute: Callable[[Given], Any], each: Sequence[Given]) -> list[Any]:
     """Compute something for each piece, side by side on a CPU."""
-    results = side_by_side(compute, pieces)
+    results = side_by_side(compute, each)
     mx.eval(results)
     return results
 

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,7 +30,7 @@ CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 Answers = dict[int, list[int]]  # ids, by the question's number
-Subject = tuple[str, Path, Path | None]  # a model to measure: base or tuned, its folder, the adapter to load onto it
+Subject = tuple[str, Path, Path | None]  # base or tuned, its folder, or the adapter for the model that is already open
 
 
 @dataclass(frozen=True)
@@ -49,25 +48,20 @@ class Examination:
     def measure(self, *subjects: Subject) -> list[ModelMeasures]:
         """Measure models one after the other; later models get the questions that earlier ones answered.
 
-        An adapter reuses the base that is already open. Raises TrainingError if a loss is not a number.
+        Raises TrainingError if a loss is not a number.
         """
         order = in_random_order(len(self.held_out.questions))[: self.max_questions]
         seconds = self.seconds / len(subjects) if self.max_questions is None else math.inf
-        measures, model, plain = list[ModelMeasures](), None, None  # plain: whose folder it is, without an adapter
+        measures, model = list[ModelMeasures](), None
         for name, folder, adapter in subjects:
             files = read_model_files(folder)
-            if model is None or adapter is None or folder != plain:
+            if model is None or adapter is None:
                 model = None
                 gc.collect()
                 model, limit_bytes = self._open(files)
             if adapter is not None:
                 apply_adapter(model, adapter)
-            plain = folder if adapter is None else None
-            losses = self._losses(name, model, self.held_out.rows, "test rows", "test rows read")
-            general = self._losses(name, model, self.general.rows, "general text", "general texts read")
-            first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * self.max_new_tokens)))
-            ask = partial(self._answers, name, model, files, limit_bytes)
-            measures.append(ModelMeasures(losses, in_time(ask, order, first, seconds), general))
+            measures.append(self._measure(name, model, files, limit_bytes, order, seconds))
             order = list(measures[-1].answers)
         return measures
 
@@ -82,40 +76,43 @@ class Examination:
         model = open_base(files.folder, dequantize=dequantize, compute_dtype=run.compute_dtype, stream=run.stream_base)
         return model, limit_bytes
 
-    def _losses(self, name: str, model: BaseModel, rows: TokenRows, text_name: str, work: str) -> np.ndarray:
-        rows_begun = 0
+    def _measure(
+        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int, order: Sequence[int], seconds: float
+    ) -> ModelMeasures:
+        held_out, longest = self.held_out, self.max_new_tokens
+        cache = CACHE_COPIES * 2 * files.num_layers * files.num_kv_heads * files.head_dim * FLOAT32
+        token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # a share of its row's logits
 
-        def beat(batch: MicroBatch, _number: int) -> None:
-            nonlocal rows_begun
-            self.beat(name, work, len(rows), rows_begun)
-            rows_begun += len(batch.rows)
+        def ask(part: Sequence[int], done: int) -> Answers:
+            """Answer the questions of ``part`` after ``done`` others."""
+            prompts = [held_out.questions[number].prompt for number in part]
+            most_tokens = max(1, int((limit_bytes - mx.get_active_memory()) / token_bytes))
+            ids = answer(
+                model, prompts, held_out.stop_ids, longest, most_tokens,
+                lambda made: self.beat(name, "questions answered", done + len(part), done + made),
+            )  # fmt: skip
+            return dict(zip(part, ids, strict=True))
 
-        losses = row_losses(model, rows, self.run.most_tokens, beat) if len(rows) else np.zeros(0)
+        losses = self._losses(name, model, held_out.rows, "test rows")
+        general = self._losses(name, model, self.general.rows, "general texts")
+        first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * longest)))
+        return ModelMeasures(losses, in_time(ask, order, first, seconds), general)
+
+    def _losses(self, name: str, model: BaseModel, rows: TokenRows, kind: str) -> np.ndarray:
+        begun = 0
+
+        def beat(batch: MicroBatch) -> None:
+            nonlocal begun
+            self.beat(name, f"{kind} read", len(rows), begun)
+            begun += len(batch.rows)
+
+        losses = row_losses(model, rows, self.run.most_tokens, beat)
         if not np.isfinite(losses).all():
             raise TrainingError(
-                f"The loss of the {name} model on the {text_name} is not a number.",
+                f"The loss of the {name} model on the {kind} is not a number.",
                 do="train again with a lower train.learning_rate, or check the model: safetrain selftest MODEL",
             )
         return losses
-
-    def _answers(
-        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int, part: Sequence[int], done: int
-    ) -> Answers:
-        """Answer the questions of ``part`` after ``done`` others."""
-        most = tokens_to_hold(files, self.max_new_tokens, limit_bytes - mx.get_active_memory())
-        prompts = [self.held_out.questions[number].prompt for number in part]
-        ids = answer(
-            model, prompts, self.held_out.stop_ids, self.max_new_tokens, most,
-            lambda made: self.beat(name, "questions answered", done + len(part), done + made),
-        )  # fmt: skip
-        return dict(zip(part, ids, strict=True))
-
-
-def tokens_to_hold(model: ModelFiles, max_new_tokens: int, room_bytes: int) -> int:
-    """Tokens whose keys, values and share of their row's logits fit in ``room_bytes``; at least 1."""
-    cache = CACHE_COPIES * 2 * model.num_layers * model.num_kv_heads * model.head_dim * FLOAT32
-    logits = LOGIT_ROWS * FLOAT32 * model.vocab_size / max_new_tokens
-    return max(1, int(room_bytes / (cache + logits)))
 
 
 def in_random_order(count: int) -> list[int]:

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import DataError
 from safetrain.engine.batches import MicroBatch, in_order, layout_for
 from safetrain.engine.block_loop import computed
 from safetrain.engine.cpu.kernels import side_by_side
@@ -18,39 +17,18 @@ MOST_ROWS = 32  # per batch: beyond that, time per token grows in proportion
 CACHE_STEP = 256  # positions by which mlx-lm's caches grow
 
 
-def measure_loss(
-    model: BaseModel,
-    data: TokenRows,
-    max_tokens: int,
-    beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
-) -> float:
-    """Mean loss in nats per label of ``data``; see ``row_losses``. Raises DataError if ``data`` has no labels."""
-    labels = int(data.label_counts.sum(dtype=np.int64))
-    if not labels:
-        raise nothing_to_measure()
-    return float(row_losses(model, data, max_tokens, beat).sum() / labels)
-
-
-def nothing_to_measure() -> DataError:
-    """The error for rows without labels."""
-    return DataError("No token of the validation rows is a label.", do="give data/valid rows with answers")
-
-
 def row_losses(
-    model: BaseModel,
-    data: TokenRows,
-    max_tokens: int,
-    beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
+    model: BaseModel, data: TokenRows, max_tokens: int, beat: Callable[[MicroBatch], None] = lambda _batch: None
 ) -> np.ndarray:
     """(rows,) loss in nats, summed over each row's labels. Computes at most ``max_tokens`` tokens at a time.
 
     Leaves the model in evaluation mode. ``beat`` is called with each micro-batch before it is computed.
     """
     model.module.eval()
-    loss, sums = ShardLoss(model, training=False), np.zeros(len(data))
+    loss, sums = ShardLoss(model), np.zeros(len(data))
     layout = layout_for(model, max_tokens)
-    for number, batch in enumerate(computed(model, in_order(data, layout))):
-        beat(batch, number)
+    for batch in computed(model, in_order(data, layout)):
+        beat(batch)
         with loss.one_head():
             label_losses = side_by_side(loss.by_label, batch.shards)
         for shard, losses in zip(batch.shards, label_losses, strict=True):

@@ -111,16 +111,14 @@ def memory_of(job: Job, backend_name: str) -> RunMemory:
 
 def describe(job: Job, predicted_bytes: int) -> str:
     """Describe the run before its first step."""
-    settings, rows = job.settings, job.train
+    settings = job.settings
     layers = f"the top {counted(settings.lora.num_layers, 'block')}"
     adapter = f"{settings.method} of rank {settings.lora.rank} on {layers}"
     trained = {PRETRAIN: "all weights", "full": f"all weights of {layers}"}.get(settings.method, adapter)
-    cut, lost = counted(rows.cut_rows, "row"), counted(rows.lost_labels, "label")
-    truncated = f"{cut} cut to {settings.max_seq_length} tokens, {lost} lost\n" if rows.cut_rows else ""
     trained += ", the base read from disk block by block" if settings.stream_base else ""
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return (
-        f"{truncated}training on {counted(len(rows), 'window' if settings.method == PRETRAIN else 'row')}: "
+        f"training on {counted(len(job.train), 'window' if settings.method == PRETRAIN else 'row')}: "
         f"{settings.window} rows per update{shared}, {counted(job.updates, 'update')}; "
         f"{settings.optimizer}, {settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; "
         f"predicted peak of mlx {size_text(predicted_bytes)}"

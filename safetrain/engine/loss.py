@@ -5,15 +5,20 @@ A GPU has ``mx.fast.cross_entropy``, one kernel each way, which sums in float32 
 powers of two.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
-from safetrain.engine.cpu.kernels import cross_entropy
+from safetrain.engine.cpu.kernels import cross_entropy, side_by_side
 from safetrain.engine.layers import Arrays, with_gradient
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.adaptation import Head, SplitModel, call_packed, call_padded
@@ -21,59 +26,50 @@ from safetrain.engine.upstream.adaptation import Head, SplitModel, call_packed, 
 Observe = Callable[[mx.array], mx.array]  # sees the output of the forward pass, before the loss
 
 
-def _unseen(values: mx.array) -> mx.array:
-    return values
-
-
 class ShardLoss:
     """Summed cross-entropy of a shard's labels, in nats.
 
     The head computes only the logits of labels, in chunks, unless the model changes its logits afterwards: then it
-    computes all. ``trains_head``: the head is trained too, as in pretraining. ``training``: the gradient is computed
-    with the loss, without a second pass over the logits.
+    computes all. ``trains_head``: the head is trained too, as in pretraining.
     """
 
-    def __init__(
-        self, model: BaseModel, *, training: bool, observe: Observe | None = None, trains_head: bool = False
-    ) -> None:
-        self._model, self._training, self._observe = model, training, observe or _unseen
-        self._split, self._trains_head = model.split, trains_head
-        if trains_head and self._split is not None and self._split.matrix is None:
-            self._split = None  # all logits at once: mlx then derives every gradient itself
+    def __init__(self, model: BaseModel, *, observe: Observe | None = None, trains_head: bool = False) -> None:
+        if trains_head and model.split is not None and model.split.matrix is None:
+            model = dataclasses.replace(model, split=None)  # all logits at once: mlx then derives every gradient itself
+        self._model, self._observe, self._trains_head = model, observe, trains_head
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
-        """The loss of one shard, as a lazy array."""
-        split = self._split
-        if not self._training:
-            return self.by_label(shard).sum()
-        if split is None:  # the identity stands in for the head
-            return losses_of(_unseen, self._chosen(shard), shard.targets, shard.weights).sum()
-        if self._trains_head:
-            loss_of, trained = chunked_loss(split.head_of, chunk_of(split)), [split.matrix]
-        else:
-            head = self._head(split)
-            loss_of, trained = chunked_loss(lambda: head, chunk_of(split)), []
+        """The loss of one shard, as a lazy array; its gradient is computed with it, not in a second pass."""
+        split, head = self._model.split, self._shared or self._model.head()
+        if split is None:
+            return losses_of(head, self._chosen(shard), shard.targets, shard.weights).sum()
+        trained = [split.matrix] if self._trains_head else []
+        loss_of = chunked_loss(split.head_of if trained else lambda: head, chunk_of(split))
         return loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
 
     def by_label(self, shard: Shard) -> mx.array:
-        """(labels,) losses of one shard, as a lazy array without a gradient; 0 for padding labels."""
-        split = self._split
-        head, size = (_unseen, shard.targets.size) if split is None else (self._head(split), chunk_of(split))
-        return measured_losses(head, size, self._chosen(shard), shard.targets, shard.weights)
+        """(labels,) losses of one shard without a gradient, as a lazy array; 0 for padding labels.
+
+        Computed one chunk after the other, to save memory.
+        """
+        split, head, hidden = self._model.split, self._shared or self._model.head(), self._chosen(shard)
+        losses, size = [mx.zeros(0)], max(1, len(hidden)) if split is None else chunk_of(split)
+        for start in range(0, len(hidden), size):
+            some = slice(start, start + size)
+            here = mx.depends([hidden[some]], [losses[-1]])[0]
+            losses.append(losses_of(head, here, shard.targets[some], shard.weights[some]))
+        return mx.concatenate(losses)
 
     def _chosen(self, shard: Shard) -> mx.array:
         """(labels, features) outputs that predict the labels."""
-        call = self._split.trunk if self._split else self._model.module
-        return self._observe(through(self._model, call, shard))[shard.positions]
-
-    def _head(self, split: SplitModel) -> Head:
-        return self._shared or split.head()
+        outputs = through(self._model, shard)
+        return (outputs if self._observe is None else self._observe(outputs))[shard.positions]
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
         """Share one head between all shards, so that a large quantized vocabulary is dequantized only once."""
-        self._shared = self._split.head() if self._split is not None else None
+        self._shared = self._model.head()
         try:
             yield
         finally:
@@ -85,13 +81,13 @@ def chunk_of(split: SplitModel) -> int:
     return chunk_tokens(split.vocabulary, device().shards)
 
 
-def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
-    """(tokens, features) outputs of ``call``, the model or its trunk."""
+def through(model: BaseModel, shard: Shard) -> mx.array:
+    """(tokens, features) outputs of the model's trunk."""
     blocks, given = model.blocks, model.blocks.given.get(id(shard)) if model.blocks is not None else None
     with nullcontext() if blocks is None or given is None else blocks.after(given):
         if model.packs_rows:
-            return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
-        return call_padded(call, shard.inputs, shard.layout)
+            return call_packed(model.trunk, len(model.module.layers), shard.inputs, shard.layout)
+        return call_padded(model.trunk, shard.inputs, shard.layout)
 
 
 def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
@@ -139,11 +135,60 @@ def chunked_loss(head_of: Callable[..., Head], chunk: int) -> Callable[..., mx.a
     return lambda *arrays: function(*arrays)[0]
 
 
-def measured_losses(head: Head, chunk: int, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """(tokens,) losses without a gradient, computed one chunk after the other to save memory."""
-    losses = [mx.zeros(0)]
-    for start in range(0, hidden.shape[0], chunk):
-        some = slice(start, start + chunk)
-        here = mx.depends([hidden[some]], [losses[-1]])[0]
-        losses.append(losses_of(head, here, targets[some], weights[some]))
-    return mx.concatenate(losses)
+@dataclass(eq=False)
+class _Chunk:
+    """Some labels of a shard on their way through the slices of a head."""
+
+    hidden: mx.array
+    targets: mx.array
+    weights: mx.array
+    parts: list[mx.array] = field(default_factory=list)  # logits by slice, later their gradients
+    loss: Any = None
+    gradient: Any = None
+
+
+def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.array, mx.array]]:
+    """The summed loss of shards (states, targets and weights of each), and its gradient in the states.
+
+    The head is dequantized slice by slice, twice: on a CPU the whole one takes four bytes a weight. The numbers are
+    those of ``ShardLoss`` to the bit: the same products, and gradients added in the same order.
+    """
+    size = chunk_of(split)
+    chunked = [
+        [_Chunk(*(part[start : start + size] for part in shard)) for start in range(0, len(shard[0]), size)]
+        for shard in shards
+    ]
+
+    def multiply(chunks: list[_Chunk], matrix: mx.array) -> list[mx.array]:
+        for chunk in chunks:
+            chunk.parts.append(chunk.hidden @ matrix.T)
+        return [chunk.parts[-1] for chunk in chunks]
+
+    def lose(chunk: _Chunk) -> list[mx.array]:
+        def loss(parts: list[mx.array]) -> mx.array:
+            whole = mx.concatenate(parts, axis=-1)
+            return losses_of(split.finish, whole, chunk.targets, chunk.weights).sum()
+
+        chunk.loss, chunk.parts = mx.value_and_grad(loss)(chunk.parts)
+        return [chunk.loss, *chunk.parts]
+
+    def return_through(chunks: list[_Chunk], matrix: mx.array) -> list[mx.array]:
+        for chunk in chunks:
+            (own,) = mx.vjp(lambda hidden: hidden @ matrix.T, [chunk.hidden], [chunk.parts.pop()])[1]
+            chunk.gradient = own if chunk.gradient is None else chunk.gradient + own
+        return [chunk.gradient for chunk in chunks]
+
+    for matrix in split.slices():
+        side_by_side(functools.partial(multiply, matrix=matrix), chunked)
+    for some in itertools.zip_longest(*chunked):
+        side_by_side(lose, [chunk for chunk in some if chunk is not None])
+    for matrix in split.slices(backwards=True):  # the order in which mlx adds the gradients of a product's input
+        side_by_side(functools.partial(return_through, matrix=matrix), chunked)
+    zero = mx.array(0.0)
+    return [
+        (
+            functools.reduce(mx.add, [chunk.loss for chunk in chunks], zero),
+            mx.concatenate([shard[0][:0], *(chunk.gradient for chunk in chunks)]),
+        )
+        for shard, chunks in zip(shards, chunked, strict=True)
+    ]

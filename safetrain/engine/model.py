@@ -1,20 +1,226 @@
-"""Opens a base model with mlx-lm, ready to compute."""
+"""Opens a base model with mlx-lm, ready to compute, in memory or block by block from disk.
 
+A base that stays on disk is read one block at a time, which is dropped after each use. mlx reads a lazy array from its
+file when a computation needs it, and then keeps it for the module that holds it. So after each use the module gets lazy
+arrays again. They come from the model opened anew, which reads no weight, and are therefore exactly those of a base in
+memory: renamed, stacked and cast by the same code.
+
+To call blocks one by one, the model's own loop runs with stubs in their place: first stubs that note their arguments,
+later stubs that return the last block's output. Whether that gives the model's own numbers is found by comparing both
+on a few tokens. Without such a pass, as for answers, a block that is called reads itself, computes and drops itself.
+"""
+
+import dataclasses
 import functools
-import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import psutil
 
+from safetrain.core.errors import ModelError
 from safetrain.core.model.files import ModelFiles
 from safetrain.engine.backend import device
-from safetrain.engine.blocks import Blocks
-from safetrain.engine.layers import Randomness
-from safetrain.engine.upstream.adaptation import SplitModel, adapt
+from safetrain.engine.layers import Randomness, give
+from safetrain.engine.row_attention import Block, PackedRows
+from safetrain.engine.upstream.adaptation import (
+    Head,
+    Refusal,
+    SplitModel,
+    adapt,
+    asked,
+    call_packed,
+    refusals,
+    through_few_blocks,
+)
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute
+
+OUTSIDE = -1  # the number of what is outside of blocks: embedding, head, norms
+PROBE_TOKENS = 8
+CANNOT_READ = ("[read]", "[load", "Unable to read", "Failed to open")  # in mlx's messages
+AS_IT_WAS = "put the model back as it was, then run the same command: it continues from the last checkpoint"
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments after the hidden states: mask, cache, positions
+
+
+class Blocks:
+    """The blocks of a model. ``pulse`` is called before each."""
+
+    def __init__(self, folder: Path, open_lazily: Callable[[], Any]) -> None:
+        """``open_lazily`` returns a new module of the model in ``folder``, of which no weight has been read."""
+        self._folder, self._open, self._stamps = folder, open_lazily, _stamps(folder)
+        self._stream = mx.new_stream(mx.cpu)  # reads ahead while the device computes
+        self.module = self._opened()
+        self._owners = self._by_block(self.module)  # a layer keeps its object when an adapter wraps it
+        self._unread: dict[int, dict[str, dict[str, mx.array]]] = {}
+        self.parts: list[Any] = list(self.module.layers)
+        self.pulse: Callable[[], None] = lambda: None
+        self.given: dict[int, mx.array] = {}  # outputs of the last block, by the id of their shard
+        self.state_bytes = 0  # of a token's hidden state; known after ``require_chain``
+        self._kinds = [type(part) for part in self.parts]
+        self._noted: list[tuple[int, mx.array, Call]] | None = None
+        self._output: mx.array | None = None
+        for number, part in enumerate(self.parts):
+            give(part, {"__call__": self._stub(number)})
+
+    def compute(self, number: int, state: mx.array, call: Call) -> mx.array:
+        """The output of a block, as a lazy array."""
+        output: mx.array = self._kinds[number].__call__(self.parts[number], state, *call[0], **call[1])
+        return output
+
+    @contextmanager
+    def at_hand(self, number: int, following: int | None = None) -> Iterator[None]:
+        """Have a block's weights in memory inside this context, and read those of the ``following`` one meanwhile."""
+        self.pulse()
+        with self.reading():
+            mx.eval(self._arrays(number))
+            if following in self._owners:
+                mx.async_eval(self._arrays(following))
+            yield
+        self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Free a block's weights; the next use reads them again. Raises ModelError if the files have changed."""
+        if number not in self._unread:
+            self._unread = {
+                place: {name: _own_arrays(part) for name, part in parts}
+                for place, parts in self._by_block(self._opened()).items()
+            }
+        fresh = self._unread.pop(number)
+        for name, part in self._owners[number]:
+            for key, array in fresh[name].items():
+                part[key] = array
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn mlx's error for a file that cannot be read into ModelError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(words in str(error) for words in CANNOT_READ):
+                raise
+            self.require_unchanged()
+            what, do = f"The base model cannot be read from disk: {error}", f"check this disk; {AS_IT_WAS}"
+            raise ModelError(what, where=str(self._folder), do=do) from error
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError if a weight file is no longer the one that the run began with."""
+        now = _stamps(self._folder)
+        if changed := sorted({name for name, _ in self._stamps.items() ^ now.items()}):
+            what = f"The base model's files changed while it was in use: {', '.join(changed)}."
+            raise ModelError(what, where=str(self._folder), do=AS_IT_WAS)
+
+    def noted(self, run: Callable[[], Any]) -> tuple[mx.array, list[Call]]:
+        """What ``run``, a pass through the model, gives to its first block, and the other arguments of each block.
+
+        Nothing is computed. Raises Refusal unless the blocks are called once each, in their order.
+        """
+        self._noted = found = list[tuple[int, mx.array, Call]]()
+        try:
+            run()
+        finally:
+            self._noted = None
+        if [number for number, _, _ in found] != list(range(len(found))) or not found:
+            raise Refusal("its blocks are not called one after the other")
+        return found[0][1], [call for _, _, call in found]
+
+    @contextmanager
+    def after(self, output: mx.array) -> Iterator[None]:
+        """Let a pass through the model begin after its last block, with this ``output``."""
+        self._output = output
+        try:
+            yield
+        finally:
+            self._output = None
+
+    def require_chain(self, call: Callable[..., mx.array], *, packed: bool) -> None:
+        """Raise ModelError unless blocks called one by one give the numbers of ``call``, the model or its trunk."""
+
+        def run() -> mx.array:
+            ids = mx.arange(1, PROBE_TOKENS + 1)
+            if not packed:
+                return call(ids[None])
+            block = Block(0, PROBE_TOKENS, 1, PROBE_TOKENS)
+            return call_packed(call, len(self.module.layers), ids, PackedRows(mx.arange(PROBE_TOKENS), (block,)))
+
+        def ask() -> None:
+            expected = asked(run)
+            with refusals():
+                state, calls = self.noted(run)
+                self.state_bytes = state.shape[-1] * state.itemsize
+                for number, each in enumerate(calls):
+                    with self.at_hand(number):
+                        state = self.compute(number, state, each)
+                        mx.eval(state)
+                with self.after(state):
+                    found = asked(run)
+            if not mx.array_equal(found, expected, equal_nan=True).item():
+                raise Refusal("its blocks depend on more than the output of the one before")
+
+        try:
+            through_few_blocks(self.module, ask)
+        except Refusal as refusal:
+            raise self._refused(str(refusal)) from refusal
+        self.drop(OUTSIDE)
+
+    def _stub(self, number: int) -> Callable[..., Any]:
+        def call(_part: Any, state: mx.array, *arguments: Any, **keywords: Any) -> Any:
+            if self._output is not None:
+                return self._output
+            if self._noted is not None:
+                self._noted.append((number, state, (arguments, keywords)))
+                return state
+            with self.at_hand(number):
+                output = self.compute(number, state, (arguments, keywords))
+                mx.eval(output)
+            return output
+
+        return call
+
+    def _opened(self) -> Any:
+        """The model opened anew on the stream that reads; building it draws no random numbers of the run."""
+        self.require_unchanged()
+        state: Any = mx.random.state
+        high, low = np.array(state[0]).tolist()
+        with self.reading(), mx.stream(self._stream):
+            module = self._open()
+        mx.random.seed(high << 32 | low)
+        return module
+
+    def _arrays(self, number: int | None) -> list[mx.array]:
+        return [array for _, part in self._owners[number or 0] for array in _own_arrays(part).values()]
+
+    def _by_block(self, module: Any) -> dict[int, list[tuple[str, Any]]]:
+        """The parts of each block that have weights, with their names, and those outside of blocks."""
+        number_of: dict[int, int] = {}
+        for number, block in enumerate(module.layers):
+            for _, part in block.named_modules():
+                if number_of.setdefault(id(part), number) != number and _own_arrays(part):
+                    raise self._refused("its blocks share weights")
+        parts: dict[int, list[tuple[str, Any]]] = {number: [] for number in (OUTSIDE, *range(len(module.layers)))}
+        for name, part in module.named_modules():
+            if _own_arrays(part):
+                parts[number_of.get(id(part), OUTSIDE)].append((name, part))
+        return parts
+
+    def _refused(self, why: str) -> ModelError:
+        do = "set train.stream_base=false; if it does not fit then, take a smaller or more strongly quantized model"
+        return ModelError(f"This model cannot be trained with its base on disk: {why}.", where=str(self._folder), do=do)
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and time of the last change of each weight file."""
+    facts = ((path.name, path.stat()) for path in folder.glob("*.safetensors"))
+    return {name: (fact.st_ino, fact.st_size, fact.st_mtime_ns) for name, fact in facts}
+
+
+def _own_arrays(part: Any) -> dict[str, mx.array]:
+    """A part's parameters, without those of the parts inside it."""
+    return {key: value for key, value in part.items() if isinstance(value, mx.array) and not key.startswith("_")}
 
 
 @dataclass(frozen=True)
@@ -33,6 +239,20 @@ class BaseModel:
     def packs_rows(self) -> bool:
         """Whether rows are packed into one list of tokens; else they are padded to rectangles, as always on a GPU."""
         return device().on_cpu and not self.packing_refusal
+
+    @property
+    def trunk(self) -> Any:
+        """What makes the states that the head turns into logits: the whole model if it is not split."""
+        return self.module if self.split is None else self.split.trunk
+
+    def head(self) -> Head:
+        """The function from states to logits, for one pass; the identity if the model is not split."""
+        return (lambda states: states) if self.split is None else self.split.head()
+
+    def head_alone(self) -> "BaseModel":
+        """A model of which the head can be used when all else is freed."""
+        split = None if self.split is None else dataclasses.replace(self.split, trunk=self.split.project)
+        return dataclasses.replace(self, module=None, split=split, blocks=None)
 
     @functools.cached_property
     def continues_padded(self) -> bool:
@@ -53,7 +273,8 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
     """
     with errors_told("load the model", str(folder)):
         module, config = load(folder)
-        eos_ids = _eos_ids(folder, config)
+        ids = config.get("eos_token_id")  # of generation_config.json where it has some
+        eos_ids = frozenset(ids if isinstance(ids, list) else [ids] if ids is not None else [])
         if not stream:
             module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
             return BaseModel(module, eos_ids, *adapt(module))
@@ -63,19 +284,10 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
 
         blocks = Blocks(folder, open_lazily)
         model = BaseModel(blocks.module, eos_ids, *adapt(blocks.module), blocks=blocks)
-        blocks.require_chain(model.module if model.split is None else model.split.trunk, packed=model.packs_rows)
+        blocks.require_chain(model.trunk, packed=model.packs_rows)
         return model
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:
     """Whether to dequantize a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
     return device().on_cpu and 4 * files.parameters <= psutil.virtual_memory().available // 4
-
-
-def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """Ids that end an answer: those of generation_config.json where it has some, else of config.json."""
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        config = {**config, **json.loads(generation.read_text(encoding="utf-8"))}
-    ids = config.get("eos_token_id")
-    return frozenset(ids if isinstance(ids, list) else [ids] if ids is not None else [])

@@ -17,7 +17,6 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,15 +31,13 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.state import TrainState
+from safetrain.engine.update import BlockOptimizer, Tree
 
-Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 MESSAGE_BYTES = 64 * 2**20  # larger data is split
 FACTS_BYTES = 2048  # of what ranks compare, as JSON
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
-OF_MEMORY = ("alloc", "memory")  # in mlx's messages
 PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
 JOIN_SECONDS = 90.0  # the other ranks have stopped trying to connect by then
 
@@ -72,30 +69,20 @@ class Ranks:
             mx.eval(rows)
         return [row.tobytes() for row in np.array(rows)]
 
-    def total(self, value: float, stop: int, step: int) -> float:
-        """The sum over all ranks in float64, added in their order: the same bits on all. Agrees on ``stop``."""
-        contents = self.gather(np.array([value, stop], dtype=np.float64).tobytes(), step)
-        pairs = np.array([np.frombuffer(each, dtype=np.float64) for each in contents])  # (ranks, 2)
-        self.stop = int(pairs[:, 1].max())
-        return float(sum(pairs[:, 0].tolist()))
+    def total(self, stop: int, step: int, *values: float) -> list[float]:
+        """Sums over all ranks in float64, added in their order: the same bits on all. Agrees on ``stop``."""
+        contents = self.gather(np.array([stop, *values], dtype=np.float64).tobytes(), step)
+        stops, *columns = zip(*(np.frombuffer(each, dtype=np.float64).tolist() for each in contents), strict=True)
+        self.stop = int(max(stops))
+        return [sum(column) for column in columns]
 
-    def sum_update(
-        self, loss: float, stop: int, tokens: int, gradient: Gradient, step: int
-    ) -> tuple[Gradient, float, int]:
-        """Sum gradient, loss and tokens over all ranks, with the same bits on each, and agree on ``stop``.
-
-        Small arrays share a message, because the number of messages costs time. The numbers travel in it too, each
-        rank's in a row that no other rank writes to, so adding does not change them.
-        """
-        own = np.zeros((self.size, 3), dtype=np.float32)
-        own[self.rank] = loss, stop, tokens
-        tree = {"own": mx.array(own), "gradient": tree_map(lambda array: array.astype(mx.float32), gradient)}
+    def sum_gradient(self, gradient: Tree, step: int) -> Tree:
+        """Sum gradients over all ranks, with the same bits on each; small arrays share a message."""
         with self._exchange(step):
-            sums = tree_map(lambda array: array * self.size, nn.average_gradients(tree, self._group, MESSAGE_BYTES))
+            wide = tree_map(lambda array: array.astype(mx.float32), gradient)
+            sums = tree_map(lambda array: array * self.size, nn.average_gradients(wide, self._group, MESSAGE_BYTES))
             mx.eval(sums)
-        losses, stops, counts = zip(*np.array(sums["own"]).tolist(), strict=True)
-        self.stop = max(map(round, stops))
-        return sums["gradient"], sum(losses), sum(map(round, counts))
+        return sums
 
     def broadcast(self, content: bytes) -> bytes:
         """Send bytes from rank 0 to all ranks."""
@@ -104,30 +91,21 @@ class Ranks:
         return np.array(self._sum(mx.array(np.frombuffer(mine, dtype=np.uint8)))).tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Copy rank 0's arrays to all ranks, bit for bit."""
-        kinds = [(name, str(array.dtype).rpartition(".")[2], list(array.shape)) for name, array in arrays.items()]
+        """Copy rank 0's arrays, which have the same names and shapes on all ranks, bit for bit."""
         copies = {}
-        for name, kind, shape in json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode())):
-            dtype = getattr(mx, kind)
-            array = arrays[name] if self.rank == 0 else mx.zeros(shape, dtype)
-            numbers = self._sum(
-                array.reshape(-1).view(mx.uint8)
-            )  # adding zero to a number may change it, as it does -0.0
-            copies[name] = numbers.view(dtype).reshape(shape)
+        for name, array in sorted(arrays.items()):
+            own = array if self.rank == 0 else mx.zeros_like(array)
+            numbers = self._sum(own.reshape(-1).view(mx.uint8))  # not numbers: 0 + -0.0 is 0.0
+            copies[name] = numbers.view(array.dtype).reshape(array.shape)
         return copies
 
     def require_same(self, facts: Mapping[str, str]) -> None:
         """Raise ConfigError on all ranks if one differs from rank 0 in a fact that would change the training."""
         own = json.dumps([socket.gethostname(), *facts.values()]).encode()
-        answers = [json.loads(each) for each in self.gather(own.ljust(FACTS_BYTES))]
-        first_host, *first = answers[0]
-        for rank, (host, *theirs) in enumerate(answers):
-            differs = [
-                f"{name} ({mine}, rank 0: {its})" if len(mine) <= 32 and len(its) <= 32 else name
-                for name, mine, its in zip(facts, theirs, first, strict=True)
-                if mine != its
-            ]
-            if differs:
+        (first_host, *first), *others = (json.loads(each) for each in self.gather(own.ljust(FACTS_BYTES)))
+        for rank, (host, *theirs) in enumerate(others, 1):
+            each = zip(facts, theirs, first, strict=True)
+            if differs := [f"{name} ({its}, rank 0: {fact})" for name, its, fact in each if its != fact]:
                 raise ConfigError(
                     f"Rank {rank} on {host} would train differently from rank 0 on {first_host}.",
                     expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
@@ -148,8 +126,6 @@ class Ranks:
             with _noted(self.recorder, step):
                 yield
         except RuntimeError as error:
-            if any(word in str(error).lower() for word in OF_MEMORY):  # not another rank's fault
-                raise
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
             raise EngineError(
                 f"{who} is gone: the ranks cannot exchange numbers any more ({error}).",
@@ -165,12 +141,14 @@ def _noted(recorder: Recorder | None, step: int = 0) -> AbstractContextManager[N
     return nullcontext() if recorder is None else recorder.phase(Phase.EXCHANGE, Work(step))
 
 
-def join(backend: str, recorder: Recorder | None = None) -> Ranks:
+def join(backend: str | None, recorder: Recorder | None = None) -> Ranks:
     """Connect to the other ranks, which mlx.launch's environment names, and wait for them.
 
+    ``backend`` is None on ranks without a job, where the environment tells it.
     Raises EngineError if they cannot be reached: mlx's ring tries for half a minute. It then waits forever for
     others to connect, and no Python runs meanwhile, so a timer ends this process with exit code 1.
     """
+    backend = backend or ("ring" if HOSTFILE in os.environ else "any")
     name = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
@@ -187,22 +165,11 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
     return Ranks(group.rank(), group.size(), group, recorder)
 
 
-def backend_here() -> str:
-    """The backend that the environment is set up for, for ranks without a job file."""
-    return "ring" if HOSTFILE in os.environ else "any"
-
-
 def facts_of(identity: RunIdentity) -> dict[str, str]:
     """Facts that must be equal on all ranks, by name."""
-    texts = {
-        "base model": identity.base_model,
-        "training rows": identity.training_rows,
-        "validation rows": identity.validation_rows,
-        "settings": identity.settings,
-        "random order of rows": identity.draws,
-    }
-    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    return {**digests, "kind of device": device().name, **versions()}
+    texts = dataclasses.asdict(identity).items()
+    digests = {name.replace("_", " "): hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts}
+    return {**digests, "kind of device": device().name}
 
 
 def versions() -> dict[str, str]:
@@ -231,10 +198,9 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
         digest.update(name.encode())
         digest.update(np.array(array.reshape(-1).view(mx.uint8)).data)
     digests = ranks.gather(digest.digest(), step)
-    drifted = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    drifted = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if drifted:
         raise EngineError(
-            f"After step {step} the weights of rank {', '.join(map(str, drifted))} are no longer those of rank 0.",
-            expected="identical weights on all ranks, because all apply the same gradient",
+            f"After step {step} the weights of rank {', '.join(drifted)} are no longer those of rank 0.",
             do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
         )

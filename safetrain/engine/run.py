@@ -11,26 +11,25 @@ from pathlib import Path
 import mlx.core as mx
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.terms import most_shards_of_whole
 from safetrain.core.recorder import Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
 from safetrain.engine.adapters import adapter_weights
-from safetrain.engine.backend import allocator, device, set_limits
+from safetrain.engine.backend import device, set_limits
 from safetrain.engine.batches import BatchLayout, training_layout
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
-from safetrain.engine.update import Gradients, Tracer, prepare
-from safetrain.engine.weight_files import ADAPTER_FILE, save_adapter
+from safetrain.engine.update import BlockOptimizer, Gradients, Tracer, optimizer_of, prepare
+from safetrain.engine.weight_files import save_adapter
 
 WAIT_MINUTES = 30.0  # for space on a full disk
 LOOK_SECONDS = 1.0
-SPARE_BYTES = MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,6 @@ class Watcher:
     stop: Callable[[], int]
     recorder: Recorder
     say: Callable[[str], None] = lambda _text: None
-
-    def quiet(self) -> "Watcher":
-        """A copy that reports nothing, for ranks other than 0."""
-        return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
-
-
-class StopRequested(Exception):
-    """A signal requests a stop. Raised between micro-batches, so the state is that of the last update."""
 
 
 @dataclass
@@ -77,9 +68,15 @@ class TrainingRun:
         return self.ranks.stop if self.ranks.together else self.watcher.stop()
 
     def check_stop(self) -> None:
-        """Raise StopRequested if a signal requests a stop. Several ranks agree on it only after an update."""
+        """Raise InterruptedRun if a signal requests a stop. Several ranks agree on it only after an update."""
         if not self.ranks.together and self.watcher.stop():
-            raise StopRequested
+            raise self.interrupted()
+
+    def interrupted(self) -> InterruptedRun:
+        """The error that ends a stopped run. Between micro-batches too, the state is that of the last update."""
+        kept = "the state is saved" if self.state.step else "no update was made"
+        what = f"Stopped at step {self.state.step} of {self.job.updates}; {kept}."
+        return InterruptedRun(self.stop(), what, do="the same command continues")
 
     def write(self, needed_bytes: int, action: Callable[[], None]) -> None:
         """Write files of this step; see ``write_or_wait``."""
@@ -89,7 +86,7 @@ class TrainingRun:
 def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     """Load the model and the state: rank 0's, from an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
-    recorder.read_allocator = allocator
+    recorder.read_allocator = lambda: (mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
     recorder.device(device().label)
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
@@ -106,7 +103,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
-        ranks.total(0.0, watcher.stop(), state.step)  # a rank may have received a signal before the first step
+        ranks.total(watcher.stop(), state.step)  # a rank may have received a signal before the first step
     layout, saved = _layout(job, model, state), (state.step, state.recorded_step)
     return TrainingRun(job, watcher, model, gradients, optimizer, state, layout, tracer, ranks, saved)
 
@@ -114,13 +111,15 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watcher) -> TrainState:
     """Load the unfinished run's state, or remove what older runs left and start with a fresh one."""
     remove_half_written(job.output)
-    state = load_checkpoint(job.output, job.identity, model, optimizer, watcher.say)
+    state = load_checkpoint(job, model, optimizer, watcher.say)
     if state is None:
         discard_run(job.output)
         state = TrainState()
     more = job.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
-    require_space(job.output, max(1, more) * checkpoint_bytes(model, optimizer))
-    best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
+    what = "There is too little disk space for this run's checkpoints."
+    size, do = max(1, more) * checkpoint_bytes(model, optimizer), "free some space, or lower train.keep_checkpoints"
+    require_room(job.output, size, what, do)
+    best = best_file(job, state)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
         write_or_wait(job.output, watcher, best.stat().st_size, state.step, lambda: save_best(job, model, best))
     return state
@@ -148,19 +147,6 @@ def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     save_adapter(model, settings.method, settings.lora, job.base_folder, job.adapters, form, weights, base)
 
 
-def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raise DiskFullError before training starts if its checkpoints would not fit."""
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes + SPARE_BYTES:
-        raise DiskFullError(
-            "There is too little disk space for this run's checkpoints.",
-            where=str(folder.resolve()),
-            expected=f"{needed_bytes / MIB:,.0f} MiB",
-            got=f"{free / MIB:,.0f} MiB free",
-            do="free some space, or lower train.keep_checkpoints",
-        )
-
-
 def write_or_wait(folder: Path, watcher: Watcher, needed_bytes: int, step: int, action: Callable[[], None]) -> None:
     """Run ``action``, which writes ``needed_bytes``. While the disk is full, wait, then start it again.
 
@@ -178,7 +164,7 @@ def write_or_wait(folder: Path, watcher: Watcher, needed_bytes: int, step: int, 
                     raise
         if not is_waiting:
             watcher.say(
-                f"the disk of {where} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training waits for "
+                f"the disk of {where} is full: step {step} needs {size_text(needed_bytes)}. Training waits for "
                 f"free space, at most {WAIT_MINUTES:g} minutes (process {os.getpid()}); nothing is lost"
             )
         is_waiting = True

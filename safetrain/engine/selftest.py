@@ -1,9 +1,11 @@
-"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures this machine's speed.
+"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures machine and training.
 
 NVIDIA GPUs before Ampere emulate bfloat16. There a layer is timed, plain or quantized: quantized products use other
 kernels, which use no tensor cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``).
 """
 
+import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,15 +17,29 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.data.training_rows import Cursor
+from safetrain.core.data.training_rows import Cursor, largest_windows, rows_at
 from safetrain.core.errors import SafetrainError
+from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings
+from safetrain.core.recorder import Recorder
+from safetrain.core.records.settings import (
+    ALL_LINEAR,
+    DRY_RUN_SLOW_SECONDS,
+    DRY_RUN_TIMED_SECONDS,
+    DryRun,
+    LoraSettings,
+    OwnOrder,
+    TrainSettings,
+    updates_per_epoch,
+)
 from safetrain.core.storage.files import with_traceback
 from safetrain.engine.adapters import adapted_names
 from safetrain.engine.backend import device
-from safetrain.engine.batches import training_layout, update_at
+from safetrain.engine.batches import Update, fill, training_layout, update_at, update_of_rows
+from safetrain.engine.job import Job, own_largest_update
 from safetrain.engine.model import BaseModel, open_base
+from safetrain.engine.run import TrainingRun, Watcher, open_run
+from safetrain.engine.training import make_update, record, save, update_of
 from safetrain.engine.update import equip, prepare
 from safetrain.engine.upstream.adaptation import Refusal, are_close, asked, few_blocks, numbers, refusals
 from safetrain.engine.upstream.loading import NO_MEMORY, plain_model, training_refusal
@@ -35,6 +51,9 @@ ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
 NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
 TIMED_TOKENS, TIMED_WIDTH = 1024, 2048  # of a layer; four timings take less than half a second
+MOST_TIMED = 6  # updates of a dry run
+RATE = 1e-6  # in a dry run: small, and the weights are discarded
+Measured = tuple[int, float, int]  # an update's peak of mlx's allocator in bytes, its seconds, its tokens
 
 
 def load(folder: Path) -> dict[str, object]:
@@ -43,17 +62,16 @@ def load(folder: Path) -> dict[str, object]:
     If possible it runs only some blocks, at least one of each kind, because a large model takes long.
     """
     if refusal := training_refusal(folder):  # before opening it, which is slow
-        fault = {"load_error": refusal, "train_error": refusal}
-        return {"loads": False, "load_seconds": 0.0, "trains": False, **fault}
+        return {"loads": False, "load_error": refusal, "load_seconds": 0.0, "trains": False, "train_error": refusal}
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
         with few_blocks(model.module) as fewer:
             result = try_tokens(model, began)
-        if not fewer or result.get("trains") is not False:
-            return result
-        del model  # memory may not hold two models
-        return try_tokens(open_base(folder, dequantize=False), began)
+        if fewer and result.get("trains") is False:
+            del model  # memory may not hold two models
+            result = try_tokens(open_base(folder, dequantize=False), began)
+        return result
     except SafetrainError as error:
         return {"loads": False, "load_error": with_traceback(error, in_one_line=True), "load_seconds": 0.0}
 
@@ -70,9 +88,8 @@ def try_tokens(model: BaseModel, began: float) -> dict[str, object]:
         fault = f"the model fails on one token: {error}"
     result = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
     refusal = fault or training_fault(model)
-    if not fault and NO_MEMORY.search(refusal):
-        return {**result, "trains": None}
-    return {**result, "trains": not refusal, "train_error": refusal}
+    trains = None if not fault and NO_MEMORY.search(refusal) else not refusal
+    return {**result, "trains": trains, "train_error": refusal}
 
 
 def training_fault(model: BaseModel) -> str:
@@ -246,3 +263,89 @@ def time_operation(function: Callable[..., Any], *arguments: mx.array) -> float:
         mx.eval(function(*arguments))
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
+
+
+# A dry run
+
+
+def dry_run(job: Job, scratch: Path) -> DryRun:
+    """Make the largest updates, validate and save; then time a few ordinary updates if updates are quick."""
+    start = time.monotonic()
+    run, made, own = _open(job, scratch), list[Measured](), list[Measured]()
+    largest_updates = _largest_updates(run)
+    for largest, is_own in largest_updates:
+        made.append(_make(run, largest))
+        own += made[-1:] if is_own else []
+        if made[0][1] > DRY_RUN_SLOW_SECONDS:
+            break
+    record(run, validate=True)
+    save(run)
+    rows = job.train
+    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), job.settings.rows_per_update)
+    _, seconds, tokens = made[-1]
+    if seconds / tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
+        timed = _time_updates(run)
+    else:
+        timed = made[1:] or made if device().on_cpu else [_make(run, largest)]  # on a GPU the first one compiles
+    update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
+    own_order, own_seconds = None, time.monotonic() - start
+    if len(made) == len(largest_updates):
+        own_order = OwnOrder(own_largest_update(job, device().name), max(peak for peak, _, _ in [*own, *timed]))
+    peak = max(peak for peak, _, _ in [*made, *timed])
+    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
+
+
+def _open(job: Job, scratch: Path) -> TrainingRun:
+    """Open the training with its memory limits and only the longest validation rows."""
+    output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
+    output.mkdir()
+    rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size]))
+    trial = dataclasses.replace(
+        job, settings=settings, trace=False, rows=rows, output=output, adapters=scratch / "adapters"
+    )
+    return open_run(trial, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
+
+
+def _make(run: TrainingRun, update: Update) -> Measured:
+    """Make an update."""
+    began = time.perf_counter()
+    make_update(run, update, RATE)
+    mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
+    return mx.get_peak_memory(), time.perf_counter() - began, update.input_tokens
+
+
+def _time_updates(run: TrainingRun) -> list[Measured]:
+    """Time ordinary updates; on a GPU each runs twice, because the first time compiles its shapes."""
+    updates = list[Measured]()
+    windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
+    for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
+        update = update_of(run, Cursor(0, window))
+        if not device().on_cpu:
+            _make(run, update)
+        updates.append(_make(run, update))
+        if sum(seconds for _, seconds, _ in updates) > DRY_RUN_TIMED_SECONDS:
+            break
+    return updates
+
+
+def _largest_updates(run: TrainingRun) -> list[tuple[Update, bool]]:
+    """The largest micro-batches as separate updates, and whether each is one of the training's own order of rows.
+
+    They come from the updates with the longest row, most tokens and most labels, in the training's own order and in
+    several; the one that computes most comes first. Where an update has several micro-batches, one of a single row
+    precedes it: gradients then add up in memory as in the training.
+    """
+    data, settings, layout = run.job.train, run.job.settings, run.layout
+    length = settings.rows_per_update, settings.num_epochs, settings.max_steps
+    first = rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update)
+    own = [first, *largest_windows(data, *length, (settings.seed,))]
+    taken, updates = list[object](), list[tuple[Update, bool]]()
+    for number, window in enumerate([*own, *largest_windows(data, *length)]):
+        labels, groups = window.data.label_counts, list(fill(window.data, window.rows, layout))
+        tokens = [update_of_rows(window.data, [rows], layout).computed_tokens for rows in groups]
+        for rows in (groups[int(np.argmax(tokens))], max(groups, key=lambda rows: int(labels[rows].sum()))):
+            if (window.data, rows) not in taken:
+                taken.append((window.data, rows))
+                before = [[window.rows[-1]]] if len(groups) > 1 else []
+                updates.append((update_of_rows(window.data, [*before, rows], layout), number < len(own)))
+    return sorted(updates, key=lambda each: -each[0].computed_tokens)

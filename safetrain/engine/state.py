@@ -6,7 +6,6 @@ Random numbers are functions of the step (engine/layers.py), so a checkpoint hol
 import dataclasses
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from safetrain.core.data.training_rows import Cursor
 from safetrain.core.errors import TrainingError
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import (
-    Checkpoint,
     RunIdentity,
     RunState,
     checkpoints_in,
@@ -29,12 +27,13 @@ from safetrain.core.records.run_state import (
     write_manifest,
     write_run_state,
 )
-from safetrain.core.storage.files import replace_directory, sha256_of, write_json
+from safetrain.core.storage.files import sha256_of, write_folder, write_json
 from safetrain.core.storage.paths import POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
+from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.weight_files import load_arrays, save_arrays
+from safetrain.engine.update import BlockOptimizer
+from safetrain.engine.weight_files import ADAPTER_FILE, load_arrays, save_arrays
 
 TEXT_BYTES = 2**20  # of a checkpoint or of metrics, with 1,600 records
 START = Cursor(0, 0)
@@ -77,48 +76,37 @@ def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
     return 2 * weights + moments + TEXT_BYTES
 
 
-def save_checkpoint(
-    output: Path,
-    state: TrainState,
-    identity: RunIdentity,
-    model: BaseModel,
-    optimizer: BlockOptimizer,
-    best: Path | None,
-    keep: int = 2,
-) -> None:
-    """Write a checkpoint and rename it; then write the pointer and remove old checkpoints.
+def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> None:
+    """Write a checkpoint with the best adapter so far; then write the pointer and remove old checkpoints.
 
-    ``best``, the file of the best adapter so far, is copied. Raises OSError when a write fails.
+    Raises OSError when a write fails.
     """
-    final = output / name_of(state.cursor.epoch, state.step)
-    arrays = {"adapters": adapter_weights(model), "optimizer": dict(tree_flatten(optimizer.state))}
-    with tempfile.TemporaryDirectory(dir=output, prefix=".checkpoint-", ignore_cleanup_errors=True) as scratch:
-        temporary = Path(scratch) / "new"
-        temporary.mkdir()
-        for name, values in arrays.items():
-            save_arrays(temporary / f"{name}.safetensors", values)
-        if best is None:
-            save_arrays(temporary / BEST_FILE, {})
-        else:
-            shutil.copyfile(best, temporary / BEST_FILE)
-        content = {**dataclasses.asdict(state), "identity": dataclasses.asdict(identity)}
-        write_json(temporary / "state.json", content)
-        write_manifest(temporary)
-        replace_directory(temporary, final)
-    write_run_state(output, RunState(False, final.name, state.step, identity))
-    for folder in to_prune(output, keep, state.best_step):
+    final, best = job.output / name_of(state.cursor.epoch, state.step), best_file(job, state)
+
+    def write(folder: Path) -> None:
+        save_arrays(folder / "adapters.safetensors", adapter_weights(model))
+        save_arrays(folder / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
+        if best is not None:
+            shutil.copyfile(best, folder / BEST_FILE)
+        write_json(folder / "state.json", {**dataclasses.asdict(state), "identity": dataclasses.asdict(job.identity)})
+        write_manifest(folder)
+
+    write_folder(final, write)
+    write_run_state(job.output, RunState(False, final.name, state.step, job.identity))
+    for folder in to_prune(job.output, job.keep_checkpoints, state.best_step):
         if folder != final:
             shutil.rmtree(folder)
 
 
-def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
-    """The file with the best weights so far: ``adapter``, or a checkpoint's copy if ``adapter`` was removed.
+def best_file(job: Job, state: TrainState) -> Path | None:
+    """The file with the best weights so far: the adapter's, or a checkpoint's copy if that was removed.
 
     None before the first validation. Raises TrainingError if no file has the expected checksum.
     """
+    adapter = job.adapters / ADAPTER_FILE
     if not state.best_sha256:
         return None
-    for path in (adapter, *(checkpoint.folder / BEST_FILE for checkpoint in checkpoints_in(output))):
+    for path in (adapter, *(checkpoint.folder / BEST_FILE for checkpoint in checkpoints_in(job.output))):
         if path.is_file() and sha256_of(path) == state.best_sha256:
             return path
     raise TrainingError(
@@ -129,43 +117,32 @@ def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
 
 
 def load_checkpoint(
-    output: Path,
-    identity: RunIdentity,
-    model: BaseModel,
-    optimizer: BlockOptimizer,
-    say: Callable[[str], None] = lambda _text: None,
+    job: Job, model: BaseModel, optimizer: BlockOptimizer, say: Callable[[str], None]
 ) -> TrainState | None:
     """Restore an unfinished run from its newest undamaged checkpoint; None without one.
 
     A damaged checkpoint is renamed and reported through ``say``. Raises TrainingError if the checkpoint belongs to a
     different run. A finished run continues only if ``num_epochs`` is now larger and nothing else differs.
     """
-    pointer = read_run_state(output)
-    if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
+    pointer = read_run_state(job.output)
+    if pointer is not None and pointer.finished and not job.identity.is_longer_than(pointer.identity):
         return None
-    damaged, folder = list[tuple[Checkpoint, str]](), None
-    for candidate in checkpoints_in(output):
-        if not (fault := fault_of(candidate.folder)):
-            folder = candidate.folder
-            break
-        damaged.append((candidate, fault))
-    state, longer = _read_state(folder, identity) if folder is not None else (None, False)
-    for checkpoint, fault in damaged:  # only now: a refused run leaves everything as it was
-        moved = set_aside(checkpoint)
-        say(f"{checkpoint.folder.name} is damaged ({fault}): renamed to {moved.name}")
-    if folder is None or state is None:
-        if damaged:
-            say("no undamaged checkpoint is left: training starts from the beginning")
-        elif pointer is not None and not pointer.finished and pointer.step:
-            say(f"the run that stopped at step {pointer.step} left no complete checkpoint")
-        return None
-    weights, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))
-    set_adapter_weights(model, weights)
-    optimizer.state = tree_unflatten(list(moments.items()))
-    if longer:
-        state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run has moved
-        say(f"train.num_epochs is larger than before: the run continues from step {state.step} (or {START_OVER})")
-    return state
+    is_lost = pointer is not None and not pointer.finished and pointer.step > 0
+    for checkpoint in checkpoints_in(job.output):
+        if fault := fault_of(checkpoint.folder):
+            say(f"{checkpoint.folder.name} is damaged ({fault}): renamed to {set_aside(checkpoint).name}")
+            is_lost = True
+            continue
+        state, longer = _read_state(checkpoint.folder, job.identity)
+        set_adapter_weights(model, load_arrays(checkpoint.folder / "adapters.safetensors"))
+        optimizer.state = tree_unflatten(list(load_arrays(checkpoint.folder / "optimizer.safetensors").items()))
+        if longer:
+            state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run has moved
+            say(f"train.num_epochs is larger than before: the run continues from step {state.step} (or {START_OVER})")
+        return state
+    if is_lost:
+        say("no undamaged checkpoint is left: training starts from the beginning")
+    return None
 
 
 def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
@@ -183,8 +160,7 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         what = f"The checkpoint was written by a different version: {error}"
         raise TrainingError(what, where=str(folder), do=START_OVER) from error
     longer = identity.is_longer_than(theirs)
-    differences = [] if longer else identity.differences(theirs)
-    if differences:
+    if not longer and (differences := identity.differences(theirs)):
         raise TrainingError(
             f"An unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}.",
             where=str(folder.parent / POINTER),
@@ -193,7 +169,7 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
     return state, longer
 
 
-def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
+def mark_finished(job: Job, step: int) -> None:
     """Mark the run as finished, after its results are written: the same command then trains again from the start."""
-    pointer = read_run_state(output)
-    write_run_state(output, RunState(True, pointer.checkpoint if pointer else "", step, identity))
+    pointer = read_run_state(job.output)
+    write_run_state(job.output, RunState(True, pointer.checkpoint if pointer else "", step, job.identity))

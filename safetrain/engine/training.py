@@ -8,15 +8,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.data.training_rows import Cursor, advance
-from safetrain.core.errors import BadUpdateError, EngineError, InterruptedRun, ModelError, TrainingError
+from safetrain.core.data.training_rows import Cursor, advance, rows_at
+from safetrain.core.errors import BadUpdateError, DataError, EngineError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
@@ -26,18 +25,15 @@ from safetrain.core.storage.files import sha256_of, write_json
 from safetrain.core.storage.paths import BAD_UPDATES
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import MicroBatch, Update, update_at
-from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
+from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
-from safetrain.engine.optimizer import learning_rate
-from safetrain.engine.proof import remember_best
 from safetrain.engine.ranks import ALONE, Ranks, require_same_weights
-from safetrain.engine.run import StopRequested, TrainingRun, Watcher, open_run, save_best
-from safetrain.engine.state import TEXT_BYTES, TrainState, best_file, checkpoint_bytes, save_checkpoint
-from safetrain.engine.tuned import TunedModel
-from safetrain.engine.update import Gradient, apply_gradient, last_work_of, measure, work_of
+from safetrain.engine.run import TrainingRun, Watcher, open_run, save_best
+from safetrain.engine.state import TEXT_BYTES, TrainState, checkpoint_bytes, save_checkpoint
+from safetrain.engine.tuned import TunedModel, remember_best
+from safetrain.engine.update import apply_gradient, last_work_of, learning_rate, measure, work_of
 from safetrain.engine.weight_files import ADAPTER_FILE
 
-SAME_COMMAND = "the same command continues"
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
 REMEMBERED = 32  # updates whose losses a new loss is compared with
 ENOUGH = 8  # updates before a jump of the loss is called one
@@ -59,17 +55,14 @@ def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
     With several ranks only rank 0, which owns the run's files, returns a result. Raises TrainingError when the loss is
     not a number, and InterruptedRun after a signal.
     """
-    run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
+    run = open_run(job, watcher, ranks)
     state = run.state
-    run.watcher.begin(state.records, state.resumed_from_step)
+    if ranks.writes:
+        watcher.begin(state.records, state.resumed_from_step)
     try:
         _train_steps(run)
-    except StopRequested:
-        if state.step:
-            save(run)
-        raise _interrupted(run) from None
-    except ModelError:  # the base's files have changed, or cannot be read
-        if state.step:
+    except (InterruptedRun, ModelError):  # between micro-batches; the base's files have changed, or cannot be read
+        if state.step and not ranks.together:
             save(run)
         raise
     return _result(run) if ranks.writes else None
@@ -79,31 +72,23 @@ def _train_steps(run: TrainingRun) -> None:
     """Record, save and update until the last step. The state alone decides what is due, so a stop in between loses
     nothing: a resumed run starts with the record that is still missing."""
     state, settings = run.state, run.job.settings
-    upcoming: Update | None = None
+    patience = math.inf if settings.early_stopping_patience is None else settings.early_stopping_patience
     while True:
-        _record_if_due(run)
-        last, stop = state.step == run.job.updates or _out_of_patience(run), run.stop()
+        validate = state.step in (0, run.job.updates) or state.step % settings.eval_steps == 0
+        if state.recorded_step != state.step and (validate or state.step % settings.log_steps == 0):
+            record(run, validate=validate)
+        last, stop = state.step == run.job.updates or state.validations_since_best >= patience, run.stop()
         if state.step and (last or stop or state.step % settings.save_steps == 0):
             save(run)
         if last:
             return
         if stop:
-            raise _interrupted(run)
-        update = upcoming or update_of(run, state.cursor)
+            raise run.interrupted()
         try:
-            upcoming = make_update(run, update, _rate_after(run, state.step))
-        except RuntimeError as error:
-            raise _failed(error, state.step + 1) from error
-
-
-def _record_if_due(run: TrainingRun) -> None:
-    """Validate and log if this step is due and has no record yet."""
-    state, settings = run.state, run.job.settings
-    if state.recorded_step == state.step:
-        return
-    validate = state.step in (0, run.job.updates) or state.step % settings.eval_steps == 0
-    if validate or state.step % settings.log_steps == 0:
-        record(run, _rate_after(run, state.step - 1) if state.step else 0.0, validate=validate)
+            make_update(run, update_of(run, state.cursor), _rate_after(run, state.step))
+        except RuntimeError as error:  # such as a GPU without memory
+            do = "if memory ran out, lower train.batch_size or train.max_seq_length; saved checkpoints are kept"
+            raise EngineError(f"mlx failed at step {state.step + 1}: {error}", do=do) from error
 
 
 def _rate_after(run: TrainingRun, step: int) -> float:
@@ -112,77 +97,43 @@ def _rate_after(run: TrainingRun, step: int) -> float:
     return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.job.updates, settings.schedule)
 
 
-def _out_of_patience(run: TrainingRun) -> bool:
-    """Whether validation has not improved for too long (train.early_stopping_patience)."""
-    patience = run.job.settings.early_stopping_patience
-    return patience is not None and run.state.validations_since_best >= patience
+def update_of(run: TrainingRun, cursor: Cursor) -> Update:
+    """The update at a place in the data, or this rank's part of it."""
+    settings, ranks = run.job.settings, run.ranks
+    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, ranks.rank, ranks.size)
 
 
-def _interrupted(run: TrainingRun) -> InterruptedRun:
-    step, number = run.state.step, run.stop()
-    what = f"Stopped at step {step} of {run.job.updates}"
-    return InterruptedRun(
-        number, f"{what}; the state is saved." if step else f"{what}, before an update was made.", do=SAME_COMMAND
-    )
-
-
-def make_update(run: TrainingRun, update: Update, rate: float) -> Update | None:
-    """Compute one update, apply it and count it; returns the following one, which is built while a GPU computes.
-
-    Raises BadUpdateError if its numbers are wrong.
-    """
+def make_update(run: TrainingRun, update: Update, rate: float) -> None:
+    """Compute one update, apply it and count it. Raises BadUpdateError if its numbers are wrong."""
     began, state, settings, recorder = time.perf_counter(), run.state, run.job.settings, run.watcher.recorder
     step = state.step + 1
     run.model.module.train()
     mx.reset_peak_memory()
     loss, gradient = run.gradients.of(update, state.step, run.check_stop)
-    upcoming = update_of(run, _next_cursor(run)) if step < run.job.updates else None
-    if run.ranks.together:
-        loss, gradient = _of_all_ranks(run, update, loss, gradient)
     summed_loss, norm = measure(loss, gradient)
     recorder.loss = update.per_label(summed_loss)
-    if not run.ranks.together:
-        recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
+    recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
+    if run.ranks.together:
+        gradient = run.ranks.sum_gradient(gradient, step)
+        own = summed_loss, update.computed_tokens
+        summed_loss, tokens = run.ranks.total(run.watcher.stop(), step, *own)
+        state.computed_tokens += round(tokens) - update.computed_tokens
+        norm, recorder.loss = measure(loss, gradient)[1], update.per_label(summed_loss)
     if update.trained_tokens:  # else nothing to learn: the windows are fully masked
         fault = fault_in(summed_loss, norm, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
         if fault:
-            raise stop_at(run, update_of(run, state.cursor, all_rows=True), fault, summed_loss, norm, rate)
-        if run.ranks.writes:
-            bad_update_path(run.job.output, step).unlink(missing_ok=True)  # of a run that stopped here before
+            raise stop_at(run, fault, update.per_label(summed_loss), norm, rate)
         tracer = run.tracer
         with recorder.phase(Phase.OPTIMIZER, Work(step)) if tracer is None else tracer.optimizer(step):
             apply_gradient(run.model, run.optimizer, gradient, norm, rate, settings.max_grad_norm)
     _count(run, update, summed_loss, norm, time.perf_counter() - began)
-    return upcoming
-
-
-def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gradient) -> tuple[mx.array, Gradient]:
-    """Exchange this rank's part for the summed loss and gradient of the whole update."""
-    state = run.state
-    mx.eval(loss, gradient)
-    run.watcher.recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
-    own = float(np.array(loss)), run.watcher.stop(), update.computed_tokens
-    gradient, total, tokens = run.ranks.sum_update(*own, gradient, state.step + 1)
-    state.computed_tokens += tokens - update.computed_tokens
-    return mx.array(total), gradient
-
-
-def update_of(run: TrainingRun, cursor: Cursor, *, all_rows: bool = False) -> Update:
-    """The update at a place in the data: this rank's part, or all rows."""
-    settings, ranks = run.job.settings, (0, 1) if all_rows else (run.ranks.rank, run.ranks.size)
-    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, *ranks)
-
-
-def _next_cursor(run: TrainingRun) -> Cursor:
-    """The place in the data after the current update."""
-    return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
 
 
 def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, seconds: float) -> None:
     """Add one update to the state's totals."""
     state = run.state
     state.step += 1
-    state.cursor = _next_cursor(run)
+    state.cursor = advance(state.cursor, len(run.job.train), run.job.settings.rows_per_update)
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.input_tokens += update.input_tokens
     state.computed_tokens += update.computed_tokens
@@ -200,11 +151,8 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
     state.window_tokens += update.trained_tokens
 
 
-def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
-    """Record and report the updates since the last record, after validation if that is due.
-
-    ``rate``: the last update's learning rate.
-    """
+def record(run: TrainingRun, *, validate: bool) -> None:
+    """Record and report the updates since the last record, after validation if that is due."""
     state, valid_loss = run.state, None
     if validate:
         with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
@@ -216,7 +164,7 @@ def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
             epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
             train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
             valid_loss=valid_loss,
-            learning_rate=rate,
+            learning_rate=_rate_after(run, state.step - 1) if state.step else 0.0,
             grad_norm=state.grad_norm,
             trained_tokens=state.trained_tokens,
             labels_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
@@ -232,43 +180,35 @@ def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
 
 
 def _validate(run: TrainingRun) -> float:
-    """Measure the validation loss; save a new best to the adapters folder."""
-    job, state, model = run.job, run.state, run.model
+    """Measure the validation loss, each rank a part of the rows; save a new best to the adapters folder."""
+    job, state, ranks, data = run.job, run.state, run.ranks, run.job.valid
 
-    def beat(batch: MicroBatch, number: int) -> None:
+    def beat(batch: MicroBatch) -> None:
         run.check_stop()
-        work = work_of(batch, state.step - 1, number)
+        work = work_of(batch, state.step - 1, 0)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
-    together = run.ranks.together
-    loss = _loss_of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
+    labels = int(data.label_counts.sum(dtype=np.int64))
+    if not labels:
+        raise DataError("No token of the validation rows is a label.", do="give data/valid rows with answers")
+    if ranks.together:
+        data = data.take(data.by_length[ranks.rank :: ranks.size])
+    total = float(row_losses(run.model, data, run.layout.most_tokens, beat).sum())
+    if ranks.together:  # the same bits on all
+        (total,) = ranks.total(run.watcher.stop(), state.step, total)
+    loss = total / labels
     if not math.isfinite(loss):
-        raise TrainingError(
-            f"The validation loss is not a number at step {state.step}.",
-            got=str(loss),
-            do="check the base model with 'safetrain ask', or lower train.learning_rate",
-        )
+        do = "check the base model with 'safetrain ask', or lower train.learning_rate"
+        raise TrainingError(f"The validation loss is not a number at step {state.step}.", got=str(loss), do=do)
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
-        if run.ranks.writes:
-            size = sum(array.nbytes for array in adapter_weights(model).values())
-            run.write(size, lambda: save_best(job, model))
+        if ranks.writes:
+            size = sum(array.nbytes for array in adapter_weights(run.model).values())
+            run.write(size, lambda: save_best(job, run.model))
             state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
     elif state.step > 0:
         state.validations_since_best += 1
     return loss
-
-
-def _loss_of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> float:
-    """Measure this rank's part of the validation rows; returns the loss of all, the same bits on every rank."""
-    data = run.job.valid
-    labels = int(data.label_counts.sum(dtype=np.int64))
-    if not labels:  # the same on every rank
-        raise nothing_to_measure()
-    rows = data.take(data.by_length[run.ranks.rank :: run.ranks.size])
-    summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0
-    total = run.ranks.total(summed, run.watcher.stop(), run.state.step)
-    return total / labels
 
 
 def save(run: TrainingRun) -> None:
@@ -282,15 +222,10 @@ def save(run: TrainingRun) -> None:
     run.saved = here
     if run.ranks.together:
         require_same_weights(run.ranks, run.model, state.step)
-    if not run.ranks.writes:
-        return
-
-    def write() -> None:
-        best, keep = best_file(state, job.adapters / ADAPTER_FILE, job.output), job.keep_checkpoints
-        save_checkpoint(job.output, state, job.identity, run.model, run.optimizer, best, keep)
-
-    with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
-        run.write(checkpoint_bytes(run.model, run.optimizer), write)
+    if run.ranks.writes:
+        with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
+            size = checkpoint_bytes(run.model, run.optimizer)
+            run.write(size, lambda: save_checkpoint(job, state, run.model, run.optimizer))
 
 
 def fault_in(summed_loss: float, norm: float, labels: int, recent: Sequence[float], max_jump: float | None) -> str:
@@ -308,40 +243,35 @@ def fault_in(summed_loss: float, norm: float, labels: int, recent: Sequence[floa
     return ""
 
 
-def bad_update_path(output: Path, step: int) -> Path:
-    """The report file of one bad update."""
-    return output / BAD_UPDATES / f"step_{step}.json"
-
-
-def stop_at(
-    run: TrainingRun, update: Update, fault: str, summed_loss: float, norm: float, rate: float
-) -> BadUpdateError:
+def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float) -> BadUpdateError:
     """Report an update that is not applied and save the state before it; returns the error to raise.
 
     The same command stops there again. The report has each row's loss without dropout, in nats per label, the worst
     first; null if not a number. Rows are line numbers of data/validated/train.jsonl.
     """
-    step = run.state.step + 1
-    path = bad_update_path(run.job.output, step)
+    step, settings = run.state.step + 1, run.job.settings
+    path = run.job.output / BAD_UPDATES / f"step_{step}.json"
+    update = rows_at(run.job.train, run.state.cursor, settings.seed, settings.rows_per_update)
+    places = [row for row in update.rows if update.data.label_counts[row]]
+    lines = [row + 1 for row in update.data.numbers(places)]
     if run.ranks.writes:
-        places = [row for group in update.groups for row in group if update.data.label_counts[row]]
-        losses = [measure_loss(run.model, update.data.take([place]), run.layout.most_tokens) for place in places]
-        lines = list(zip(update.data.numbers(places), losses, strict=True))
-        lines.sort(key=lambda line: -line[1] if math.isfinite(line[1]) else -math.inf)
+        data = update.data.take(places)
+        losses = (row_losses(run.model, data, 1) / data.label_counts).tolist()  # alone: NaN of one row spoils others
+        pairs = sorted(zip(losses, lines, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
         content = {
             "step": step,
             "fault": fault,
-            "loss": _number(update.per_label(summed_loss)),
+            "loss": _number(loss),
             "grad_norm": _number(norm),
             "learning_rate": rate,
-            "rows": [{"row": row + 1, "loss": _number(loss)} for row, loss in lines],
+            "rows": [{"row": line, "loss": _number(own)} for own, line in pairs],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
     if run.state.step:
         save(run)
-    some = ", ".join(str(row + 1) for row in sorted(set(update.rows))[:32])
-    is_jump = math.isfinite(summed_loss) and math.isfinite(norm)
+    some = ", ".join(str(line) for line in sorted(set(lines))[:32])
+    is_jump = math.isfinite(loss) and math.isfinite(norm)
     larger = "To allow this jump: a larger train.max_loss_jump, or null. " if is_jump else ""
     return BadUpdateError(
         f"Update {step} was not applied: {fault}.",
@@ -370,9 +300,3 @@ def _result(run: TrainingRun) -> Result:
     )  # fmt: skip
     trainable = sum(weight.size for weight in adapter_weights(run.model).values())
     return Result(metrics, state, trainable, remember_best(run))
-
-
-def _failed(error: RuntimeError, step: int) -> EngineError:
-    """The error for a failure inside mlx, such as running out of GPU memory."""
-    do = "if memory ran out, lower train.batch_size or train.max_seq_length; saved checkpoints are kept"
-    return EngineError(f"mlx failed at step {step}: {error}", do=do)

@@ -1,6 +1,7 @@
-"""The tuned model's outputs at labels, to compare with a reopened, fused or exported model.
+"""The tuned model's outputs at labels, and what is compared with them: a saved adapter, a fused or exported model.
 
-Only the tuned model's head stays in memory, which leaves space for another model.
+Its hidden states stay in memory, and its head if another model's may differ, but the model is freed before another one
+is opened: memory never holds two, nor, while the adapter is checked, what only training needs.
 """
 
 import dataclasses
@@ -13,11 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import MachineError, ModelError
+from safetrain.core.errors import InterruptedRun, MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.estimate import setup_of
 from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base
 from safetrain.core.records.evaluation import (
     HEADER,
@@ -27,14 +30,28 @@ from safetrain.core.records.evaluation import (
     kept_share,
     refusal,
 )
-from safetrain.core.records.metrics import DISCARD, NO_CHANGE, NO_EFFECT
-from safetrain.engine.backend import set_limits
+from safetrain.core.records.metrics import (
+    DISCARD,
+    NO_CHANGE,
+    NO_EFFECT,
+    ComparedWith,
+    Proof,
+    proved_tokens,
+    require_proof,
+)
+from safetrain.core.records.schema import PRETRAIN
+from safetrain.engine.adapters import set_adapter_weights
+from safetrain.engine.backend import device, set_limits
 from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.block_loop import computed
+from safetrain.engine.job import Job
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+from safetrain.engine.run import TrainingRun, Watcher
+from safetrain.engine.state import best_file
 from safetrain.engine.upstream.adaptation import Head
-from safetrain.engine.weight_files import adapter_arrays, apply_adapter
+from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
+from safetrain.engine.weight_files import adapter_arrays, apply_adapter, load_arrays
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
@@ -61,7 +78,7 @@ class TunedModel:
     ) -> "TunedModel":
         """Measure a model. Its head need not be kept if other models have the same one."""
         seen = _at_labels(model, rows, most_tokens, None, beat)
-        return cls(rows, most_tokens, head_of(model) if keep_head else None, *seen)
+        return cls(rows, most_tokens, model.head_alone().head if keep_head else None, *seen)
 
     @property
     def own(self) -> Likeness:
@@ -78,6 +95,132 @@ class TunedModel:
         lost, won = int((own & ~its).sum()), int((its & ~own).sum())
         divergence = max(0.0, float(divergences.mean()))
         return Likeness(float(losses.mean()), divergence, float(same.mean()), int(its.sum()), lost, won)
+
+
+def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
+    """Evenly spread rows to compare models on, limited by ``most_tokens``, ``least_rows`` and memory."""
+    width = files.vocab_size if model.split is None else files.hidden_size
+    state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
+    kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
+    count = min(len(rows), int(kept * len(rows)), max(least_rows, int(read * len(rows))))
+    return rows.take(np.linspace(0, len(rows) - 1, max(1, count)).round().astype(np.int64))
+
+
+def _at_labels(
+    model: BaseModel, rows: TokenRows, most_tokens: int, tuned: TunedModel | None, beat: Beat
+) -> list[np.ndarray]:
+    """Keys, losses, greedy tokens, whether these are right, and divergences from ``tuned``, or states without it."""
+    model.module.eval()
+    own = model.head()
+    theirs = own if tuned is None or tuned.head is None else tuned.head()  # it may be dequantized: once is enough
+    layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
+    chunks: list[tuple[np.ndarray, ...]] = []
+    for batch in computed(model, in_order(rows, layout)):
+        beat()
+        for shard in batch.shards:
+            chunks += _of_shard(model, shard, own, theirs, tuned)
+    found = [np.concatenate(parts) for parts in zip(*chunks, strict=True)]
+    order = np.argsort(found[0])
+    return [each[order] for each in found]
+
+
+def _of_shard(
+    model: BaseModel, shard: Shard, head: Head, tuned_head: Head, tuned: TunedModel | None
+) -> Iterator[tuple[np.ndarray, ...]]:
+    labels = int(np.array(shard.weights).sum())
+    positions, targets = shard.positions[:labels], shard.targets[:labels]
+    states = through(model, shard)[positions]
+    keys = np.asarray(shard.tokens)[np.array(positions)]
+    size = chunk_tokens(model.split.vocabulary if model.split is not None else states.shape[-1])
+    size = size if tuned is None else max(1, size // 2)  # two models' logits
+    for start in range(0, labels, size):
+        some = slice(start, start + size)
+        own, labels_here = _log_softmax(head(states[some])), targets[some]
+        greedy = mx.argmax(own, axis=-1)
+        mx.eval(own, greedy)  # before more arrays of this size exist
+        if tuned is None:
+            last = states[some].astype(mx.float32)
+        else:
+            places = np.searchsorted(tuned.keys, keys[some])
+            theirs = _log_softmax(tuned_head(mx.array(tuned.states[places]).astype(states.dtype)))
+            last = (mx.exp(theirs) * (theirs - own)).sum(axis=-1)
+        losses = -mx.take_along_axis(own, labels_here[:, None].astype(mx.int32), axis=-1).squeeze(-1)
+        values_here = (losses, greedy, greedy == labels_here, last)
+        mx.eval(values_here)
+        yield (keys[some], *(np.array(values) for values in values_here))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities in float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+# The adapter check
+
+
+def remember_best(run: TrainingRun) -> TunedModel:
+    """Measure the best model, restoring its weights first if training has continued past it.
+
+    Raises TrainingError if the best weights' file was changed, InterruptedRun after a signal.
+    """
+    job, state = run.job, run.state
+    best = best_file(job, state)
+    if best is not None and state.best_step != state.step:
+        set_adapter_weights(run.model, load_arrays(best))
+    rows = sample_of(job.valid, job.files, run.model, proved_tokens(job.tokens))
+    with run.watcher.recorder.phase(Phase.VERIFY, Work(state.step)):
+        beat, keep_head = _beat(run.watcher, state.step), job.settings.method == PRETRAIN
+        return TunedModel.of(run.model, rows, run.layout.most_tokens, beat, keep_head=keep_head)
+
+
+def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
+    """Open the base, load the adapter's folder as mlx-lm does, and compare both with the tuned model.
+
+    Call it after the training's model is freed. Raises TrainingError if the adapter has no effect or differs from the
+    tuned model; ModelError if mlx-lm cannot open it; InterruptedRun after a signal.
+    """
+    gc.collect()
+    settings, recorder, work = job.settings, watcher.recorder, Work(step)
+    dequantize, dtype, stream = settings.dequantize_base, settings.compute_dtype, settings.stream_base
+    with recorder.phase(Phase.LOAD_MODEL, work):
+        model = open_base(job.base_folder, dequantize=dequantize, compute_dtype=dtype, stream=stream)
+        if model.blocks is not None:
+            model.blocks.pulse = recorder.repeat
+        in_memory = not stream or settings.method != "dora"  # mlx-lm's DoRA reads all weights
+        by_mlx_lm = in_memory and holds_adapters(model.module, settings.method)
+
+    def compared() -> ComparedWith:
+        with recorder.phase(Phase.VERIFY, work):
+            like = tuned.likeness_of(model, _beat(watcher, step))
+        return ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows)))
+
+    base = compared()
+    with recorder.phase(Phase.LOAD_MODEL, work):
+        if by_mlx_lm:
+            adapt_for_a_consumer(model.module, job.adapters)
+        else:
+            apply_adapter(model, job.adapters)
+    loss, opened_by = float(tuned.losses.mean()), "mlx-lm" if by_mlx_lm else "safetrain"
+    proof = Proof(len(tuned.rows), len(tuned.keys), loss, base, compared(), opened_by)
+    computes = setup_of(job.files, settings, device().name)
+    require_proof(proof, str(job.adapters), in_16_bit=computes.number_bytes < FLOAT32)
+    return proof
+
+
+def _beat(watcher: Watcher, step: int) -> Beat:
+    """Show the supervisor that the check is alive, and stop it on a signal."""
+
+    def beat() -> None:
+        watcher.recorder.write(Phase.VERIFY, Edge.BEFORE, Work(step))
+        if stop := watcher.stop():
+            what = f"Stopped after step {step}, the last one, while checking the adapter."
+            raise InterruptedRun(stop, what, do="run the same command again to finish")
+
+    return beat
+
+
+# Exports
 
 
 @dataclass(frozen=True)
@@ -157,69 +300,3 @@ def require_memory(size: int, what: str, do: str) -> None:
             got=f"{size_text(room)} available",
             do=do,
         )
-
-
-def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
-    """Evenly spread rows to compare models on, limited by ``most_tokens``, ``least_rows`` and memory."""
-    width = files.vocab_size if model.split is None else files.hidden_size
-    state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
-    kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
-    count = min(len(rows), int(kept * len(rows)), max(least_rows, int(read * len(rows))))
-    return rows.take(np.linspace(0, len(rows) - 1, max(1, count)).round().astype(np.int64))
-
-
-def _at_labels(
-    model: BaseModel, rows: TokenRows, most_tokens: int, tuned: TunedModel | None, beat: Beat
-) -> list[np.ndarray]:
-    """Keys, losses, greedy tokens, whether these are right, and divergences from ``tuned``, or states without it."""
-    model.module.eval()
-    heads = [head_of(model)()]
-    if tuned is not None:
-        heads.append(heads[0] if tuned.head is None else tuned.head())  # a head may be dequantized: once is enough
-    layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
-    chunks: list[tuple[np.ndarray, ...]] = []
-    for batch in computed(model, in_order(rows, layout)):
-        beat()
-        for shard in batch.shards:
-            chunks += _of_shard(model, shard, heads, tuned)
-    found = [np.concatenate(parts) for parts in zip(*chunks, strict=True)]
-    order = np.argsort(found[0])
-    return [each[order] for each in found]
-
-
-def _of_shard(
-    model: BaseModel, shard: Shard, heads: list[Head], tuned: TunedModel | None
-) -> Iterator[tuple[np.ndarray, ...]]:
-    split, labels = model.split, int(np.array(shard.weights).sum())
-    positions, targets = shard.positions[:labels], shard.targets[:labels]
-    states = through(model, split.trunk if split is not None else model.module, shard)[positions]
-    keys = np.asarray(shard.tokens)[np.array(positions)]
-    size = chunk_tokens(split.vocabulary if split is not None else states.shape[-1])
-    size = size if tuned is None else max(1, size // 2)  # two models' logits
-    for start in range(0, labels, size):
-        some = slice(start, start + size)
-        own, labels_here = log_softmax(heads[0](states[some])), targets[some]
-        greedy = mx.argmax(own, axis=-1)
-        mx.eval(own, greedy)  # before more arrays of this size exist
-        if tuned is None:
-            last = states[some].astype(mx.float32)
-        else:
-            places = np.searchsorted(tuned.keys, keys[some])
-            theirs = log_softmax(heads[1](mx.array(tuned.states[places]).astype(states.dtype)))
-            last = (mx.exp(theirs) * (theirs - own)).sum(axis=-1)
-        losses = -mx.take_along_axis(own, labels_here[:, None].astype(mx.int32), axis=-1).squeeze(-1)
-        values_here = (losses, greedy, greedy == labels_here, last)
-        mx.eval(values_here)
-        yield (keys[some], *(np.array(values) for values in values_here))
-
-
-def log_softmax(logits: mx.array) -> mx.array:
-    """Log-probabilities of logits (labels, vocabulary), in float32."""
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def head_of(model: BaseModel) -> Callable[[], Head]:
-    """The function from states to logits; the identity if the model is not split."""
-    split = model.split
-    return split.head if split is not None else lambda: lambda logits: logits

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,22 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import BASE_FINGERPRINT, CHAT_FILE, TRAINED_BY, PromptFormat
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
-from safetrain.core.storage.files import replace_directory, write_record
+from safetrain.core.storage.files import write_folder, write_record
 from safetrain.engine.adapters import adapted_names, adapter_weights, make_trainable, set_adapter_weights
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.loading import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
-EMPTY = "__empty__"
 SHARD_BYTES = 2**29  # size of one weight file, held in memory while it is written
 
 
 def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> None:
-    """Write arrays by name. Without arrays it writes a marker, because safetensors files may not be empty.
-
-    ``kind``: the library to name in the file's metadata.
+    """Write arrays by name. ``kind``: the library to name in the file's metadata.
 
     Raises OSError when a write fails: mlx raises RuntimeError, which would look like a bug of the program.
     """
     try:
-        mx.save_safetensors(str(path), arrays or {EMPTY: mx.zeros((1,))}, metadata={"format": kind})
+        mx.save_safetensors(str(path), arrays, metadata={"format": kind})
     except RuntimeError as error:
         if "Unable to write" not in str(error):
             raise
@@ -76,9 +72,8 @@ def load_arrays(path: Path) -> dict[str, mx.array]:
     loaded = mx.load(str(path))
     if not isinstance(loaded, dict):
         raise ValueError(f"{path.name} holds no named arrays")
-    arrays = {name: value for name, value in loaded.items() if name != EMPTY}
-    mx.eval(list(arrays.values()))
-    return arrays
+    mx.eval(list(loaded.values()))
+    return loaded
 
 
 def apply_adapter(model: BaseModel, folder: Path) -> None:
@@ -161,10 +156,8 @@ def save_adapter(
     kind = "full" if method in WHOLE else method  # the word of mlx-lm for weights that replace the base's
     config = {"fine_tune_type": kind, TRAINED_BY: method, "model": str(base), "num_layers": lora.num_layers,
               "lora_parameters": shape, BASE_FINGERPRINT: base_fingerprint or None}  # fmt: skip
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
-        temporary = Path(scratch) / "new"
-        temporary.mkdir()
+
+    def write(temporary: Path) -> None:
         if weights is None:
             save_arrays(temporary / ADAPTER_FILE, adapter_weights(model))
         else:
@@ -172,4 +165,5 @@ def save_adapter(
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if form is not None:
             write_record(temporary / CHAT_FILE, form)
-        replace_directory(temporary, folder)
+
+    write_folder(folder, write)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
+from safetrain.core.errors import ConfigError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
 from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.metrics import (
@@ -24,9 +24,9 @@ from safetrain.core.records.metrics import (
     start_csv,
 )
 from safetrain.core.records.settings import TrainJob
-from safetrain.core.signals import StopRequest, stop_on_signal
+from safetrain.core.signals import StopRequest, stop_on_signal, told_of
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import DISK_FULL, from_json, read_record, with_traceback, write_record
+from safetrain.core.storage.files import from_json, read_record, with_traceback, write_record
 from safetrain.core.storage.paths import JOB, RECORDER, rank_folder
 from safetrain.engine.child_process import limit_memory, set_up_child
 from safetrain.engine.cpu.blas import Blas, load_fast_blas
@@ -43,7 +43,8 @@ RANK = "MLX_RANK"  # set by mlx.launch
 def main(arguments: list[str]) -> int:
     """Run one rank. ``arguments``: flight folder, event pipe (a descriptor or a path), the supervisor's process id.
 
-    Process id 0 means the process that started this one, as under mlx.launch on another machine.
+    Process id 0 means the process that started this one, as under mlx.launch on another machine. The supervisor gets
+    errors that a user can act on; all others end the process with a traceback.
     """
     rank = int(os.environ.get(RANK, "0"))
     flight = Path(arguments[0])
@@ -52,43 +53,28 @@ def main(arguments: list[str]) -> int:
     flight.mkdir(parents=True, exist_ok=True)
     pipe = open_events(arguments[1], required=rank == 0)
     job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # rank 0 sends it to the others
-    limit = job.memory_limit_bytes if job is not None else None
-    set_up_child(int(arguments[2]) or os.getppid(), flight, limit)
+    set_up_child(int(arguments[2]) or os.getppid(), flight, job.memory_limit_bytes if job is not None else None)
     with stop_on_signal() as stop:
-        return run_job(job, flight / RECORDER, pipe, stop)
-
-
-def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
-    """Train. The supervisor gets errors that a user can act on; all others end the process with a traceback.
-
-    ``job`` is None on a rank that receives it from rank 0.
-    """
-    told: SafetrainError
-    try:
-        if job is None or job.ranks > 1:
-            _train_with_others(job, Recorder(record), pipe, stop)
-        else:
-            _train(job, Recorder(record), pipe, stop)
-        return 0
-    except SafetrainError as error:
-        told = error
-    except MemoryError as error:
-        told = EngineError(f"out of memory: {error}")
-        told.__cause__ = error
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        told = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do="free some space")
-    pipe.send(Failed(type(told).__name__, with_traceback(told, record.parent), told.exit_code))
-    return told.exit_code
+        try:
+            if job is None or job.ranks > 1:
+                _train_with_others(job, Recorder(flight / RECORDER), pipe, stop)
+            else:
+                _train(job, Recorder(flight / RECORDER), pipe, stop)
+            return 0
+        except (SafetrainError, OSError, MemoryError) as error:
+            told = EngineError(f"out of memory: {error}") if isinstance(error, MemoryError) else told_of(error)
+            if told is None:
+                raise
+            pipe.send(Failed(type(told).__name__, with_traceback(told, flight), told.exit_code))
+            return told.exit_code
 
 
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
-    """Connect to the other ranks, receive the job from rank 0 and train."""
+    """Connect to the other ranks and train. ``job`` is None on ranks that receive it from rank 0."""
     blas = load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.ranks import backend_here, join, versions
+    from safetrain.engine.ranks import join, versions
 
-    ranks = join(backend_here() if job is None else job.rank_backend, recorder)
+    ranks = join(None if job is None else job.rank_backend, recorder)
     ranks.require_same(versions())  # first: a different version may not understand the job
     text = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
     shared = from_json(TrainJob, json.loads(text))
@@ -112,10 +98,10 @@ def _train(
     with recorder.phase(Phase.LOAD_MODEL):
         blas = blas or load_fast_blas(depth_first=job.settings.stream_base)  # before anything imports mlx
         from safetrain.engine.backend import device
-        from safetrain.engine.proof import prove
         from safetrain.engine.ranks import ALONE, facts_of
         from safetrain.engine.state import mark_finished
         from safetrain.engine.training import train
+        from safetrain.engine.tuned import prove
     ranks = ranks or ALONE
     if ranks.together:
         ranks.require_same(facts_of(job.identity))
@@ -132,7 +118,7 @@ def _train(
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, metrics)
         write_record(paths.SUMMARY, _summary(job, result, proof, memory.peak_bytes, blas.name))
-        mark_finished(job.output, metrics.steps, job.identity)
+        mark_finished(job, metrics.steps)
     pipe.send(Finished(metrics.steps))
 
 

@@ -150,7 +150,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
     if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
         return probe, ""
     try:
-        arguments = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
+        arguments = ["--model", str(model.folder), *([] if own_limit is None else [str(own_limit)])]
         probe = Probe(**run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(own_limit)))
     except ChildFailed as error:
         return (probe if ran_out_of_memory(str(error)) else replace(probe, loads=False, load_error=str(error))), ""

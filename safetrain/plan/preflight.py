@@ -63,16 +63,15 @@ LITTLE_FREE_PERCENT = 45
 
 
 def examine(
-    config: Pipeline, folder: Path, before: Machine | None, probe_module: str, dry_run_module: str,
-    say: Callable[[str], None],
-) -> tuple[list[Check], Machine | None]:  # fmt: skip
+    config: Pipeline, folder: Path, before: Machine | None, module: str, say: Callable[[str], None]
+) -> tuple[list[Check], Machine | None]:
     """Run all checks of preflight.level and read the machine, which is None if mlx does not work.
 
-    ``folder`` is the model's, ``before`` the machine of the last preflight; the modules belong to the engine.
+    ``folder`` is the model's, ``before`` the machine of the last preflight; ``module`` tries both out.
     """
     train, level = config.train, config.preflight.level
     model, model_check = model_files(folder)
-    probe, why_not = ask_engine(probe_module, model, level, own_limit_bytes(train.memory_limit_gb))
+    probe, why_not = ask_engine(module, model, level, own_limit_bytes(train.memory_limit_gb))
     machine = settle(read_machine_now(probe), before) if probe else None
     data, rows, data_check = _data(config, model)
     identity = None
@@ -83,7 +82,7 @@ def examine(
         checks += engine_checks(machine, probe)
     else:
         checks.append(verdict("HW-GPU", False, True, f"mlx does not work here: {why_not}", "mlx starts",
-                              f"python -m {probe_module}", REINSTALL))  # fmt: skip
+                              f"python -m {module}", REINSTALL))  # fmt: skip
     held_bytes = model.static_bytes if model is not None and must_fit(train) else 0
     checks += [*environment_checks(held_bytes), model_check, data_check]
     checks += [previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
@@ -97,8 +96,8 @@ def examine(
     if data is None or rows is None or is_refused:
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
         return [*checks, *(skipped(each, why) for each in PLANNED)], machine
-    module, inputs = dry_run_module if level == "certify" else "", PlanInputs(data, machine, model, rows)
-    return [*checks, *_plan_checks(config, inputs, module, say)], machine
+    inputs = PlanInputs(data, machine, model, rows)
+    return [*checks, *_plan_checks(config, inputs, module if level == "certify" else "", say)], machine
 
 
 def software_checks() -> Iterator[Check]:

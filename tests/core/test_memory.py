@@ -24,7 +24,7 @@ from safetrain.core.model.files import TensorHeader, read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx
+from safetrain.engine.update import BlockOptimizer, of_mlx
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.stores import worst_update

@@ -19,7 +19,7 @@ from safetrain.core.memory.terms import Setup, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import parse_csv
 from safetrain.engine.batches import training_layout
-from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.weight_files import load_arrays
@@ -90,7 +90,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
         back_on_cpu(here)
         model, gradients = prepared(folder, settings)
         loss, gradient = loss_and_gradient(model, gradients, data)
-        measured = measure_loss(model, data, 600)
+        measured = row_losses(model, data, 600).sum()
     asked = set[tuple[int, mx.Dtype]]()
 
     def answer(_width: int, head_size: int, dtype: mx.Dtype) -> bool:
@@ -103,7 +103,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     assert asked == {(TINY["hidden_size"] // TINY["num_attention_heads"], mx.float32)}
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
-    assert measure_loss(model, data, 600) == pytest.approx(measured, rel=1e-5)
+    assert row_losses(model, data, 600).sum() == pytest.approx(measured, rel=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, None])

@@ -144,7 +144,7 @@ def test_a_longer_run_goes_on_from_a_finished_one(base: Path, tmp_path: Path) ->
     """With another warm-up and other times to validate, as a longer run is recommended to have."""
     job = job_of(tmp_path, base)
     first = run(job)
-    mark_finished(job.output, first.metrics.steps, job.identity)
+    mark_finished(job, first.metrics.steps)
     longer = job_of(tmp_path, base, num_epochs=4, warmup_steps=3, eval_steps=4)
     result, said = telling(longer)
     assert (result.state.resumed_from_step, result.metrics.steps) == (STEPS, LONGER)
@@ -185,7 +185,7 @@ def test_another_run_is_refused_by_name_and_the_first_is_not_lost(base: Path, un
     flip(newest.folder / "optimizer.safetensors")
     with pytest.raises(TrainingError, match=f"stopped at step {before.step}.*learning_rate"):
         run(jobs[1][0])
-    shutil.rmtree(newest.folder)  # damaged, and still there
+    assert not newest.folder.exists()  # damaged, and renamed
     shutil.copytree(broken.with_name("kept"), newest.folder)
     assert run(job).state.resumed_from_step == STOPPED_AT
     require_same_run(broken, unbroken)
@@ -195,7 +195,7 @@ def test_another_run_is_refused_by_name_and_the_first_is_not_lost(base: Path, un
 def test_a_finished_run_is_not_in_the_way(base: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     shutil.copytree(unbroken, tmp_path / "done")
     job = job_of(tmp_path / "done", base)
-    mark_finished(job.output, run(job).metrics.steps, job.identity)
+    mark_finished(job, run(job).metrics.steps)
     again = job_of(job.output, base, **changed)
     short = dataclasses.replace(again.settings, max_steps=2)
     assert run(dataclasses.replace(again, settings=short)).metrics.steps == 2

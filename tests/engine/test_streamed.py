@@ -18,8 +18,8 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.batches import BatchLayout
 from safetrain.engine.evaluation import answer, row_losses
 from safetrain.engine.model import open_base
-from safetrain.engine.proof import prove
 from safetrain.engine.run import Watcher
+from safetrain.engine.tuned import prove
 from tests.engine.exact import LAYOUTS, LORA, STILL, prepared, rows_of, update_of
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_training import final_state, job_in, run, same
@@ -100,8 +100,7 @@ def test_groups_of_rows_give_the_same_gradient(tiny_model: Build, monkeypatch: p
 def test_a_head_in_slices_gives_the_same_gradient(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the model caps or scales its logits."""
     folder = build_model(tmp_path / "model", bits=4, model_type=family, **{**SMALL, **FAMILIES[family]})
-    monkeypatch.setattr("safetrain.engine.sliced_head.slices_head", lambda *_: True)
-    monkeypatch.setattr("safetrain.engine.sliced_head.chunk_of", lambda _: 48)
+    monkeypatch.setattr("safetrain.engine.block_loop.slices_head", lambda *_: True)
     monkeypatch.setattr("safetrain.engine.loss.chunk_of", lambda _: 48)
     require_the_same_bits(folder, LAYOUTS["rectangles" if family == "gemma2" else "two lists at a time"])
 

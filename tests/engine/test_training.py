@@ -32,9 +32,9 @@ from safetrain.core.records.settings import LoraSettings, TrainSettings, identit
 from safetrain.engine.backend import device
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.proof import prove
 from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result, train
+from safetrain.engine.tuned import prove
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
 from tests.engine.exact import SETTINGS, rows_of
 from tests.support.jobs import job_of, with_rows

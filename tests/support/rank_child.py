@@ -69,9 +69,10 @@ def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
         update = update_at(rows_of(*LENGTHS), Cursor(0, window), SHORT.seed, 4, LAYOUT, ranks.rank, ranks.size)
         loss, tree = gradients.of(update, window)
         if ranks.together:
-            tree, total, _ = ranks.sum_update(float(np.array(loss)), 0, update.computed_tokens, tree, window)
-            loss = mx.array(total)
-        found.append((float(np.array(loss)), update.trained_tokens, len(update.rows), flat(tree).tolist()))
+            tree = ranks.sum_gradient(tree, window)
+            loss = mx.array(ranks.total(0, window, float(np.array(loss)))[0])
+        rows = sum(len(batch.rows) for batch in update.micro_batches)
+        found.append((float(np.array(loss)), update.trained_tokens, rows, flat(tree).tolist()))
     return {"updates": found}
 
 
@@ -136,7 +137,7 @@ def dies(ranks: Ranks, folder: Path) -> dict[str, Any]:
     if ranks.rank == ranks.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:
-        ranks.total(1.0, 0, 3)
+        ranks.total(0, 3, 1.0)
 
 
 def _trained(

@@ -66,7 +66,9 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-", suffix=".partial") as scratch:
+    with tempfile.TemporaryDirectory(
+        dir=path.parent, prefix=f".{path.name}-", suffix=".partial", ignore_cleanup_errors=True
+    ) as scratch:
         temporary = Path(scratch) / path.name
         temporary.mkdir()
         write(temporary)
