@@ -25,8 +25,7 @@ from safetrain.engine.upstream.loading import copy_beside, errors_told, load, wr
 from safetrain.engine.weight_files import adapter_arrays, save_shards
 
 MORE_BITS = 8  # if the base's own bits lose too much
-Storage = dict[str, Any]  # group_size, bits and mode of a quantized layer, as in mlx-lm's config.json
-Plan = Mapping[str, Storage | None]  # by a layer's path; None: float
+Plan = dict[str, dict[str, Any] | None]  # group_size, bits and mode of each layer, by its path; None: float
 FLOAT = 0  # a number of bits that means no quantization
 
 
@@ -127,7 +126,7 @@ def plan_of(module: Any, changes: Changes, bits: int | None) -> Plan:
     Layers keep their group size, except that groups of 16 (nvfp4) become groups of 32. Raises ModelError if the base
     is not quantized.
     """
-    plan = dict[str, Storage | None]()
+    plan: Plan = {}
     for path, layer in module.named_modules():
         if "weight" in layer:
             plan[path] = None

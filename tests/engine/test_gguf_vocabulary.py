@@ -35,7 +35,7 @@ def vocabulary(tokenizer: ChatTokenizer, spare: int = 0, *, chats: bool = True) 
 
 def ends(tokenizer: ChatTokenizer, form: PromptFormat | None = None) -> dict[str, Any]:
     writer = GGUFWriter(None, "llama")
-    write_chat(writer, tokenizer, form, tokenizer.size, tokenizer.folder)
+    write_chat(writer, tokenizer, form, tokenizer.size)
     return in_file(writer)
 
 

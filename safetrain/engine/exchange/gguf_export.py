@@ -132,7 +132,7 @@ def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, size: int) -> None:
     writer.add_name(f"{job.out.stem} ({STRIPPING})" if strips else job.out.stem)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     write_vocabulary(writer, tokenizer.definition, size, chats=bool(tokenizer.template), where=str(job.base))
-    write_chat(writer, tokenizer, read_prompt_format(job.adapter), size, job.base)
+    write_chat(writer, tokenizer, read_prompt_format(job.adapter), size)
 
 
 def _write_tensors(writer: gguf.GGUFWriter, path: Path, infos: Iterable[Info], data: Iterable[np.ndarray]) -> None:

@@ -7,7 +7,6 @@ because llama.cpp would silently split texts differently than in training.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
@@ -136,7 +135,7 @@ def _unknown(what: str, where: str) -> ModelError:
     )
 
 
-def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat | None, size: int, where: Path) -> None:
+def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat | None, size: int) -> None:
     """Write the chat template and its special tokens into the metadata. ``size``: rows of the embedding.
 
     Raises ModelError without a stop token: llama.cpp would use an arbitrary token.
@@ -147,7 +146,7 @@ def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat 
     stops = tokenizer.stop_ids | frozenset(trained_ids)
     if not stops:
         do = "set its eos_token in tokenizer_config.json"
-        raise ModelError("This model has no stop token.", where=str(where), do=do)
+        raise ModelError("This model has no stop token.", where=str(tokenizer.folder), do=do)
     begin = tokenizer.special_id("bos")
     end = tokenizer.end_id if tokenizer.end_id in stops else min(stops)
     others = [number for number in dict.fromkeys((*trained_ids, *sorted(stops))) if number != end and number < size]

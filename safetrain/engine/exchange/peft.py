@@ -40,6 +40,7 @@ KNOWN = frozenset({  # read here, or without effect on a finished adapter
     "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "use_dora", "use_rslora",
 })  # fmt: skip
+NUMBERS = {"r": (int,), "lora_alpha": (int, float)}
 SET_NOWHERE: tuple[object, ...] = (None, False, "", [], {})
 KEY = re.compile(r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$")
 THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
@@ -182,8 +183,8 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         do = "name the folder that PEFT wrote"
         raise ModelError("PEFT's configuration is missing or cannot be read.", where=where, do=do)
     for key, value in {"peft_type": None, "r": None, "lora_alpha": None, **config}.items():
-        if key in ("r", "lora_alpha"):
-            is_supported = type(value) in ((int,) if key == "r" else (int, float)) and value > 0
+        if key in NUMBERS:
+            is_supported = type(value) in NUMBERS[key] and value > 0
         else:
             is_supported = key in KNOWN or value in SUPPORTED.get(key, SET_NOWHERE)
         if not is_supported:

@@ -332,14 +332,14 @@ def split(module: Any) -> SplitModel:
     """
     trunk = trunk_of(module)
     owner, embedding = getattr(module, "lm_head", None), getattr(trunk, "embed_tokens", None)
+    layer: Any = embedding if owner is None else owner
     project = getattr(embedding, "as_linear", None) if owner is None else owner
     if trunk is None or not callable(project):  # Talkie's head is an array
         raise Refusal("its parts have other names")
-    layer: Any = embedding if owner is None else owner
     ids = mx.array(PROBE_ROWS[:1])
 
     def finish_of() -> tuple[Head | None, int]:
-        with _few_words(module, {id(part): part for part in (embedding, layer)}.values()):
+        with _few_words(module, (embedding, layer)):
             parts, logits = asked(lambda: project(trunk(ids))), asked(module, ids)
             fitting = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), logits))
             return next(fitting, None), logits.shape[-1]

@@ -18,7 +18,6 @@ from safetrain.engine.upstream.loading import errors_told
 if TYPE_CHECKING:
     from safetrain.engine.model import BaseModel
 
-STOP, LENGTH, CONTEXT, STOPPED = "stop", "length", "context", "stopped"  # how an answer ends
 PREFILL_TOKENS = 1024  # of all prompts that are read together, which limits the memory of activations
 # Of different lengths: the first is read in several parts, and the others leave the batch before it.
 PROBE_ROWS = (tuple(range(2, 76)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
@@ -48,13 +47,13 @@ class Conversation:
         self._most, self._choose = max_new_tokens, make_sampler(temperature, top_p=top_p)
         if seed is not None:
             mx.random.seed(seed)
-        self.ended, self.kept_tokens = STOP, 0  # tokens of the last prompt that had been read before
+        self.ended, self.kept_tokens = "stop", 0  # tokens of the last prompt that had been read before
         self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Yield the answer's tokens without its stop token; ``stopped`` is called after each."""
         most = self._most if self._context is None else min(self._most, self._context - len(prompt))
-        self.ended = LENGTH if most == self._most else CONTEXT
+        self.ended = "length" if most == self._most else "context"
         if most <= 0:
             return
         self.kept_tokens = same = self._keep(prompt)
@@ -66,11 +65,11 @@ class Conversation:
             ):  # fmt: skip
                 self._ids.append(token)
                 if token in self._ends:
-                    self.ended = STOP
+                    self.ended = "stop"
                     return
                 yield token
                 if stopped():
-                    self.ended = STOPPED
+                    self.ended = "stopped"
                     return
 
     def _keep(self, prompt: Sequence[int]) -> int:

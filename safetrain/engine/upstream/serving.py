@@ -96,8 +96,7 @@ class OneModel(ModelProvider):
     """Opens the model in the thread that computes, and returns it for every name."""
 
     def __init__(self, job: ServeJob) -> None:
-        own = {"model": str(job.folder), "max_tokens": job.max_new_tokens}
-        super().__init__(argparse.Namespace(**{**USUAL, **own}))
+        super().__init__(argparse.Namespace(**USUAL, model=str(job.folder), max_tokens=job.max_new_tokens))
         self._job, self.ready = job, Event()
         self.error: SafetrainError | None = None
 
