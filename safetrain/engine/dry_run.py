@@ -1,4 +1,4 @@
-"""Tries out this machine, a model or a training, in a process of its own: it may run out of memory and die.
+"""Tries out this machine, a model or a training, in a separate process: it may run out of memory and die.
 
 ``python -m safetrain.engine.dry_run`` prints one line of JSON: without arguments about mlx's device, with ``--model
 FOLDER [LIMIT]`` also whether that model can be trained, within a memory limit. ``--pass FOLDER ROWS TOKENS`` compares a

@@ -147,6 +147,16 @@ class _Chunk:
     gradient: Any = None
 
 
+def _lose(finish: Head, chunk: _Chunk) -> list[mx.array]:
+    """Compute a chunk's loss, and put the gradients of its logits in their place."""
+
+    def loss(parts: list[mx.array]) -> mx.array:
+        return losses_of(finish, mx.concatenate(parts, axis=-1), chunk.targets, chunk.weights).sum()
+
+    chunk.loss, chunk.parts = mx.value_and_grad(loss)(chunk.parts)
+    return [chunk.loss, *chunk.parts]
+
+
 def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.array, mx.array]]:
     """The summed loss of shards (states, targets and weights of each), and its gradient in the states.
 
@@ -164,14 +174,6 @@ def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.
             chunk.parts.append(chunk.hidden @ matrix.T)
         return [chunk.parts[-1] for chunk in chunks]
 
-    def lose(chunk: _Chunk) -> list[mx.array]:
-        def loss(parts: list[mx.array]) -> mx.array:
-            whole = mx.concatenate(parts, axis=-1)
-            return losses_of(split.finish, whole, chunk.targets, chunk.weights).sum()
-
-        chunk.loss, chunk.parts = mx.value_and_grad(loss)(chunk.parts)
-        return [chunk.loss, *chunk.parts]
-
     def return_through(chunks: list[_Chunk], matrix: mx.array) -> list[mx.array]:
         for chunk in chunks:
             (own,) = mx.vjp(lambda hidden: hidden @ matrix.T, [chunk.hidden], [chunk.parts.pop()])[1]
@@ -181,7 +183,7 @@ def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.
     for matrix in split.slices():
         side_by_side(functools.partial(multiply, matrix=matrix), chunked)
     for some in itertools.zip_longest(*chunked):
-        side_by_side(lose, [chunk for chunk in some if chunk is not None])
+        side_by_side(functools.partial(_lose, split.finish), [chunk for chunk in some if chunk is not None])
     for matrix in split.slices(backwards=True):  # the order in which mlx adds the gradients of a product's input
         side_by_side(functools.partial(return_through, matrix=matrix), chunked)
     zero = mx.array(0.0)

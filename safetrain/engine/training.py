@@ -256,7 +256,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     lines = [row + 1 for row in update.data.numbers(places)]
     if run.ranks.writes:
         data = update.data.take(places)
-        losses = (row_losses(run.model, data, 1) / data.label_counts).tolist()  # alone: NaN of one row spoils others
+        losses = (row_losses(run.model, data, 1) / data.label_counts).tolist()  # one by one: NaN spoils other rows
         pairs = sorted(zip(losses, lines, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
         content = {
             "step": step,
