@@ -87,11 +87,7 @@ def test_bad_data_and_bad_models_have_exit_codes(workspace: Workspace, write_jso
 
 
 def test_a_stage_out_of_order_says_what_to_run_first(workspace: Workspace) -> None:
-    for stage, first in (
-        ("train", "dvc repro'"),
-        ("recommend_config", "dvc repro'"),
-        ("evaluate", "dvc repro'"),
-    ):
+    for stage, first in (("train", "dvc repro'"), ("recommend_config", "dvc repro'"), ("evaluate", "dvc repro'")):
         done = workspace.stage(stage)
         assert (done.returncode, first in done.stderr) == (2, True)
 

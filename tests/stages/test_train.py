@@ -12,13 +12,7 @@ from safetrain.core.memory.estimate import RunMemory
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import (
-    OwnOrder,
-    Recommendation,
-    TrainJob,
-    TrainSettings,
-    resolve,
-)
+from safetrain.core.records.settings import OwnOrder, Recommendation, TrainJob, TrainSettings, resolve
 from safetrain.engine.job import Job, memory_of
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
