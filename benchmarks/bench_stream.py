@@ -66,7 +66,7 @@ def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
     limit = predicted(folder, mode, tokens)
     if mode == "disk":
         limit_memory(limit + SPARE_BYTES)
-    load_fast_blas(depth_first=mode == "disk")
+    load_fast_blas()
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

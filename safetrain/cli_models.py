@@ -284,7 +284,7 @@ def ask(
     remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
     if remark:
         print_text(remark, sys.stderr)
-    load_fast_blas(depth_first=asked.stream)  # before anything imports mlx
+    load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer
     from safetrain.engine.weight_files import apply_adapter, open_tuned
 
@@ -317,7 +317,7 @@ def chat(
     if base and compare:
         raise ConfigError("Use either --base or --compare.", do="--compare shows the base beside the tuned model")
     asked = _asked(model, adapter, system, base=base)
-    load_fast_blas(depth_first=asked.stream)  # before anything imports mlx
+    load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import open_both, open_tuned
     from safetrain.watch.chat import HELP, Chat, Side, say
@@ -355,7 +355,7 @@ def serve(
     from safetrain.engine.cpu.blas import load_fast_blas
 
     asked = _asked(model, adapter, system, base=base)
-    load_fast_blas(depth_first=asked.stream)  # before anything imports mlx
+    load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.serving import ServeJob, serve_model
 
     def ids_of(messages: "Messages", tools: Sequence[Any] | None, settings: Mapping[str, Any]) -> list[int]:

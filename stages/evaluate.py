@@ -36,7 +36,7 @@ def main(config: Pipeline) -> None:
     general = general_text(tokenizer, files.vocab_size, files.max_positions, int(GENERAL_TEXT * tokens))
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
-    load_fast_blas(depth_first=run.stream_base)  # before anything imports mlx
+    load_fast_blas()  # before anything imports mlx
     from safetrain.engine.comparison import Examination
 
     limits = settings.max_new_tokens, settings.max_examples, ANSWERS * seconds

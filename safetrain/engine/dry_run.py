@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
                 asked = read_record(Path(job_path), TrainJob)
                 limit_memory(asked.memory_limit_bytes)
                 job = load_job(asked)
-                load_fast_blas(depth_first=job.settings.stream_base)  # before anything imports mlx
+                load_fast_blas()  # before anything imports mlx
                 from safetrain.engine.backend import keep_to_room
                 from safetrain.engine.selftest import dry_run
 

@@ -96,7 +96,7 @@ def _train(
     with recorder.phase(Phase.LOAD_DATA):
         job = load_job(asked)
     with recorder.phase(Phase.LOAD_MODEL):
-        blas = blas or load_fast_blas(depth_first=job.settings.stream_base)  # before anything imports mlx
+        blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.ranks import ALONE, facts_of
         from safetrain.engine.state import mark_finished

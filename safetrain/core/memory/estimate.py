@@ -16,16 +16,19 @@ from safetrain.core.memory.terms import (
     FLOAT32,
     HEAD_SLICES,
     KEPT_BYTES,
+    MOST_SHARDS,
     Setup,
     Shape,
     activation_bytes,
     base_bytes,
+    chunk_tokens,
     dequantized_bytes,
     kept_score_bytes,
     logit_bytes,
     matrix_bytes,
     optimizer_state_bytes,
     padded,
+    shards_at_once,
     shards_of,
     slices_head,
     tiles_bytes,
@@ -108,7 +111,8 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
     logits, head = logit_bytes(run, shape), matrix_bytes(model) if run.dequantizes_per_use else 0
     labels = shape.total if shape.labels is None else shape.labels
     if head and slices_head(labels, model.hidden_size):
-        logits, head = FLOAT32 * labels * model.vocab_size // shards, head // HEAD_SLICES * SLICES_ALIVE
+        chunk = min(labels, chunk_tokens(model.vocab_size, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu)))
+        logits, head = FLOAT32 * (labels + chunk) * model.vocab_size // shards, head // HEAD_SLICES * SLICES_ALIVE
     loss = {
         "inputs of blocks": kept,
         "head of the base": base_head,

@@ -38,11 +38,8 @@ class Blas:
     reason: str
 
 
-def load_fast_blas(*, depth_first: bool = False) -> Blas:
-    """Load OpenBLAS into the global symbol scope of this process; fall back with the reason, never raise.
-
-    ``depth_first``: mlx computes one result after the other, so that few dequantized matrices are in memory at a time.
-    """
+def load_fast_blas() -> Blas:
+    """Load OpenBLAS into the global symbol scope of this process; fall back with the reason, never raise."""
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
     if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
@@ -50,7 +47,7 @@ def load_fast_blas(*, depth_first: bool = False) -> Blas:
     if "mlx.core" in sys.modules:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
     # mlx walks a graph depth first beyond this width: one stream would wait for the other to end
-    os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(1 if depth_first else GRAPH_WIDTH))
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(GRAPH_WIDTH))
     try:
         _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
