@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 26_220,
-    "program tokens": 197_700,
-    "program files": 132,
-    "files under 60 lines": 5,
-    "dataclasses": 147,
-    "helper modules with one importer": 16,
+    "program lines": 23_530,
+    "program tokens": 179_300,
+    "program files": 114,
+    "files under 60 lines": 6,
+    "dataclasses": 137,
+    "helper modules with one importer": 11,
     "keys of params.yaml": 56,
-    "test lines": 18_600,
-    "benchmark, tool and recipe lines": 6_620,
-    "docs words": 21_880,
+    "test lines": 15_930,
+    "benchmark, tool and recipe lines": 6_440,
+    "docs words": 21_820,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
