@@ -11,7 +11,7 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, write_record
-from safetrain.plan.checks import downgrade, failure, render, require_known, summarise
+from safetrain.plan.check_report import downgrade, failure, render, require_known, summarise
 from safetrain.plan.preflight import IDS, examine
 from safetrain.stage import stage
 

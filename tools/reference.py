@@ -20,7 +20,7 @@ import yaml
 from safetrain.cli import app
 from safetrain.core import errors
 from safetrain.core.records import evaluation, metrics, reports, run_state, settings
-from safetrain.plan import checks
+from safetrain.plan import check_report
 from tools.named_checks import named_checks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ SAID_FIELDS = frozenset(
 )  # fields of records with self-explanatory names
 RECORDS = {
     "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
-    "preflight_report.json": (checks.PreflightReport, checks.Check),
+    "preflight_report.json": (check_report.PreflightReport, check_report.Check),
     "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),

@@ -36,7 +36,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.checks import FAIL, PASS, WARN, Check, from_error, skipped, verdict
+from safetrain.plan.check_report import FAIL, PASS, WARN, Check, from_error, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import plan_run

@@ -20,7 +20,7 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.plan import preflight
-from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
+from safetrain.plan.check_report import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.preflight import engine_checks, environment_checks, mac_checks, model_checks, software_checks
 from safetrain.plan.selftest import judge, report_lines, selftest

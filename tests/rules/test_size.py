@@ -21,7 +21,7 @@ CEILINGS = {
     "keys of params.yaml": 56,
     "test lines": 15_930,
     "benchmark, tool and recipe lines": 6_440,
-    "docs words": 21_820,
+    "docs words": 21_850,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
