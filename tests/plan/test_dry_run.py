@@ -121,10 +121,10 @@ from safetrain.plan.child import run_to_its_end
 sys.exit(run_to_its_end([sys.executable, sys.argv[1]]))
 """
 SLOW_TO_SAVE = """
-import signal, sys, time
+import os, signal, sys, time
 def save(number, frame):
     time.sleep(0.5)
-    print("saved", flush=True)
+    os.write(1, b"saved\\n")  # the signal may come before print has returned
     sys.exit(128 + number)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, save)
