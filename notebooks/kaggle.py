@@ -131,7 +131,7 @@ for name in ("compute_dtype", "batch_size"):
 # | `/kaggle/working`, session ended | kept with persistence *Files only*, else gone |
 # | everything else: `/tmp`, installed packages, `~/.cache` | gone |
 #
-# So the project lies in `/kaggle/working`, with the checkpoints in it. What a training needs to go on is the folder
+# So the project lies in `/kaggle/working`, with the checkpoints in it. What a training run needs to go on is the folder
 # `checkpoints_qlora`. In the rehearsal it is moved away here, as if the session had ended.
 
 # %%

@@ -78,7 +78,7 @@ display(IFrame(f"../{report}", "100%", 600)) if report.is_file() else print("the
 safetrain("ask", "What is the atomic number of neon?", "--base")
 
 # %% [markdown]
-# If a training ends badly, this says why, and what to do:
+# If a training run ends badly, this says why, and what to do:
 
 # %%
 safetrain("diagnose")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from safetrain.engine.tuned import ExportJob
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
-import_ = Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
+import_ = Typer(no_args_is_help=True, help="Import an adapter trained with PEFT.")
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 OutFolder = Annotated[Path, Argument(help="folder to write; must not exist yet")]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Look = Callable[[], MonitorView]
     LineOf = Callable[[MonitorView], str]
 
-GONE_LOOKS = 3  # in a row without a training before it has ended: two processes or stages have a gap between them
+GONE_LOOKS = 3  # in a row without a training run before it has ended: two processes or stages have a gap between them
 COMPARISON = paths.OUTPUT / "compare.html"
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
@@ -44,7 +44,7 @@ def monitor(
     once: Annotated[bool, Option("--once", help="read once, and end")] = False,
     output: Annotated[Path, Option(help="folder of the run")] = paths.OUTPUT,
 ) -> None:
-    """Watch a training from a second terminal, or see how it ended.
+    """Watch a training run from a second terminal, or see how it ended.
 
     Shows losses, speed, memory, the current phase, checkpoints and time left. Ctrl-C leaves; training continues.
     """

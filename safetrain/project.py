@@ -53,7 +53,7 @@ README = """# A safetrain project
 
     safetrain run --data data/mine.csv    train, evaluate and draw: checkpoints_qlora/report.html
     safetrain fetch HUB_ID                download a model into models/; then --model models/NAME
-    safetrain monitor                     watch a training from another terminal
+    safetrain monitor                     watch a training run from another terminal
     safetrain chat --compare              talk with the model before and after
 
 `params.yaml` has every value that you decide, each with a comment; `null` means that the program recommends one.
@@ -298,7 +298,7 @@ def with_value(text: str, key: str, value: object) -> str:
 def _start_version_control(folder: Path) -> str:
     """Set up Git and DVC. Return why that failed; empty on success."""
     if shutil.which("git") is None:
-        return "Git is not installed, so no run is kept to compare with; safetrain run works without it."
+        return "Git is not installed, so earlier runs are not kept for comparison; safetrain run works without it."
     if _git(folder, "rev-parse", "--is-inside-work-tree").returncode:
         _git(folder, "init", "--quiet")
     top = Path(_git(folder, "rev-parse", "--show-toplevel").stdout.strip())

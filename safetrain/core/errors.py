@@ -54,7 +54,7 @@ class MachineError(SafetrainError):
 
 
 class AlreadyRunningError(SafetrainError):
-    """Another training uses this device."""
+    """Another training run uses this device."""
 
     exit_code = 6
 

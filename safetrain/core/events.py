@@ -1,4 +1,4 @@
-"""What happens in a training: events that the training process sends over a pipe, and the journal that keeps them.
+"""What happens in a training run: events that the training process sends over a pipe, and the journal that keeps them.
 
 The supervisor receives the events, adds its own, and appends them to flight/journal.jsonl. Nothing depends on the
 journal: lines that cannot be written are dropped, and torn lines are skipped.

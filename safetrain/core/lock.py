@@ -32,7 +32,7 @@ def lock_path(platform: str = sys.platform) -> Path:
 
 @contextmanager
 def training_lock(output: Path) -> Iterator[tuple[int, int]]:
-    """Hold the device and the output folder for one training; raises AlreadyRunningError with the holder's process id.
+    """Hold the device and the output folder for one training run; AlreadyRunningError names their holder's process.
 
     Yields the two descriptors: a child that inherits them holds the locks too, as long as it lives.
     The files stay when the locks are released: without them, two later processes could lock two different files.
@@ -42,13 +42,13 @@ def training_lock(output: Path) -> Iterator[tuple[int, int]]:
 
 
 def require_no_training(output: Path) -> None:
-    """Raise AlreadyRunningError while a training works in ``output``: its files must not change meanwhile."""
+    """Raise AlreadyRunningError while a training run uses ``output``: its files must not change meanwhile."""
     if is_locked(output):
         raise _running(output / FOLDER_LOCK)
 
 
 def is_locked(output: Path) -> bool:
-    """Whether a training works in ``output``."""
+    """Whether a training run uses ``output``."""
     try:
         descriptor = os.open(output / FOLDER_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -81,7 +81,7 @@ def _locked(path: Path) -> Iterator[int]:
 def _running(path: Path) -> AlreadyRunningError:
     """The error that names the process whose number is in the lock's file."""
     holder = path.read_text(encoding="ascii", errors="replace")[:32].strip() or "unknown"
-    what = f"Another training runs on this machine (process {holder})."
+    what = f"Another training run is in progress on this machine (process {holder})."
     do = f"wait for it; or stop it, with its state saved: kill -INT {holder}"
     return AlreadyRunningError(what, where=str(path), do=do)
 

@@ -1,4 +1,4 @@
-"""The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of a training.
+"""The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of training.
 
 The pages belong to the kernel, so what was written survives SIGKILL, an abort or a segmentation fault, and costs a
 copy in memory (measured: benchmarks/bench_recorder.py). The supervisor flushes the ring to the disk against a crash of
@@ -40,7 +40,7 @@ FLUSH_SECONDS = 2.0  # between flushes to the disk
 
 
 class Phase(enum.IntEnum):
-    """What a training is doing. ``gradient`` covers forward, loss and backward, unless the run is traced."""
+    """What a training run is doing. ``gradient`` covers forward, loss and backward, unless the run is traced."""
 
     START = 0
     LOAD_DATA = 1

@@ -1,4 +1,4 @@
-"""Reads a run's folder, checkpoints_qlora: every record in it, and whether a training is running.
+"""Reads a run's folder, checkpoints_qlora: every record in it, and whether a run is in progress.
 
 Reading takes no lock and changes nothing. Missing and unreadable records are None; the unreadable ones are listed.
 """
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether a training is running in this folder."""
+        """Whether a training run is in progress in this folder."""
         return self.marker is not None and self.is_locked
 
     @property

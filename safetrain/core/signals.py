@@ -1,6 +1,6 @@
 """How a program ends: by an error, Ctrl-C or SIGTERM.
 
-A training ends after its micro-batch; work that has written nothing yet ends at once.
+A training run ends after its micro-batch; work that has written nothing yet ends at once.
 """
 
 import errno

@@ -150,7 +150,7 @@ class Repair:
     def __post_init__(self) -> None:
         """Write the log of ``into`` and then ``into``.
 
-        Raises ConfigError if ``into`` or its log already exists or its suffix is unknown; DataError.
+        Raises ConfigError if ``into`` or its log exists already or has an unknown suffix, DataError for bad rows.
         """
         into = self.into
         if into.suffix not in FORMATS:

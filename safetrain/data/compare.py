@@ -49,7 +49,8 @@ LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
 class RowFacts:
     """Collects the digests and the place of each row that can be trained on, and finds duplicate questions.
 
-    ``groups`` and ``clusters``, (rows,): for each row, the first with the same question, and with nearly the same one.
+    ``groups`` (rows,) has for each row the first row with the same question, ``clusters`` (rows,) the first row with
+    nearly the same.
     """
 
     def __init__(self, files: Sequence[Path], findings: Findings) -> None:

@@ -64,7 +64,7 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
 
 
 def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
-    """The split of each document, (documents,): blocks of neighbours, in a random order with a fixed seed."""
+    """Deal blocks of neighbouring documents to splits in a fixed random order; returns the split of each document."""
     if len(lengths) <= len(shares):
         expected = f"at least {len(shares) + 1}"
         raise DataError("Too few documents to split.", expected=expected, got=str(len(lengths)))
@@ -86,7 +86,7 @@ class CorpusReader:
     """Reads the documents of a corpus for one model and collects findings."""
 
     def __init__(self, source: Path, tokenizer: ChatTokenizer) -> None:
-        """Raises DataError, ModelError."""
+        """Raises DataError if a file cannot be used, ModelError if the model cannot."""
         self._tokenizer, self._vocabulary = tokenizer, read_model_files(tokenizer.folder).vocab_size
         self._names, paths = zip(*corpus_of(source), strict=True)
         self._files, self._bounds = zip(*map(read_tokenized, paths), strict=True)

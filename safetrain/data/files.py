@@ -110,7 +110,7 @@ def _start(path: Path) -> tuple[bytes, str]:
     if head.startswith(LFS_POINTER):
         what, do = "a Git LFS pointer", FETCH_LFS
     elif BINARY.match(head) or (not is_wide and len(CONTROLS.findall(head)) > max(8, len(head) // 20)):
-        what = "a binary file, an archive, or text without a byte order mark"
+        what = "a binary file, an archive, or UTF-16 text without a byte order mark"
         do = "unpack it, or export its rows as JSON lines or CSV in UTF-8"
     else:
         return head, "utf-16" if is_wide else "utf-8-sig"
@@ -178,8 +178,8 @@ def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[st
     except UnicodeDecodeError as error:
         where = f"{path}:{number + error.object[: error.start].count(10)} (0x{error.object[error.start]:02x})"
         what = f"The data file is not {encoding.removesuffix('-sig').upper()} throughout."
-        do = "correct that byte, or copy the file again if it ends there; for another encoding, such as WINDOWS-1252: "
-        do += f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
+        do = "correct that byte, or copy the file again if it was cut off there; for another encoding, such as "
+        do += f"WINDOWS-1252: iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(path))} > OUT"
         raise DataError(what, where=where, do=do) from None
 
 

@@ -78,7 +78,7 @@ def validate(
     shown_rows: int = 0,
     most_places: int = SHOWN_PLACES,
 ) -> Validation:
-    """Validate all data in ``paths``, files or folders, for ``model``; raises ModelError, DataError for missing files.
+    """Validate all data in ``paths``, files or folders, for ``model``; raises DataError for missing files, ModelError.
 
     With ``into``, the one path is a data set: canonical rows and a token store of each split are written there, all or
     nothing, and errors in the data raise DataError. Without it, errors are findings, the files are compared as the
@@ -93,9 +93,9 @@ def validate(
 def read_held_out(
     path: Path, model: Path, settings: DataSettings, max_examples: int | None, max_seq_length: int
 ) -> HeldOut:
-    """Read the first ``max_examples`` rows of ``path`` (None: all) as a test set for ``model``, truncated.
+    """Read the first ``max_examples`` rows of ``path`` (None: all) as a test set for ``model``, and truncate them.
 
-    Raises DataError for a file that is missing, has no rows, or has rows that cannot be used; ModelError.
+    Raises DataError if the file is missing, has no rows or has unusable rows, ModelError if the model cannot be used.
     """
     tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
     findings = Findings(settings.downgrade)

@@ -91,7 +91,7 @@ def room_bytes() -> int:
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:
-    """Limit this process, which measures or tests, to a training's memory and to ``own_limit_bytes``.
+    """Limit this process, which measures or tests, to a training run's memory and to ``own_limit_bytes``.
 
     On CPU that is what is available, and the private memory that is reserved and not used; a GPU's memory is its own,
     and a Mac's is watched by who started the process. A limit of the shell holds already.

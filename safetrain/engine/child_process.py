@@ -80,7 +80,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run mlx.launch; ``arguments``: the starting process's id, then its own."""
+    """Run mlx.launch; ``arguments``: the id of the process that started this one, then mlx.launch's arguments."""
     die_with_parent(int(arguments[0]))
     from mlx._distributed_utils import launch
 

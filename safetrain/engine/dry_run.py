@@ -1,9 +1,9 @@
-"""Tries out this machine, a model or a training, in a separate process: it may run out of memory and die.
+"""Tries out this machine, a model or a training run, in a separate process: it may run out of memory and die.
 
 ``python -m safetrain.engine.dry_run`` prints one line of JSON: without arguments about mlx's device, with ``--model
 FOLDER [LIMIT]`` also whether that model can be trained, within a memory limit. ``--pass FOLDER ROWS TOKENS`` compares a
-pass with mlx-lm's own. ``JOB SCRATCH`` makes the largest updates of a training, with its own model, rows and limits,
-and everything else a training does; it writes only into the scratch folder.
+pass with mlx-lm's own. ``JOB SCRATCH`` makes the largest updates of a training run, with its model, rows and limits,
+and everything else a training run does; it writes only into the scratch folder.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 def probe(folder: str = "", limit: str = "") -> dict[str, Any]:
     """Describe the backend and, with a model's folder, whether a pass works and how long loading takes."""
     blas = load_fast_blas()  # before anything imports mlx
-    import safetrain.engine.training  # noqa: F401 loads every module of a training
+    import safetrain.engine.training  # noqa: F401 loads every module of a training run
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.backend import device, keep_to_room

@@ -74,7 +74,7 @@ class Blocks:
 
     @contextmanager
     def at_hand(self, number: int, following: int | None = None) -> Iterator[None]:
-        """Have a block's weights in memory inside this context, and read those of the ``following`` one meanwhile."""
+        """Hold a block's weights in memory inside this context, and meanwhile read those of the ``following`` block."""
         self.pulse()
         with self.reading():
             mx.eval(self._arrays(number))

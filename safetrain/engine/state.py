@@ -112,7 +112,7 @@ def best_file(job: Job, state: TrainState) -> Path | None:
     raise TrainingError(
         f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint holds it.",
         where=str(adapter),
-        do="do not touch the folder while training runs; the same command continues from the last checkpoint",
+        do="do not touch the folder while a training run uses it; the same command continues from the last checkpoint",
     )
 
 

@@ -123,7 +123,7 @@ def _train(
 
 
 def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> "Watcher":
-    """What a training reports goes to the metrics file and to the supervisor."""
+    """What a training run reports goes to the metrics file and to the supervisor."""
     from safetrain.engine.run import Watcher
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:

@@ -52,7 +52,7 @@ GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as variab
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """Backend and largest update of a training, without truncation."""
+    """Backend and largest update of a training run, without truncation."""
 
     backend: str
     largest_update: LargestUpdate
@@ -147,10 +147,10 @@ def _is_complete(output: Path, ending: Ending) -> bool:
 def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
     """Put the job on the rung that its unfinished run had reached."""
     if ladder.rungs:
-        say(f"this run ran out of memory before and continues with {ladder.now}")
+        say(f"this run ran out of memory earlier and continues with {ladder.now}")
         job = replace(job, settings=ladder.now, rungs=ladder.rungs, mlx_limit_bytes=None)
     if ladder.gpu_rungs:
-        say(f"the GPU watchdog ended this run before; it continues with {ladder.gpu_rungs[-1]}")
+        say(f"the GPU watchdog ended this run earlier; it continues with {ladder.gpu_rungs[-1]}")
     return replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
@@ -272,7 +272,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
         return job
     need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings is None:
-        raise MachineError("Not enough free memory for this training.", expected=need, got=words, do=remedy)
+        raise MachineError("Not enough free memory for this training run.", expected=need, got=words, do=remedy)
     say(f"warning: {words} and {need}, so training starts with {settings}")
     rung = Rung(job.settings, 0, words)
     budget = replace(job.memory_budget, total_bytes=available)

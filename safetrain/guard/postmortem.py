@@ -1,6 +1,6 @@
 """Gathers evidence of how a training run ended, and writes the verdict to postmortem.json.
 
-A training that ended together with its supervisor leaves flight/run.json (the marker); the next run explains it.
+A training run that ended together with its supervisor leaves flight/run.json (the marker); the next run explains it.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def close_marker(output: Path) -> None:
 
 
 def explain(output: Path, ending: Ending, command: str) -> PostMortem:
-    """Judge a training that ended badly, and write postmortem.json unless the training was refused at the start."""
+    """Judge a training run that ended badly, and write postmortem.json unless the training was refused at the start."""
     ending = _with_traces(ending, rank_folder(output / FLIGHT, ending.rank or 0))
     cause, last = judge(ending), ending.record
     footprint = max(ending.memory.footprint_bytes, last.footprint_bytes if last else 0)
@@ -62,7 +62,7 @@ def explain(output: Path, ending: Ending, command: str) -> PostMortem:
 
 
 def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
-    """Judge a training that died together with its supervisor (reboot, panic, kill); None if there is none.
+    """Judge a training run that died together with its supervisor (reboot, panic, kill); None if there is none.
 
     The next command is the training's own, or ``default_command`` if unknown.
     """
@@ -118,7 +118,7 @@ def _with_traces(ending: Ending, folder: Path) -> Ending:
 
 
 def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
-    """Find out why a training ended together with its supervisor."""
+    """Find out why a training run ended together with its supervisor."""
     started = marker.started_seconds if marker is not None else (flight / MARKER).stat().st_mtime
     panics = tuple(
         f"{path.name} was written since" for path in system.reports_since("*.panic", started, system.REPORTS)

@@ -77,7 +77,7 @@ class MemoryReadings:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a training ended, with the memory of its last seconds, and what the process and the system wrote about it.
+    """How a training run ended, the memory of its last seconds, and what the process and the system wrote about it.
 
     With several ranks it describes the rank that ended the run, or rank 0 if all ended for the same reason.
     """
@@ -205,7 +205,7 @@ def limit_now(own: int | None) -> Limit:
 
 
 class WatchedProcess:
-    """One rank of a training, or the only process."""
+    """One rank of a training run, or the only process."""
 
     def __init__(
         self, number: int, flight: Path, process: subprocess.Popen[bytes], events: int | Path, settings: WatchSettings

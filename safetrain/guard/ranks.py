@@ -1,4 +1,4 @@
-"""Starts the processes of a training: one, several ranks on this machine, or ranks on several machines by mlx.launch.
+"""Starts a training run's processes: one, several ranks on this machine, or ranks on several machines by mlx.launch.
 
 Ranks on this machine get mlx.launch's environment, but are children of the supervisor, which therefore knows their exit
 status, output and memory. On several machines mlx.launch is one process here: rank 0 is its child and is watched; the

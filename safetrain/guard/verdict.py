@@ -1,4 +1,4 @@
-"""Turns the evidence of a training's end into one verdict: what happened, why, and how sure it is. Pure functions.
+"""Turns the evidence of a training run's end into one verdict: what happened, why, and how sure it is. Pure functions.
 
 The rules are tried in order, the strongest evidence first.
 """
@@ -26,7 +26,7 @@ CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a training ended."""
+    """Why a training run ended."""
 
     name: str  # short and stable, for programs
     title: str

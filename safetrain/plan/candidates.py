@@ -59,7 +59,7 @@ ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # start of a process with mlx; loading of the base
 FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weights have no gradient
-ATTAINED = 0.5  # a training's share of the speed of a large product (measured: benchmarks/bench_throughput)
+ATTAINED = 0.5  # a training run's share of the speed of a large product (measured: benchmarks/bench_throughput)
 LARGEST_MADE = 2.5  # largest updates in a dry run, including its validation; 1.5 if they are slow
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
@@ -184,7 +184,7 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
 
 
 def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:
-    """The largest step by truncation length and rows per step, computed once for each pair."""
+    """The largest step for a truncation length and a number of rows per step; each pair is computed once."""
     rows, rectangles = inputs.rows, in_rectangles(inputs.model, inputs.machine.backend)
 
     @functools.cache

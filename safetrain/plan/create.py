@@ -297,7 +297,8 @@ def reasons_of(shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     share = 100 * shape.vocabulary * shape.hidden / shape.parameters
     target = count_text(wanted_tokens(shape.parameters))
     yield "parameters", f"{shape.parameters:,}", f"of which embeddings {share:.0f} %; they want {target} tokens of text"
-    yield "layers x width", f"{shape.layers} x {shape.hidden}", "near the best of depth and width (Levine et al. 2020)"
+    ratio = "close to the best ratio of depth to width (Levine et al. 2020)"
+    yield "layers x width", f"{shape.layers} x {shape.hidden}", ratio
     shared = f"{shape.key_heads} for keys and values (Ainslie et al. 2023)"
     yield "heads", f"{shape.heads} of {shape.head}", shared
     by_rule = "as set, copied, or by model (Tao et al. 2024) and text (Gowda and May 2020)"

@@ -27,7 +27,7 @@ from safetrain.plan.recommend import disk_bytes_of
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNKNOWN = "-"
-CPU_SHARE = 0.5  # of a matrix product's speed; a training's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
+CPU_SHARE = 0.5  # of a matrix product's speed; a run's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
 DISK_BYTES_PER_SECOND = 2.5e9  # assumed, of an internal SSD
 
 
@@ -35,7 +35,7 @@ def estimate_of(
     model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, *, num_layers: int | None = None,
     **options: Any,
 ) -> Estimate:  # fmt: skip
-    """The requested training run; on a CPU, its base is dequantized. ``options`` are other fields of Estimate.
+    """The estimate for this training run, on a CPU with a dequantized base. ``options`` set further fields of Estimate.
 
     Raises ConfigError for settings that training does not accept.
     """
@@ -62,7 +62,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
     if model.model_type not in FAMILIES:
         console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
         return
-    columns = "tokens", "memory on a GPU", "on CPU", "base on disk, on a GPU", "on CPU"
+    columns = "tokens", "memory on a GPU", "on CPU", "on a GPU, base on disk", "on CPU, base on disk"
     table = _table(console, "one row, LoRA rank 16, blocks recomputed", *columns)
     for tokens in LENGTHS:
         if model.max_positions is None or tokens <= model.max_positions:
@@ -103,7 +103,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
     if run.stream:
         step, speed = read_bytes(run, run.micro_batch), DISK_BYTES_PER_SECOND
-        reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly while it computes"
+        reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly overlapped with computation"
         console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
     if run.fits:
         console.print(f"rows of {run.tokens} tokens that fit at a time: {_rows_text(run.largest_batch)}")

@@ -121,7 +121,7 @@ def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
     yield Check("HW-CHIP", PASS, False, cores)
     yield verdict("HW-RAM", budget >= GOOD_BUDGET_BYTES, budget < LEAST_BUDGET_BYTES,
                   f"budget {size(budget)}; {size(memory.available)} available of {size(memory.total)}",
-                  f"at least {size(LEAST_BUDGET_BYTES)}, better {size(GOOD_BUDGET_BYTES)}",
+                  f"at least {size(LEAST_BUDGET_BYTES)}, preferably {size(GOOD_BUDGET_BYTES)}",
                   "free memory, minus a reserve",
                   "close other programs, or raise the memory limit of the container or shell")  # fmt: skip
     backend = f"{machine.backend}{f': {machine.device}' if machine.device else ''}"
@@ -210,13 +210,13 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
     """Check that the disk has room for these bytes."""
     free, better = shutil.disk_usage(folder).free, needed_bytes + GIB
     return verdict("DISK-FREE", free >= better, free < needed_bytes, f"{size(free)} free",
-                   f"{size(needed_bytes)} for checkpoints and adapter, better {size(better)}",
+                   f"{size(needed_bytes)} for checkpoints and adapter, preferably {size(better)}",
                    "trained weights and their checkpoints (train.keep_checkpoints)",
                    f"free some space: du -sh {folder}/*")  # fmt: skip
 
 
 def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
-    """Warn if the last training crashed and none has finished since.
+    """Warn if the last training run crashed and none has finished since.
 
     The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse it
     (exit code 7). The settings of ``planned`` are not compared.
@@ -237,7 +237,7 @@ def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Chec
     if death is None or finished_since:
         return Check("RUN-PREV", PASS, False, "no crash since the last finished run", source=source)
     ended = "was stopped" if death.cause == "stopped" else "died"
-    text = f"the last training {ended} at step {death.step}: {death.title}"
+    text = f"the last training run {ended} at step {death.step}: {death.title}"
     return Check("RUN-PREV", WARN, False, text, "", source, death.next_command or "safetrain diagnose")
 
 

@@ -78,7 +78,7 @@ def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
     needed = math.ceil(target / max(1, tokens_there))
     count = max(1, min(MOST_PASSES, needed))
     per = f"{TOKENS_PER_PARAMETER} tokens per parameter (Hoffmann et al. 2022)"
-    text = f"{per} are {count_text(target)}; there are {count_text(tokens_there)}"
+    text = f"{per} would be {count_text(target)}; your data has {count_text(tokens_there)}"
     if needed > count:
         text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
     return count, text
@@ -115,8 +115,8 @@ def pretraining_lines(plan: Recommendation, parameters: int, tokens_there: int, 
     share, passes = trained / target, trained / max(1, tokens_there)
     yield (
         f"{count_text(parameters)} parameters want {count_text(target)} tokens "
-        f"({TOKENS_PER_PARAMETER} each); there are {count_text(tokens_there)}: {passes:.2g} "
-        f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of those"
+        f"({TOKENS_PER_PARAMETER} each); your data has {count_text(tokens_there)}, so {passes:.2g} "
+        f"{'pass gives' if passes == 1 else 'passes give'} {100 * share:.3g} % of the tokens wanted"
     )
     if passes > MOST_PASSES:
         yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"

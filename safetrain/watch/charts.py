@@ -115,7 +115,7 @@ def rungs_of_job(job: TrainJob) -> tuple[str, ...]:
 
 
 def predicted_peak(run: Run) -> int:
-    """Predicted peak memory of mlx: of the finished training, or the plan's dry run, or its estimate; 0: unknown."""
+    """Predicted peak memory of mlx: of the finished run, or the plan's dry run, or its estimate; 0: unknown."""
     if run.summary is not None:
         return run.summary.predicted_peak_bytes
     return (run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes) if run.plan is not None else 0

@@ -99,7 +99,7 @@ class MonitorView:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether a finished training ended because validation no longer improved."""
+        """Whether a finished training run ended because validation no longer improved."""
         summary = self.run.summary
         return self.state is State.FINISHED and summary is not None and summary.stopped_early
 
@@ -113,7 +113,7 @@ class MonitorView:
 
 
 def look_at(reader: RunReader) -> MonitorView:
-    """The run now; if no training is running, the stage of the pipeline that is."""
+    """The run now; if none is in progress, the stage of the pipeline that is."""
     run, output = reader.read(), reader.output or paths.OUTPUT
     stage = "" if run.is_running else running_stage(output.resolve().parent)
     return view_of(run, stage, psutil.virtual_memory().available)
@@ -233,7 +233,7 @@ def json_line(view: MonitorView) -> str:
 
 
 def state_of(run: Run, stage: str = "") -> State:
-    """The state to show: a running training first, then any other running stage, then how the last training ended."""
+    """The state to show: a run in progress, else another stage in progress, else how the last training run ended."""
     if run.marker is not None and run.is_running:
         is_new = run.header is not None and run.header.started_seconds >= run.marker.started_seconds
         return _running_state(run) if is_new and run.flight else State.STARTING

@@ -15,7 +15,7 @@ from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
-MEASURE = "safetrain stage evaluate"  # the command that follows a training
+MEASURE = "safetrain stage evaluate"  # the command that follows a training run
 MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
 
 
@@ -107,7 +107,7 @@ def line_of(record: StepRecord, begun: Begun, seconds_left: float) -> str:
 
 
 def show_end(summary: TrainingSummary) -> None:
-    """Print the last lines of a training."""
+    """Print the last lines of a training run."""
     if summary.stopped_early:
         say(f"Stopped early at step {summary.steps}: validation no longer improved.")
     losses = f"{summary.base_valid_loss:.4f} → {summary.best_valid_loss:.4f} (best: step {summary.best_step})"

@@ -108,7 +108,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
         empty = f"{answers.count('')} of its {len(answers)} recorded answers are empty"
         return f"{describe_loss(scores)}. But {empty}.", OPEN if tone == GOOD else tone
     if run.summary is None:
-        return "No result yet: no training has finished here.", OPEN
+        return "No result yet: no training run has finished here.", OPEN
     summary = run.summary
     losses = f"{summary.base_valid_loss:.3f} before, {summary.best_valid_loss:.3f} at step {summary.best_step:,}"
     return f"This adapter has not been evaluated yet. Validation loss: {losses}.", OPEN
@@ -245,7 +245,7 @@ class RevisionReader(RunReader):
             what, do = f"DVC knows no run {revision}.", "list the names with 'git log --oneline' and 'dvc exp show'"
             raise ConfigError(what, where=str(root.resolve()), got=str(error), do=do) from None
         if not self._files.exists("dvc.lock"):
-            what = f"{revision} has no results: DVC has recorded no training there."
+            what = f"{revision} has no results: DVC has recorded no training run there."
             do = "commit dvc.lock after 'dvc repro', or name an experiment of 'dvc exp show'"
             raise ConfigError(what, where=f"{revision} has no dvc.lock", do=do)
 
@@ -255,7 +255,7 @@ class RevisionReader(RunReader):
         try:
             content: bytes | None = self._files.read_bytes(path) if self._files.exists(path) else None
         except FileNotFoundError:  # in no cache and no remote
-            raise ConfigError(f"DVC has no copy of {path} of {self.name}.", do="dvc fetch --all-commits") from None
+            raise ConfigError(f"DVC has no copy of {path} from {self.name}.", do="dvc fetch --all-commits") from None
         return content
 
     def adapter(self) -> str | None:

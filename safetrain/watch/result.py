@@ -73,7 +73,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
         raise ConfigError("No run has finished yet.", where=str(paths.SUMMARY), got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
     do = f"{MEASURE}; after 'git checkout': dvc checkout"
-    raise ConfigError("The last training has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
+    raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
 
 
 def _next(sample: Sample | None, command: str, data: DataReport | None, *, pretrained: bool) -> list[tuple[str, str]]:
@@ -140,7 +140,8 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
         why = f"{paths.EVALUATION} is about another adapter" if other else f"no evaluation yet ({dvc()} repro)"
         remarks.append(f"the card has no results: {why}")
     if not all(reports):
-        remarks.append("nothing in the folder shows that it was made from this adapter, or what it keeps")
+        text = "nothing in the folder shows that it was made from this adapter, or how much of the improvement it keeps"
+        remarks.append(text)
     return remarks
 
 

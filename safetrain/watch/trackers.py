@@ -81,7 +81,7 @@ def _fields_of(kind: type[Any], record: object) -> dict[str, Any]:
 
 
 def _results(run: Run) -> Iterator[tuple[str, float]]:
-    """Final losses of a finished training, and base and tuned on the test file once they are measured."""
+    """Final losses of a finished training run, and base and tuned on the test file once they are measured."""
     values: dict[str, Any] = {}
     if run.summary is not None:
         values |= {f"result/{name}": value for name, value in _fields_of(TrainingMetrics, run.summary).items()}

@@ -213,7 +213,7 @@ def test_then_the_driver_waits_longer_and_then_it_is_for_a_person(tmp_path: Path
     (tmp_path / "tried").unlink()
     said = on_metal(tmp_path, WATCHDOG, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT")
     assert tried(tmp_path) == ["4 20 1"]
-    assert any("the GPU watchdog ended this run before" in line for line in said)
+    assert any("the GPU watchdog ended this run earlier" in line for line in said)
     assert not any("out of memory" in line for line in said)
 
 

@@ -180,7 +180,7 @@ def test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_bac
     assert workspace.json("training_summary.json")["learning_rate"] == 2e-4
     stale = workspace.run("safetrain", "result")
     assert stale.returncode == 2
-    assert "The last training has not been evaluated" in stale.stderr
+    assert "The last training run has not been evaluated" in stale.stderr
     output = workspace.succeed("dvc", "repro")
     assert "Stage 'train' is cached - skipping run, checking out outputs" in output
     assert workspace.json("training_summary.json")["learning_rate"] == 1e-4

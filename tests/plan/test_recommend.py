@@ -225,7 +225,7 @@ def said(there: int, epochs: int, seconds: float | None) -> str:
 def test_the_plan_says_how_much_of_the_text_that_is_wanted_is_there() -> None:
     text = said(850_000_000, 2, 2 * DAY)
     assert "1.7 billion tokens" in text
-    assert "2 passes, 100 %" in text
+    assert "2 passes give 100 %" in text
     assert "9,930 tokens a second: 2.0 days" in text
     assert "2026-11-25" in text
     assert "find more" not in text

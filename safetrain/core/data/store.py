@@ -193,7 +193,7 @@ class StoreWriter(contextlib.ExitStack):
         self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray, files: np.ndarray,
         lines: np.ndarray,
     ) -> None:  # fmt: skip
-        """Add rows: ``ids`` and ``trained`` of all tokens; for each row its length, labels, file, and line from 1."""
+        """Add all tokens' ids, whether each is ``trained``, and each row's length, labels, file and line (from 1)."""
         self._labels += int(np.count_nonzero(trained))
         ends = self._count("ids") + np.cumsum(lengths)
         self._put(ids=ids, trained=trained, row_ends=ends, label_counts=label_counts, files=files, lines=lines)

@@ -59,9 +59,9 @@ class TokenRows:
         self, ids: Values, trained: Values, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
         numbers: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """``ids`` and ``trained`` (tokens,); for each row its start in them, its length and its labels, (rows,).
+        """``ids`` and ``trained`` are (tokens,); the others (rows,): each row's start in them, length and labels.
 
-        ``numbers`` (rows,): the number of each row in messages; None: its index.
+        ``numbers`` are what messages call the rows; None: their indices.
         """
         self.ids, self.trained, self._numbers = ids, trained, numbers
         self.starts = starts.astype(np.int64, copy=False)
@@ -144,7 +144,7 @@ class TokenRows:
         return int(self.inputs().sum(dtype=np.int64))
 
     def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
-        """The number of tokens that the model reads, (rows,): all except the last, which is only predicted."""
+        """How many tokens of each row the model reads, (rows,): all except the last, which is only predicted."""
         return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1
 
 
@@ -189,7 +189,7 @@ class TokenWindows:
         return -(-(self._last - self._first) // self.tokens)
 
     def inputs(self) -> np.ndarray:
-        """The number of tokens that each window feeds, (windows,): all are equal except the last."""
+        """How many tokens each window feeds, (windows,): all the same number, except the last."""
         sizes = np.full(len(self), self.tokens, dtype=np.int32)
         sizes[-1] = self._last - self._first - (len(self) - 1) * self.tokens
         return sizes

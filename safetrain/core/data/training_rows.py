@@ -70,7 +70,7 @@ def load_training_rows(base: Path, max_examples: int | None, method: str = "lora
 
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
-    """Load the validation rows of a training of ``base``, truncated as there; raises ConfigError, DataError."""
+    """Load the validation rows of a training run of ``base``, truncated as there; raises ConfigError, DataError."""
     return _sampled(open_split("valid", base).rows.cut(max_seq_length))
 
 

@@ -253,7 +253,7 @@ def _terms(
 
 
 def setup_of(model: ModelFiles, settings: TrainSettings, backend_name: str) -> Setup:
-    """The setup of a training on this backend."""
+    """The setup of a training run on this backend."""
     return Setup(
         model, settings.lora, backend_name, settings.method, settings.dequantize_base, settings.gradient_checkpointing,
         settings.optimizer, settings.compute_dtype, settings.stream_base,

@@ -1,4 +1,4 @@
-"""The memory budget of a training, and readings: container limits, macOS values and reports, a process's footprint.
+"""The memory budget of a training run, and readings: container limits, macOS values and reports, a process's footprint.
 
 Functions that read files take a folder or a text, so that recorded files can be read on any system.
 

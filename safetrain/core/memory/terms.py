@@ -1,4 +1,4 @@
-"""The memory terms of a training, computed from a model's headers; core/memory/estimate.py adds them up."""
+"""The memory terms of a training run, computed from a model's headers; core/memory/estimate.py adds them up."""
 
 import math
 import os
@@ -92,7 +92,7 @@ COEFFICIENTS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A training, as far as its memory depends on it: the model, the adapter, and where and how it computes."""
+    """A training run, as far as its memory depends on it: the model, the adapter, and where and how it computes."""
 
     model: ModelFiles
     lora: LoraSettings

@@ -18,7 +18,7 @@ TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type ha
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How answers begin and end after a training; it belongs to the adapter, not to the base model."""
+    """How answers begin and end after a training run; it belongs to the adapter, not to the base model."""
 
     stop_ids: tuple[int, ...]
     opening: str  # appended to the generation prompt, so that it ends as in training
@@ -78,7 +78,7 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
             where=str(adapter),
             expected=f"a base of fingerprint {trained_on}",
             got=f"{base_fingerprint}, of {base}",
-            do="name the base that it was trained on with --model, or train again",
+            do="use --model to name the base it was trained on, or train again",
         )
 
 

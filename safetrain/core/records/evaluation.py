@@ -16,7 +16,7 @@ HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 
 
 def evaluation_seconds(training_seconds: float) -> float:
-    """Time that evaluating both models may take after a training of ``training_seconds``."""
+    """Time that evaluating both models may take after a training run of ``training_seconds``."""
     return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
 
 

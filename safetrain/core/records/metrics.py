@@ -1,4 +1,4 @@
-"""A training's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
+"""A run's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
 import os
 from dataclasses import astuple, dataclass, fields
@@ -14,7 +14,7 @@ ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 b
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens of validation rows; trained ones per each
 OF_LOSS = 10  # times larger: rounding moves a loss by its own size, a divergence by its square
 NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
-DISCARD = "discard this training with 'safetrain discard', and train with a higher train.learning_rate"
+DISCARD = "discard this training run with 'safetrain discard', and train with a higher train.learning_rate"
 
 
 @dataclass(frozen=True, slots=True)  # there may be a hundred thousand
@@ -72,7 +72,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary(TrainingMetrics, TrainSettings):
-    """training_summary.json: settings, metrics, and what else is known of a finished training."""
+    """training_summary.json: settings, metrics, and what else is known of a finished training run."""
 
     base_model: str
     train_rows: int

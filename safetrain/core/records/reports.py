@@ -66,13 +66,13 @@ class DataReport:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that a training sees."""
+        """Tokens of the longest row that a training run sees."""
         return max(self.train.lengths.max, self.valid.lengths.max)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """machine.json: the machine, and the memory that a training may use."""
+    """machine.json: the machine, and the memory that a training run may use."""
 
     system: str
     architecture: str

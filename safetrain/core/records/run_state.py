@@ -183,7 +183,7 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     return len(checkpoints)
 
 
-# Why a training ended
+# Why a training run ended
 
 
 @dataclass(frozen=True)
@@ -220,20 +220,20 @@ class PostMortem:
 
 
 def read_postmortem(output: Path) -> PostMortem | None:
-    """Read postmortem.json; None if no training has ended badly here."""
+    """Read postmortem.json; None if no training run has ended badly here."""
     return read_or_none(output / paths.POSTMORTEM, PostMortem)
 
 
 def describe(death: PostMortem) -> str:
-    """Describe the end of a training in lines of text, for people."""
+    """Describe the end of a training run in lines of text, for people."""
     rows = [*describe_rows(death), ("next", death.next_command)]
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in rows)
 
 
 def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
-    """List the labels and texts of that description, without the next command.
+    """List the lines of ``describe`` as labels and texts, without the next command.
 
-    The place: ``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``.
+    The text of ``where`` is like ``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``.
     """
     place = f"{death.phase} of step {death.step}" if death.step else death.phase
     if death.rows:

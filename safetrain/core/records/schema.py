@@ -117,7 +117,7 @@ class Gate:
 
 @dataclass(kw_only=True)
 class Preflight:
-    """Settings of the checks before a training."""
+    """Settings of the checks before a training run."""
 
     level: str = choice("quick", "probe", "certify")
     downgrade: list[str] | None

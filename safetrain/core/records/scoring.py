@@ -119,7 +119,7 @@ def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Impr
 
 
 def t95(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t; above 2 degrees of freedom by an expansion of the normal one."""
+    """Two-sided 95 % quantile of Student's t; above 2 degrees of freedom by an expansion of the normal quantile."""
     if freedom <= 2:
         return (12.7062, 4.30265)[freedom - 1]
     z, v = Z95, freedom

@@ -1,4 +1,4 @@
-"""The resolved settings of one training: the user's keys over the recommendation; the machines of its ranks."""
+"""The resolved settings of one training run: the user's keys over the recommendation; the machines of its ranks."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Everything that decides what a training computes. Steps are optimizer updates."""
+    """Everything that decides what a training run computes. Steps are optimizer updates."""
 
     method: str  # lora, dora, full
     optimizer: str
@@ -113,7 +113,7 @@ class OwnOrder:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Peak memory and time of a training's largest updates, in bytes and seconds."""
+    """Peak memory and time of a training run's largest updates, in bytes and seconds."""
 
     peak_bytes: int  # of mlx's allocator, over the updates
     footprint_bytes: int  # of the process (core/memory/system.py), loading and validating included

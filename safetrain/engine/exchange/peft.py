@@ -51,8 +51,8 @@ MERGE = "merge it into its base with PEFT (merge_and_unload), and use the result
 def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> ExportReport:
     """Write the adapter for PEFT to ``job.out``, complete or not at all, with its report.
 
-    ``base_name``: the float model that PEFT loads it on. Raises ConfigError if the target exists, ModelError if PEFT
-    cannot hold the adapter, adapter and base do not match or the written adapter gives other results, DiskFullError.
+    ``base_name``: the float model that PEFT loads it on. Raises ConfigError if the target exists, DiskFullError, and
+    ModelError if PEFT cannot hold it, it does not fit the base, or the written adapter gives different results.
     """
     parent, files = require_new(job.out), read_model_files(job.base)
     require_same_names(job.base)
@@ -150,7 +150,7 @@ def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSetti
         match = KEY.match(key)
         if match is None or match[1] not in places:
             what = f"This adapter does not fit: the base has no linear layer in a block for {key}."
-            do = f"name the base that it was trained on with --model; if it has more than pairs, {MERGE}"
+            do = f"use --model to name the base it was trained on; if it has more than pairs, {MERGE}"
             raise ModelError(what, where=where, do=do)
         kind, array = OURS[match[2]], value.astype(mx.float32)
         weights[f"{match[1]}.{kind}"] = array if kind == "m" else mx.contiguous(array.T)
@@ -168,7 +168,7 @@ def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSetti
         set_adapter_weights(model, weights)
     except ModelError as error:
         what = f"The adapter does not fit this base, is incomplete, or skips layers of the upper blocks: {error.what}"
-        do = "name the base that it was trained on with --model, or copy the whole folder again"
+        do = "use --model to name the base it was trained on, or copy the whole folder again"
         raise ModelError(what, where=where, expected=f"a rank of {rank}", do=do) from None
     model.module.eval()
     mx.eval(model.module.parameters())

@@ -3,7 +3,7 @@
 Attention over packed rows, SwiGLU and the gated delta rule are replaced in the files of mlx-lm that define the model,
 which import them by name. A model is split into a trunk, which makes hidden states, and a head, which makes logits,
 for labels only. Packed rows and the split are compared with the model itself on a few tokens, never decided by its
-name: what gives other numbers is not used. A refusal is no error.
+name: what changes the results is not used. A refusal is no error.
 """
 
 import functools
@@ -303,7 +303,7 @@ def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
 
 
 def packing_refusal(module: Any) -> str:
-    """Why packed rows give other numbers than single rows; empty if they do not."""
+    """Why packing rows changes the results; empty if it does not."""
 
     def ask() -> None:
         call = trunk_of(module) or module  # the head sees one token at a time
@@ -313,7 +313,7 @@ def packing_refusal(module: Any) -> str:
         packed = asked(call_packed, call, len(module.layers), ids, rows)
         found = [packed[block.start : block.stop] for block in PROBE_BLOCKS]
         if not are_close(found, alone):
-            raise Refusal("packed rows give other numbers")
+            raise Refusal("packing rows changes the results")
 
     return refusal_of(module, ask)
 

@@ -133,6 +133,6 @@ def padding_refusal(module: Any) -> str:
         alone = [asked(module, mx.array([row[:-1]]))[0, -len(own) :] for row, own in zip(rows, found, strict=True)]
         expected = [logits - mx.logsumexp(logits, axis=-1, keepdims=True) for logits in alone]
         if not are_close([mx.stack(own) for own in found], expected, ROUNDING):
-            raise Refusal("padded prompts give other numbers")
+            raise Refusal("padding the prompts changes the results")
 
     return refusal_of(module, ask)

@@ -63,7 +63,7 @@ class ServeJob:
 def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
     """Answer requests until Ctrl-C or SIGTERM, which end the process.
 
-    Raises ConfigError if the address is not available, and ModelError.
+    Raises ConfigError if the address is not available, ModelError if the model cannot be used.
     """
     listening, files, room = _listening(job.host, job.port), read_model_files(job.folder), room_bytes()
     set_limits(room)
