@@ -66,7 +66,7 @@ def _locked(path: Path) -> Iterator[int]:
     try:  # writable, as network file systems require
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        what, do = "The lock of this user's trainings cannot be acquired.", "remove that file"
+        what, do = "The lock of this user's training runs cannot be acquired.", "remove that file"
         raise MachineError(what, where=str(path), got=os.strerror(error.errno or 0), do=do) from None
     try:
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
