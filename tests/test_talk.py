@@ -142,7 +142,7 @@ def test_commands_are_no_questions_and_an_empty_or_cut_answer_is_called_so(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helped = run("chat", "--adapter", str(adapter), lines="/help\n")
-    assert (helped.out, "/reset, /help, /exit]" in helped.err) == ("", True)
+    assert (helped.out, "/reset starts a new chat, /exit ends]" in helped.err) == ("", True)
     refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input="/sytem You are brief.\n")
     assert "Unknown command /sytem" in str(refused.exception)
     monkeypatch.setattr("safetrain.engine.upstream.generation.Conversation.answer", lambda *_: iter(()))
@@ -249,12 +249,12 @@ def endless(tiny_model: Folder, tmp_path: Path) -> Path:
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(endless: Path, terminal: Callable[..., Terminal]) -> None:
     seen = terminal(80, "chat", "--adapter", str(endless), "--max-new-tokens", "900000", "--temperature", "3")
-    seen.wait_for("Ctrl-C stops an answer.")
+    seen.wait_for("Ctrl-C stops an answer;")
     seen.wait_for("> ")
     seen.interrupt("[Ctrl-D or /exit ends the chat]")
     seen.wait_for("> ")
     seen.type("/help\r")
-    seen.wait_for("[Ctrl-C stops an answer. Commands: /system TEXT")
+    seen.wait_for("[Ctrl-C stops an answer; /system TEXT")
     seen.wait_for("> ")
     seen.type("/sytem You are brief.\r")
     seen.wait_for("[Unknown command /sytem.")

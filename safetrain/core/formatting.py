@@ -4,7 +4,9 @@ import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TextIO
 
@@ -41,8 +43,17 @@ def printable(text: str) -> str:
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:
-    """Print on stdout, or on ``stream``."""
-    print(printable(text), file=stream or sys.stdout, flush=True)
+    """Print on stdout, or on ``stream``. On a terminal, long lines break between words and keep their indentation."""
+    out, lines = stream or sys.stdout, printable(text).split("\n")
+    if out.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [_wrapped(line, width) if len(line) > width else line for line in lines]
+    print("\n".join(lines), file=out, flush=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    margin = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(line, width, subsequent_indent=margin, break_on_hyphens=False, break_long_words=False)
 
 
 def similar_path(path: Path) -> str:

@@ -150,7 +150,7 @@ def _split_of(path: Path) -> tuple[str, Path]:
 def _require_there(source: Path) -> None:
     if not source.exists():
         expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
-        do = similar_path(source) or "correct the path: data.path in params.yaml"
+        do = similar_path(source) or "correct the path (of the pipeline: data.path in params.yaml)"
         raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
 
 

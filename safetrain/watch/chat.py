@@ -12,7 +12,7 @@ from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.signals import Terminated, handling
 
-HELP = "Ctrl-C stops an answer. Commands: /system TEXT, /reset, /help, /exit"
+HELP = "Ctrl-C stops an answer; /system TEXT sets the system prompt, /reset starts a new chat, /exit ends"
 REMARKS = {  # by how an answer ended
     "stopped": "stopped",
     "context": "the model's context is full. /reset begins a new chat",

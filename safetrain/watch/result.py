@@ -70,7 +70,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     damage = "; ".join(f"{name}: {reason}" for name, reason in run.unreadable)
     if run.summary is None:
         do = "repeat the command that started it ('safetrain run' or 'dvc repro'): it continues"
-        raise ConfigError("No run has finished yet.", where=str(paths.SUMMARY), got=damage, do=do)
+        raise ConfigError("This run has not finished.", where=str(paths.SUMMARY), got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
     do = f"{MEASURE}; after 'git checkout': dvc checkout"
     raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)

@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_530,
-    "program tokens": 179_300,
+    "program lines": 23_540,
+    "program tokens": 179_400,
     "program files": 114,
     "files under 60 lines": 6,
     "dataclasses": 137,
@@ -21,7 +21,7 @@ CEILINGS = {
     "keys of params.yaml": 56,
     "test lines": 15_930,
     "benchmark, tool and recipe lines": 6_440,
-    "docs words": 21_850,
+    "docs words": 21_880,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

@@ -275,7 +275,7 @@ def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: f
         assert "has not been evaluated" in str(failed)
     assert "'safetrain stage evaluate' measures it" in unmeasured(read_run())
     paths.SUMMARY.unlink()
-    assert "No run has finished yet" in str(CliRunner().invoke(app, ["result"]).exception)
+    assert "This run has not finished" in str(CliRunner().invoke(app, ["result"]).exception)
 
 
 @pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run", "dvc repro"])
