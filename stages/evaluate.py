@@ -8,8 +8,8 @@ from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluation import describe_evaluation, describe_sample, evaluation_seconds
-from safetrain.core.records.metrics import RunShape
+from safetrain.core.records.evaluation import describe_evaluation, describe_sample
+from safetrain.core.records.metrics import RunShape, evaluation_seconds
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import evaluation_of
 from safetrain.core.signals import ending_at_once

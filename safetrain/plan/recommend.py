@@ -11,8 +11,7 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
-from safetrain.core.records.evaluation import evaluation_seconds
-from safetrain.core.records.metrics import proof_passes
+from safetrain.core.records.metrics import evaluation_seconds, proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (

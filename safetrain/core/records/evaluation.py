@@ -9,15 +9,9 @@ from dataclasses import dataclass
 from safetrain.core.formatting import counted, printable, size_text
 from safetrain.core.records.schema import Gate
 
-EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # share of the training's time; least time
 REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # of fuse; of PEFT
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
-
-
-def evaluation_seconds(training_seconds: float) -> float:
-    """Time that evaluating both models may take after a training run of ``training_seconds``."""
-    return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from safetrain.core.storage.files import write_text
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
 ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens of validation rows; trained ones per each
+EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # of a training; least time
 OF_LOSS = 10  # times larger: rounding moves a loss by its own size, a divergence by its square
 NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
 DISCARD = "discard this training run with 'safetrain discard', and train with a higher train.learning_rate"
@@ -161,6 +162,11 @@ def proved_tokens(trained_tokens: int) -> int:
 def proof_passes(trained_tokens: int, valid_tokens: int) -> float:
     """Time of the adapter check, in validations: three passes over a sample of the rows."""
     return 3 * min(1.0, proved_tokens(trained_tokens) / max(1, valid_tokens))
+
+
+def evaluation_seconds(training_seconds: float) -> float:
+    """Time that evaluating both models may take after a training run of ``training_seconds``."""
+    return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
 
 
 def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
