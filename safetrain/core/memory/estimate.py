@@ -16,19 +16,17 @@ from safetrain.core.memory.terms import (
     FLOAT32,
     HEAD_SLICES,
     KEPT_BYTES,
-    MOST_SHARDS,
     Setup,
     Shape,
     activation_bytes,
     base_bytes,
-    chunk_tokens,
     dequantized_bytes,
     kept_score_bytes,
+    labels_in_chunk,
     logit_bytes,
     matrix_bytes,
     optimizer_state_bytes,
     padded,
-    shards_at_once,
     shards_of,
     slices_head,
     tiles_bytes,
@@ -111,8 +109,8 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
     logits, head = logit_bytes(run, shape), matrix_bytes(model) if run.dequantizes_per_use else 0
     labels = shape.total if shape.labels is None else shape.labels
     if head and slices_head(labels, model.hidden_size):
-        chunk = min(labels, chunk_tokens(model.vocab_size, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu)))
-        logits, head = FLOAT32 * (labels + chunk) * model.vocab_size // shards, head // HEAD_SLICES * SLICES_ALIVE
+        logits = FLOAT32 * (labels + min(labels, labels_in_chunk(run))) * model.vocab_size // shards
+        head = head // HEAD_SLICES * SLICES_ALIVE
     loss = {
         "inputs of blocks": kept,
         "head of the base": base_head,
@@ -205,6 +203,7 @@ def memory_of_run(
 ) -> RunMemory:
     """The memory of a run: as measured if the dry run covers it, else scaled from the dry run or from the closed form.
 
+    A dry run with the base in memory says nothing about one with the base on disk.
     ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError if model or backend do not support the settings.
     """
     require_trainable(settings.method, quantized=model.quantization_bits is not None)
@@ -216,7 +215,7 @@ def memory_of_run(
     require_computable(settings.compute_dtype, backend_name)
     terms = _terms(model, settings, largest, backend_name)
     measured = planned.dry_run_peak_bytes if planned is not None else None
-    if planned is None or measured is None:
+    if planned is None or measured is None or planned.stream_base != settings.stream_base:
         peak, needed = total_bytes(terms), with_margin(terms)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
@@ -225,8 +224,6 @@ def memory_of_run(
     estimated_then, estimated = total_bytes(then) - exact_then, total_bytes(terms) - exact
     share = estimated / estimated_then if estimated_then else 1.0
     peak = exact + int(max(0, measured - exact_then) * share)
-    if settings.stream_base != planned.stream_base:  # one says nothing about the other
-        peak = total_bytes(terms)
     if planned.covers(settings, largest):  # the dry run ran the largest update of several row orders
         own = planned.own_order
         peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, measured)

@@ -144,6 +144,11 @@ def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
+def labels_in_chunk(run: Setup) -> int:
+    """Labels in one chunk of logits, if as many shards as may be run at the same time."""
+    return chunk_tokens(run.model.vocab_size, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu))
+
+
 def work_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
     """The temporary terms of a step at the three moments that can be the peak: the loss is computed, the top block's
     backward pass, the lowest trained block's backward pass.
@@ -342,5 +347,4 @@ def logit_bytes(run: Setup, shape: Shape) -> int:
     if run.model.whole_logits:
         return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * vocabulary
     labels = (shape.total if shape.labels is None else shape.labels) // shards
-    alive = CHUNKS_ALIVE * chunk_tokens(vocabulary, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu))
-    return LOGIT_COPIES * FLOAT32 * min(labels, alive) * vocabulary
+    return LOGIT_COPIES * FLOAT32 * min(labels, CHUNKS_ALIVE * labels_in_chunk(run)) * vocabulary
