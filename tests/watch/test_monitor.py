@@ -117,8 +117,8 @@ def test_while_another_stage_runs_it_says_which_and_waits(tmp_path: Path, ended:
     view = view_of(read_run(ended("finished")), here)
     assert (view.state, view.state.is_running) == (State.STAGE, True)
     assert all("stage preflight" in text for text in (drawn(view), plain_line(view)))
-    assert str(ENDS_AT) not in plain_line(view)  # of the run before
-    assert str(ENDS_AT) in plain_line(view_of(read_run(ended("finished")), "evaluate"))
+    assert f"step {ENDS_AT}" not in plain_line(view)  # of the run before
+    assert f"step {ENDS_AT}" in plain_line(view_of(read_run(ended("finished")), "evaluate"))
 
 
 def test_a_training_under_way(running: Path) -> None:
