@@ -73,7 +73,7 @@ class DoraLinear(LoraLinear):
 
 
 def row_lengths(linear: Any) -> mx.array:
-    """The length of each row of a weight. Memory never holds a whole weight in float32."""
+    """Euclidean length of each row of a layer's weight, (outputs,). No whole weight is held in float32."""
     parts = list[mx.array]()
     for rows in slices_of(*shape_of(linear)):
         parts.append(mx.linalg.norm(dequantized(linear, rows).astype(mx.float32), axis=1))
@@ -90,12 +90,12 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
     """Add LoRA or DoRA to the linear layers that ``lora`` names, or unfreeze blocks (full) or everything (pretrain).
 
     Only the top ``lora.num_layers`` blocks train, except in pretraining. Trained weights are float32 whatever the
-    base is; adapters' initial values depend only on ``seed``. Raises ConfigError or ModelError where there is nothing
-    to train.
+    base is; adapters' initial values depend only on ``seed``. Raises ConfigError or ModelError if the settings do not
+    suit the model, or leave nothing to train.
     """
     blocks = model.module.layers
     if lora.num_layers > len(blocks):
-        raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)}, the model's")
+        raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)} blocks")
     mx.random.seed(seed)
     if method in WHOLE:
         quantized = any(hasattr(part, "bits") for _, part in model.module.named_modules())
@@ -110,7 +110,7 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
             if model.blocks is not None:  # DoRA has read it
                 model.blocks.drop(number)
     if not tree_flatten(model.module.trainable_parameters()):
-        raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
+        raise ModelError(f"This model has no layers to train for lora.targets: {', '.join(lora.targets)}.")
     mx.eval(model.module.trainable_parameters())
 
 
@@ -140,7 +140,7 @@ def _add_layers(model: BaseModel, block: Any, names: set[str], method: str, lora
         if name not in names:
             continue
         if isinstance(layer, EXPERTS) and method == "dora":
-            do = "train.method=lora, or name other lora.targets"
+            do = "set train.method=lora, or other lora.targets"
             raise ConfigError(f"DoRA cannot be put on experts ({name}).", do=do)
         kind = LoraExperts if isinstance(layer, EXPERTS) else DoraLinear if method == "dora" else LoraLinear
         parts.append((name, kind(layer, lora, model.randomness)))

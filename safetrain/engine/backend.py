@@ -1,8 +1,9 @@
 """The device that mlx computes on, how the engine adapts to it, and its memory limits.
 
-mlx's limits are set before the model is loaded. No backend refuses more: mlx waits for running work, and frees. It
-allocates up to a hundred operations ahead of what is computed. With a limit at its need it waits instead, oversteps by
-one allocation, and loses no time beyond noise, even with 3 % more than the least (measured on CPU).
+mlx's limits are set before the model is loaded. At its memory limit mlx does not fail: it waits until running work
+frees memory. Without a limit it allocates up to a hundred operations ahead of the computation. A limit just above the
+need makes it wait instead: it exceeds the limit by one allocation, and loses no measurable time even when the limit is
+only 3 % above the minimum (measured on CPU).
 """
 
 from collections.abc import Mapping
@@ -22,18 +23,18 @@ from safetrain.core.memory.terms import MOST_SHARDS
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import cores
 
-# Freed buffers that are kept; unlimited, they grow to all memory. On Metal they count within the memory limit.
+# mlx's cache of freed buffers; without a limit it grows to all memory. On Metal it counts towards the memory limit.
 CACHE_SHARE, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 0.1, 2**27, 2**31
-WIRED_SHARE = 0.9  # of the working set that Metal recommends, at most
+WIRED_SHARE = 0.9  # wired memory, at most, as a share of the working set that Metal recommends
 
 
 @dataclass(frozen=True)
 class Device:
     """The device that mlx computes on.
 
-    On a CPU each number costs time: rows are packed without padding, numbers are float32, quantized weights are
-    dequantized at each use, exponentials are powers of 2, and shards of a micro-batch run side by side. On a GPU each
-    kernel costs time: rows are padded to rectangles of few shapes, whose programs mlx compiles, and the GPU runs ahead.
+    On a CPU arithmetic takes the time: rows are packed without padding, numbers are float32, quantized weights are
+    dequantized at each use, exponentials are powers of 2, and shards of a micro-batch run in parallel. On a GPU
+    launching kernels takes time: rows are padded to rectangles of few shapes, which mlx compiles, and work is queued.
     """
 
     name: str  # cpu, metal or cuda
@@ -91,10 +92,10 @@ def room_bytes() -> int:
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:
-    """Limit this process, which measures or tests, to a training run's memory and to ``own_limit_bytes``.
+    """Limit the memory of this process, which measures or tests, as in a training run, and to ``own_limit_bytes``.
 
-    On CPU that is what is available, and the private memory that is reserved and not used; a GPU's memory is its own,
-    and a Mac's is watched by who started the process. A limit of the shell holds already.
+    On CPU the limit is the available memory, plus private memory that is reserved but not used. A GPU has its own
+    memory, and on a Mac the process that started this one watches it. A limit set in the shell applies already.
     """
     room = machine_room_bytes(read_memory()) + DATA_BESIDE_BYTES if device().on_cpu else None
     limit_memory(min((size for size in (room, own_limit_bytes) if size is not None), default=None))

@@ -24,8 +24,8 @@ from safetrain.engine.row_attention import Block, Gather, PackedRows
 LARGEST_WASTE = 4000  # padded attention scores per row that cost about as much as another rectangle
 MOST_PADDING = 128  # padding tokens that cost about as much as another rectangle
 LABEL_STEP = 64  # a list of labels is padded to a multiple of this
-LABEL_SHARES = 4  # rectangles pad it to one of this many sizes
-PLACE = 2**32 - 1  # bits of a token's number: its place in its row; those above are the row
+LABEL_SHARES = 4  # in a rectangle the list is padded to one of about this many sizes
+PLACE = 2**32 - 1  # low bits of a token's number: its place in its row; the higher bits are the row
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class BatchLayout:
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
-    """The layout of at most ``most_tokens`` at a time."""
+    """The layout for computing at most ``most_tokens`` tokens at a time."""
     return BatchLayout(most_tokens, device().shards, rectangles=not model.packs_rows)
 
 
 def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
-    """The layout for training on rows that feed ``inputs`` (rows,) tokens, ``batch_size`` of the longest at once."""
+    """The layout for training on ``batch_size`` of the longest rows at once. ``inputs``: input tokens of each row."""
     longest = padded(int(inputs.max())) if model.packs_rows else int(widths_of(inputs.max()))
     return layout_for(model, batch_size * longest)
 
@@ -80,7 +80,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Update:
-    """The micro-batches of one optimizer update and what is in them."""
+    """The micro-batches of one optimizer update, and token counts."""
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int
@@ -115,13 +115,13 @@ def update_of_rows(
 
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
-    """Yield every row once, the longest first."""
+    """Yield micro-batches that hold every row once, the longest first."""
     for rows in fill(data, data.by_length, layout):
         yield make_batch(data, rows, layout)
 
 
 def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
-    """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
+    """Divide ``rows``, sorted longest first, into groups of one row or at most ``most_tokens`` tokens with padding."""
     order = np.asarray(rows, dtype=np.int64)
     widths = data.inputs(order)
     ends = np.cumsum(widths, dtype=np.int64)
@@ -223,6 +223,6 @@ def widths_of(lengths: np.ndarray) -> np.ndarray:
 
     Above 16 * WIDTH_STEP tokens, padding is at most an eighth of a row.
     """
-    doublings = np.frexp(np.maximum(lengths - 1, 1))[1]  # the least power of two that holds a row
+    doublings = np.frexp(np.maximum(lengths - 1, 1))[1]  # exponent of the least power of two that holds a row
     step = np.maximum(WIDTH_STEP, 2 ** np.maximum(doublings - 4, 0))
     return -(-np.asarray(lengths, dtype=np.int64) // step) * step

@@ -26,7 +26,7 @@ from safetrain.engine.model import OUTSIDE, BaseModel, Blocks, Call
 from safetrain.engine.upstream.adaptation import SplitModel
 
 Given = TypeVar("Given")
-Told = Callable[[int, Phase, Any], None]  # a group's first micro-batch, a phase that has ended, its values
+Told = Callable[[int, Phase, Any], None]  # takes a group's first micro-batch, by number, an ended phase, and its values
 
 
 @dataclass
@@ -34,10 +34,10 @@ class Piece:
     """A shard on its way through the blocks."""
 
     shard: Shard
-    key: mx.array | None  # of its random numbers
-    state: mx.array  # the last block's output; on the way back its gradient
+    key: mx.array | None  # for its random numbers
+    state: mx.array  # output of the last computed block; on the way back its gradient
     calls: list[Call]
-    inputs: list[mx.array] = field(default_factory=list)  # of the blocks that are computed again
+    inputs: list[mx.array] = field(default_factory=list)  # of blocks that the backward pass computes again
 
 
 class BlockLoop:
@@ -53,7 +53,7 @@ class BlockLoop:
     ) -> tuple[mx.array, Any]:
         """Summed loss of an update, and the gradient of its mean loss per label, as a tree of the trained parameters.
 
-        ``tell`` is called after each phase, and with GRADIENT before each block, first without values.
+        ``tell`` is called after each phase, and with GRADIENT before each group (values: None) and block (values: ()).
         """
         number, total, sums, before = 0, list[mx.array](), dict[str, mx.array](), self._blocks.pulse
         try:
@@ -77,7 +77,7 @@ class BlockLoop:
     def forward(
         self, batches: Sequence[MicroBatch], key_of: Callable[[Shard], mx.array] | None = None, share: float = 1.0
     ) -> list[list[Piece]]:
-        """The pieces of micro-batches after the last block.
+        """Run micro-batches through all blocks; returns the pieces of each micro-batch.
 
         With ``key_of`` they keep the inputs of trained blocks, and each label weighs ``share``.
         """
@@ -107,7 +107,7 @@ class BlockLoop:
         return begun
 
     def grouped(self, batches: Iterable[MicroBatch], kept_blocks: int) -> Iterator[list[MicroBatch]]:
-        """Micro-batches for which the inputs of so many blocks take at most KEPT_BYTES, or one."""
+        """Group micro-batches so that inputs of ``kept_blocks`` blocks fit in KEPT_BYTES; each group has at least one."""
         group, kept = list[MicroBatch](), 0
         for batch in batches:
             size = sum(shard.inputs.size for shard in batch.shards) * kept_blocks * self._blocks.state_bytes
@@ -120,7 +120,7 @@ class BlockLoop:
             yield group
 
     def _losses(self, loss: ShardLoss, batches: list[list[Piece]]) -> list[mx.array]:
-        """The summed loss of each micro-batch; each piece's state becomes its gradient in the last block's output."""
+        """The summed loss of each micro-batch. Replaces each piece's state, the last output, by its gradient."""
         split, found = self._model.split, list[mx.array]()
         most = max(sum(piece.shard.targets.size for piece in pieces) for pieces in batches)
         is_small = slices_head(most, batches[0][0].state.shape[-1])  # logits take less memory than the head
@@ -141,7 +141,7 @@ class BlockLoop:
         return found
 
     def _by_slices(self, split: SplitModel, pieces: list[Piece]) -> list[tuple[mx.array, mx.array]]:
-        """Losses of pieces and their gradients in the last block's output, with a head in slices."""
+        """The loss of each piece, and the gradient of its state; the head is dequantized in slices."""
 
         def at_labels(piece: Piece) -> Callable[[mx.array], mx.array]:
             return self._tail(lambda shard: through(self._model, shard)[shard.positions], piece)
@@ -199,14 +199,14 @@ class BlockLoop:
 
 
 def _at_once(compute: Callable[[Given], Any], each: Sequence[Given]) -> list[Any]:
-    """Compute something for each piece, side by side on a CPU."""
+    """Call ``compute`` for each item and evaluate the results, in parallel on a CPU."""
     results = side_by_side(compute, each)
     mx.eval(results)
     return results
 
 
 def computed(model: BaseModel, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield each micro-batch; with the base on disk, once the outputs of its last block are there for ``through``."""
+    """Yield each micro-batch; with the base on disk, after computing its last block, whose outputs ``through`` uses."""
     if model.blocks is None:
         yield from batches
         return

@@ -1,6 +1,6 @@
 """Sets up a supervised process: it dies with its parent, has a memory limit, and is the OOM killer's first choice.
 
-``python -m safetrain.engine.child_process PARENT ARGUMENTS`` is mlx.launch, ending with the process PARENT.
+``python -m safetrain.engine.child_process PARENT ARGUMENTS`` runs mlx.launch, and ends when process PARENT does.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def limit_memory(limit_bytes: int | None) -> None:
-    """Cap private writable memory, where the system can. An allocation beyond it fails, on CPU with a segfault."""
+    """Cap private writable memory, on Linux only. An allocation beyond the cap fails, on CPU with a segfault."""
     if limit_bytes is not None and sys.platform == "linux":
         _small_stacks()
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -54,7 +54,7 @@ def limit_memory(limit_bytes: int | None) -> None:
 
 
 def _small_stacks() -> None:
-    """Of threads that start from now on: the limit counts the usual 8 MiB of each, of which next to nothing is used."""
+    """Give new threads small stacks: the limit counts the usual 8 MiB of each, of which almost nothing is used."""
     libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(PTHREAD_ATTRIBUTES_BYTES)
     set_default = getattr(libc, "pthread_setattr_default_np", None)
     if set_default is not None:  # not on musl

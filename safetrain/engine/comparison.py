@@ -30,7 +30,7 @@ CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 Answers = dict[int, list[int]]  # ids, by the question's number
-Subject = tuple[str, Path, Path | None]  # base or tuned, its folder, or the adapter for the model that is already open
+Subject = tuple[str, Path, Path | None]  # base or tuned, its folder, and an adapter for the model that is open
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Examination:
         return measures
 
     def _open(self, files: ModelFiles) -> tuple[BaseModel, int]:
-        """The model, dequantized if memory allows, and the memory limit: that of its training."""
+        """Open the model, dequantized if memory allows; returns it and mlx's memory limit, the training's or more."""
         run, dequantize = self.run, self.run.dequantize_base
         limit_bytes = run.mlx_limit_bytes
         is_kept = files.quantization_bits is not None and not dequantize and not run.stream_base
@@ -81,7 +81,7 @@ class Examination:
     ) -> ModelMeasures:
         held_out, longest = self.held_out, self.max_new_tokens
         cache = CACHE_COPIES * 2 * files.num_layers * files.num_kv_heads * files.head_dim * FLOAT32
-        token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # a share of its row's logits
+        token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # with a share of its row's logits
 
         def ask(part: Sequence[int], done: int) -> Answers:
             """Answer the questions of ``part`` after ``done`` others."""

@@ -1,8 +1,8 @@
-"""Tries out this machine, a model or a training run, in a separate process: it may run out of memory and die.
+"""Tries out this machine, a model or a training run, in a separate process, which may run out of memory and die.
 
 ``python -m safetrain.engine.dry_run`` prints one line of JSON: without arguments about mlx's device, with ``--model
-FOLDER [LIMIT]`` also whether that model can be trained, within a memory limit. ``--pass FOLDER ROWS TOKENS`` compares a
-pass with mlx-lm's own. ``JOB SCRATCH`` makes the largest updates of a training run, with its model, rows and limits,
+FOLDER [LIMIT]`` also whether that model can be trained, in LIMIT bytes at most. ``--pass FOLDER ROWS TOKENS`` compares
+a pass with mlx-lm's own. ``JOB SCRATCH`` makes the largest updates of a training run, with its model, rows and limits,
 and everything else a training run does; it writes only into the scratch folder.
 """
 
@@ -23,7 +23,7 @@ from safetrain.engine.job import load_job
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is asked for. Print an error that a user can act on in one line and return its exit code."""
+    """Print the result as JSON. For an error that a user can act on, print one line and return its exit code."""
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     try:

@@ -13,7 +13,7 @@ from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.generation import one_by_one, together
 
-MOST_ROWS = 32  # per batch: beyond that, time per token grows in proportion
+MOST_ROWS = 32  # per batch: with more rows, each step takes longer in proportion
 CACHE_STEP = 256  # positions by which mlx-lm's caches grow
 
 
@@ -46,9 +46,9 @@ def answer(
 ) -> list[list[int]]:
     """Greedy answers without their stop token, which is the model's own or one of ``stop_ids``.
 
-    Prompts run together while ``max_tokens`` prompt and answer tokens hold them. Answers equal those of single prompts,
-    unless two tokens are equally likely up to rounding. After each token ``beat`` gets the number of finished answers,
-    with unfinished ones as fractions.
+    As many prompts run together as ``max_tokens`` prompt and answer tokens allow. The answers are the same as for
+    single prompts, unless two tokens are equally likely up to rounding. After each token ``beat`` gets the number of
+    finished answers, with unfinished answers as fractions.
     """
     model.module.eval()
     ends, answers = stop_ids | model.eos_ids, [list[int]() for _ in prompts]

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base: in the base's bits, in 8 bits or in float, whichever first keeps its improvement.
+"""Merges an adapter into its base, in the base's bits, 8 bits or float: the first that keeps the improvement.
 
 Everything is lazy until it is written: each layer is read from the base's files, merged and quantized by itself, so
 memory never holds a float copy of the model.
@@ -30,7 +30,7 @@ FLOAT = 0  # a number of bits that means no quantization
 
 
 def fuse_adapter(job: ExportJob, say: Callable[[str], None], bits: int | None = None) -> ExportReport:
-    """Write the first fused model that is accurate enough to ``job.out``, complete or not at all, with its report.
+    """Write the first fused model that is accurate enough, with its report; ``job.out`` is complete or absent.
 
     ``bits``: FLOAT, or bits of the changed layers; None tries the base's own, then 8, then float. Raises ConfigError,
     ModelError if no model is accurate enough or adapter and base do not match, DiskFullError, and MachineError if
@@ -85,7 +85,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
 
 
 class Changes:
-    """What an adapter changes in its base: the weights of some layers, and whole other values, by name."""
+    """An adapter's changes to its base: to the weights of layers in ``paths``, and ``values`` for other arrays."""
 
     def __init__(self, module: Any, arrays: Mapping[str, mx.array], scale: float) -> None:
         layers, self._arrays, self._scale = dict(module.named_modules()), arrays, scale
@@ -142,7 +142,7 @@ def plan_of(module: Any, changes: Changes, bits: int | None) -> Plan:
 
 
 def merged(module: Any, changes: Changes, plan: Plan) -> dict[str, mx.array]:
-    """Every array of the model with the adapter merged in and layers stored as in ``plan``; none is computed yet."""
+    """Every array of the model with the adapter merged in and layers stored as in ``plan``; nothing is computed yet."""
     arrays: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
     layers = dict(module.named_modules())
     for name, value in changes.values.items():

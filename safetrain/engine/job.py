@@ -25,12 +25,12 @@ LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**11, 16  # with max_steps: a validation
 
 @dataclass(frozen=True, kw_only=True)
 class Job(TrainJob):
-    """The supervisor's job, with the files read before mlx loads and the output folders.
+    """The supervisor's job, with what is read before mlx loads, and the output folders.
 
     A recommended warm-up is shortened to suit the length of this run.
     """
 
-    rows: TrainingRows  # cut to length
+    rows: TrainingRows  # truncated to max_seq_length
     identity: RunIdentity
     files: ModelFiles
     output: Path = paths.OUTPUT  # checkpoints and training_state.json

@@ -17,7 +17,7 @@ from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 
 ALL = slice(None)
-SLICE_BYTES = 2**22  # of a weight in float32, a slice of its rows
+SLICE_BYTES = 2**22  # of a slice of a weight's rows, in float32
 Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
 
@@ -40,7 +40,7 @@ def key_of(seed: int, update: int, first_row: int) -> mx.array:
 
 
 class Dropout(nn.Module):
-    """Zeroes a share of its input while training and scales up the rest."""
+    """While training, zeroes a share of its inputs and scales up all others."""
 
     def __init__(self, share: float, source: Randomness) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Dropout(nn.Module):
 
 
 def dequantized(layer: Any, rows: slice = ALL, after: mx.array | None = None) -> mx.array:
-    """A layer's weight, or some rows of it, dequantized if it is quantized, but not before ``after`` is computed."""
+    """A layer's weight, or some of its rows, dequantized if needed. ``after``: an array to compute first."""
     if "scales" not in layer:
         return layer.weight[rows]
     biases, weight = layer.get("biases"), layer.weight[rows]
@@ -82,14 +82,14 @@ def slices_of(count: int, numbers_each: int) -> list[slice]:
 
 
 def change_classes(module: Any, kinds: Mapping[type, type]) -> None:
-    """Give every part of ``module`` that is exactly of one of these classes the other one."""
+    """Change the class of every part of ``module`` whose class is a key of ``kinds``; subclasses stay."""
     for _, part in module.named_modules():
         if type(part) in kinds:
             part.__class__ = kinds[type(part)]
 
 
 def give(part: Any, members: Mapping[str, Any]) -> None:
-    """Give these methods to this object only, through a subclass."""
+    """Add or replace members of one object only, by changing its class to a new subclass."""
     kind: Any = type(part)
     part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
@@ -127,15 +127,15 @@ def checkpoint(block: Any) -> None:
 
 
 def _require_no_carrier(block: str, arguments: Any) -> None:
-    """Raise ModelError if a block could hand numbers to later blocks in an object, whose gradient would be lost."""
+    """Raise ModelError if a block could pass arrays to later blocks inside an object: it would lose their gradient."""
     carrier = next((x for _, x in tree_flatten(arguments) if type(x).__module__.startswith("mlx_lm.")), None)
     if carrier is not None:
-        what = f"{block} cannot be trained with gradient checkpointing: it hands numbers on in {type(carrier).__name__}"
+        what = f"{block} cannot be trained with gradient checkpointing: it passes arrays on in {type(carrier).__name__}"
         raise ModelError(f"{what}, where their gradient is lost.", do="set train.gradient_checkpointing=false")
 
 
 def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:
-    """Recompute ``compute`` in the backward pass; the first ``parameters`` of its inputs are trained.
+    """Wrap ``compute`` so that the backward pass recomputes it; its first ``parameters`` inputs are trained.
 
     Recomputation waits for the block's gradient, and the blocks below wait for its parameters' gradients. With
     ``mx.checkpoint`` neither waits, so breadth-first evaluation, as on several streams, keeps all blocks in memory.
@@ -163,7 +163,7 @@ def _floats_in(tree: Any) -> list[mx.array]:
 
 
 def _with_floats(tree: Any, arrays: Iterable[mx.array]) -> Any:
-    """A tree with its numbers replaced."""
+    """A copy of a tree with its floating-point arrays replaced, in order."""
     following = iter(arrays)
     return tree_map(lambda leaf: next(following) if _is_float(leaf) else leaf, tree)
 

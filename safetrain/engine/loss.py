@@ -29,8 +29,8 @@ Observe = Callable[[mx.array], mx.array]  # sees the output of the forward pass,
 class ShardLoss:
     """Summed cross-entropy of a shard's labels, in nats.
 
-    The head computes only the logits of labels, in chunks, unless the model changes its logits afterwards: then it
-    computes all. ``trains_head``: the head is trained too, as in pretraining.
+    The head computes the logits of labels only, in chunks, unless the model has no split: then all logits are computed.
+    ``trains_head``: the head is trained too, as in pretraining.
     """
 
     def __init__(self, model: BaseModel, *, observe: Observe | None = None, trains_head: bool = False) -> None:
@@ -102,8 +102,8 @@ def chunked_loss(head_of: Callable[..., Head], chunk: int) -> Callable[..., mx.a
     """A loss that never holds the logits of more than ``chunk`` tokens.
 
     Its inputs are hidden states (labels, width), targets and weights (labels,), and the arguments of ``head_of``: the
-    matrix of a trained head, nothing for a frozen one. The forward pass computes the gradients chunk by chunk, each
-    waiting for the one before, so nothing is computed twice.
+    matrix of a trained head, nothing for a frozen head. The forward pass computes the gradients chunk by chunk, each
+    waiting for the chunk before, so nothing is computed twice.
     """
 
     def of_chunk(inputs: list[mx.array], targets: mx.array, weights: mx.array) -> mx.array:
@@ -148,7 +148,7 @@ class _Chunk:
 
 
 def _lose(finish: Head, chunk: _Chunk) -> list[mx.array]:
-    """Compute a chunk's loss, and put the gradients of its logits in their place."""
+    """Compute a chunk's loss, and replace its logits by their gradients."""
 
     def loss(parts: list[mx.array]) -> mx.array:
         return losses_of(finish, mx.concatenate(parts, axis=-1), chunk.targets, chunk.weights).sum()
@@ -158,9 +158,9 @@ def _lose(finish: Head, chunk: _Chunk) -> list[mx.array]:
 
 
 def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.array, mx.array]]:
-    """The summed loss of shards (states, targets and weights of each), and its gradient in the states.
+    """The summed loss of each shard (states, targets and weights), and the gradient of its states.
 
-    The head is dequantized slice by slice, twice: on a CPU the whole one takes four bytes a weight. The numbers are
+    The head is dequantized slice by slice, twice: on a CPU the whole head takes four bytes a weight. The numbers are
     those of ``ShardLoss`` to the bit: the same products, and gradients added in the same order.
     """
     size = chunk_of(split)

@@ -1,13 +1,13 @@
 """Opens a base model with mlx-lm, ready to compute, in memory or block by block from disk.
 
-A base that stays on disk is read one block at a time, which is dropped after each use. mlx reads a lazy array from its
-file when a computation needs it, and then keeps it for the module that holds it. So after each use the module gets lazy
-arrays again. They come from the model opened anew, which reads no weight, and are therefore exactly those of a base in
-memory: renamed, stacked and cast by the same code.
+A base that stays on disk is read one block at a time, and each block is dropped after use. mlx reads a lazy array from
+its file when a computation needs it, and keeps it for the module that holds it. So after each use the module gets lazy
+arrays again. They come from opening the model again, which reads no weights. They equal those of a base in memory,
+because the same code renames, stacks and casts them.
 
-To call blocks one by one, the model's own loop runs with stubs in their place: first stubs that note their arguments,
-later stubs that return the last block's output. Whether that gives the model's own numbers is found by comparing both
-on a few tokens. Without such a pass, as for answers, a block that is called reads itself, computes and drops itself.
+To call blocks one by one, the model's own loop runs with stubs in place of its blocks. In one pass the stubs note their
+arguments; in a later pass they return the last block's output. A comparison on a few tokens shows whether the results
+are the model's own. In any other pass, as for answers, a stub reads its block, computes it and drops it.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from safetrain.engine.upstream.adaptation import (
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute
 
-OUTSIDE = -1  # the number of what is outside of blocks: embedding, head, norms
+OUTSIDE = -1  # block number of the weights outside of blocks: embedding, head, norms
 PROBE_TOKENS = 8
 CANNOT_READ = ("[read]", "[load", "Unable to read", "Failed to open")  # in mlx's messages
 AS_IT_WAS = "put the model back as it was, then run the same command: it continues from the last checkpoint"
@@ -48,10 +48,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments after the h
 
 
 class Blocks:
-    """The blocks of a model. ``pulse`` is called before each."""
+    """The blocks of a model whose weights stay on disk. ``pulse`` is called before each block."""
 
     def __init__(self, folder: Path, open_lazily: Callable[[], Any]) -> None:
-        """``open_lazily`` returns a new module of the model in ``folder``, of which no weight has been read."""
+        """``open_lazily`` returns a new module of the model in ``folder``, without reading its weights."""
         self._folder, self._open, self._stamps = folder, open_lazily, _stamps(folder)
         self._stream = mx.new_stream(mx.cpu)  # reads ahead while the device computes
         self.module = self._opened()
@@ -115,9 +115,9 @@ class Blocks:
             raise ModelError(what, where=str(self._folder), do=AS_IT_WAS)
 
     def noted(self, run: Callable[[], Any]) -> tuple[mx.array, list[Call]]:
-        """What ``run``, a pass through the model, gives to its first block, and the other arguments of each block.
+        """Return the input of the first block in ``run``, a pass through the model, and each block's other arguments.
 
-        Nothing is computed. Raises Refusal unless the blocks are called once each, in their order.
+        Nothing is computed. Raises Refusal unless the blocks are called once each, in order.
         """
         self._noted = found = list[tuple[int, mx.array, Call]]()
         try:
@@ -130,7 +130,7 @@ class Blocks:
 
     @contextmanager
     def after(self, output: mx.array) -> Iterator[None]:
-        """Let a pass through the model begin after its last block, with this ``output``."""
+        """Let a pass through the model start after its last block, with that block's ``output``."""
         self._output = output
         try:
             yield
@@ -138,7 +138,7 @@ class Blocks:
             self._output = None
 
     def require_chain(self, call: Callable[..., mx.array], *, packed: bool) -> None:
-        """Raise ModelError unless blocks called one by one give the numbers of ``call``, the model or its trunk."""
+        """Raise ModelError unless blocks called one by one give the results of ``call``: the model or its trunk."""
 
         def run() -> mx.array:
             ids = mx.arange(1, PROBE_TOKENS + 1)
@@ -159,7 +159,7 @@ class Blocks:
                 with self.after(state):
                     found = asked(run)
             if not mx.array_equal(found, expected, equal_nan=True).item():
-                raise Refusal("its blocks depend on more than the output of the one before")
+                raise Refusal("its blocks depend on more than the output of the block before")
 
         try:
             through_few_blocks(self.module, ask)
@@ -182,7 +182,7 @@ class Blocks:
         return call
 
     def _opened(self) -> Any:
-        """The model opened anew on the stream that reads; building it draws no random numbers of the run."""
+        """Open the model again, on the reading stream; this leaves the run's random state unchanged."""
         self.require_unchanged()
         state: Any = mx.random.state
         high, low = np.array(state[0]).tolist()
@@ -195,7 +195,7 @@ class Blocks:
         return [array for _, part in self._owners[number or 0] for array in _own_arrays(part).values()]
 
     def _by_block(self, module: Any) -> dict[int, list[tuple[str, Any]]]:
-        """The parts of each block that have weights, with their names, and those outside of blocks."""
+        """Parts with weights and their names, by block number; OUTSIDE: parts outside of blocks."""
         number_of: dict[int, int] = {}
         for number, block in enumerate(module.layers):
             for _, part in block.named_modules():
@@ -208,7 +208,7 @@ class Blocks:
         return parts
 
     def _refused(self, why: str) -> ModelError:
-        do = "set train.stream_base=false; if it does not fit then, take a smaller or more strongly quantized model"
+        do = "set train.stream_base=false; if memory is then too small, use a smaller or more strongly quantized model"
         return ModelError(f"This model cannot be trained with its base on disk: {why}.", where=str(self._folder), do=do)
 
 
@@ -228,12 +228,12 @@ class BaseModel:
     """A model ready for use, and how this engine runs it. A refusal is empty if the model supports the feature."""
 
     module: Any  # an mlx_lm model: called with (rows, tokens) ids, returns (rows, tokens, vocabulary) logits
-    eos_ids: frozenset[int]  # that end its answers
+    eos_ids: frozenset[int]  # tokens that end its answers
     packing_refusal: str  # why rows of different lengths cannot be packed into one list of tokens
     split: SplitModel | None  # None if refused: logits are computed for all tokens
     split_refusal: str
     randomness: Randomness = field(default_factory=Randomness)
-    blocks: Blocks | None = None  # of a base that stays on disk
+    blocks: Blocks | None = None  # None if the base is in memory
 
     @property
     def packs_rows(self) -> bool:
@@ -242,15 +242,15 @@ class BaseModel:
 
     @property
     def trunk(self) -> Any:
-        """What makes the states that the head turns into logits: the whole model if it is not split."""
+        """The part of the model that computes the head's input; the whole model if it is not split."""
         return self.module if self.split is None else self.split.trunk
 
     def head(self) -> Head:
-        """The function from states to logits, for one pass; the identity if the model is not split."""
+        """The function from hidden states to logits, for one pass; the identity if the model is not split."""
         return (lambda states: states) if self.split is None else self.split.head()
 
     def head_alone(self) -> "BaseModel":
-        """A model of which the head can be used when all else is freed."""
+        """This model reduced to its head, so that all other weights can be freed."""
         split = None if self.split is None else dataclasses.replace(self.split, trunk=self.split.project)
         return dataclasses.replace(self, module=None, split=split, blocks=None)
 
@@ -263,17 +263,17 @@ class BaseModel:
 def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None, stream: bool = False) -> BaseModel:
     """Load the model in ``folder``; raises ModelError when mlx-lm cannot.
 
-    A GPU computes in ``compute_dtype``, None for the type that the model is stored in.
+    A GPU computes in ``compute_dtype``; None: the type in which the model is stored.
 
-    With ``dequantize`` quantized weights are dequantized once; on CPU they are otherwise dequantized at each use. There
-    everything that is dequantized becomes float32, because only float32 products go through the BLAS (measured: 16-bit
-    ones run at 6 GFLOP/s).
+    With ``dequantize`` quantized weights are dequantized once; without it, a CPU dequantizes them at each use. On CPU
+    dequantized weights are float32, because only float32 products use the BLAS (measured: 16-bit products run at 6
+    GFLOP/s).
 
     With ``stream`` the weights stay on disk, and each block is read when it is computed.
     """
     with errors_told("load the model", str(folder)):
         module, config = load(folder)
-        ids = config.get("eos_token_id")  # of generation_config.json where it has some
+        ids = config.get("eos_token_id")  # those of generation_config.json, if it has any
         eos_ids = frozenset(ids if isinstance(ids, list) else [ids] if ids is not None else [])
         if not stream:
             module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
@@ -289,5 +289,5 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:
-    """Whether to dequantize a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
+    """Whether to dequantize a quantized base for generation: on CPU, if a quarter of available memory is enough."""
     return device().on_cpu and 4 * files.parameters <= psutil.virtual_memory().available // 4

@@ -49,7 +49,7 @@ class Ranks:
         self, rank: int = 0, size: int = 1, group: mx.distributed.Group | None = None, recorder: Recorder | None = None
     ) -> None:
         self.rank, self.size = rank, size
-        self.stop = 0  # the signal that wants one of the ranks to end, as of the last exchange that said so
+        self.stop = 0  # the stop signal that any rank has received, as of the last ``total``; 0: none
         self._group, self.recorder = group, recorder
 
     @property
@@ -70,7 +70,7 @@ class Ranks:
         return [row.tobytes() for row in np.array(rows)]
 
     def total(self, stop: int, step: int, *values: float) -> list[float]:
-        """Sums over all ranks in float64, added in their order: the same bits on all. Agrees on ``stop``."""
+        """Sums over all ranks in float64, added in rank order: the same bits on all. Agrees on ``stop``."""
         contents = self.gather(np.array([stop, *values], dtype=np.float64).tobytes(), step)
         stops, *columns = zip(*(np.frombuffer(each, dtype=np.float64).tolist() for each in contents), strict=True)
         self.stop = int(max(stops))
@@ -110,7 +110,7 @@ class Ranks:
                     f"Rank {rank} on {host} would train differently from rank 0 on {first_host}.",
                     expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
                     got="; ".join(differs),
-                    do="make that machine's project, packages, model and data/validated like the first one's",
+                    do="make project, packages, model and data/validated on that machine equal to those of rank 0",
                 )
 
     def _sum(self, array: mx.array) -> mx.array:
@@ -144,12 +144,12 @@ def _noted(recorder: Recorder | None, step: int = 0) -> AbstractContextManager[N
 def join(backend: str | None, recorder: Recorder | None = None) -> Ranks:
     """Connect to the other ranks, which mlx.launch's environment names, and wait for them.
 
-    ``backend`` is None on ranks without a job, where the environment tells it.
+    ``backend`` is None on ranks without a job; the environment then decides.
     Raises EngineError if they cannot be reached: mlx's ring tries for half a minute. It then waits forever for
     others to connect, and no Python runs meanwhile, so a timer ends this process with exit code 1.
     """
     backend = backend or ("ring" if HOSTFILE in os.environ else "any")
-    name = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
+    name = backend.removesuffix("-ring")  # mlx.launch asks for jaccl's ring in the environment
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
         with _noted(recorder):
@@ -157,8 +157,8 @@ def join(backend: str | None, recorder: Recorder | None = None) -> Ranks:
     except (RuntimeError, ValueError) as error:
         raise EngineError(
             f"The ranks cannot reach each other: {error}",
-            where=f"backend {backend}, hosts as in {os.environ.get(HOSTFILE, 'no hostfile')}",
-            do="check that every rank runs, and that the machines have these addresses and are reachable",
+            where=f"backend {backend}, hostfile {os.environ.get(HOSTFILE, 'not set')}",
+            do="check that every rank runs, and that the hostfile's addresses are right and reachable",
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -2,12 +2,12 @@
 
 Everything else in a transformer works token by token, so packed rows need no padding. Attention computes them in
 rectangles, in tiles of queries, so that memory never holds all scores: each tile is scored against the keys up to its
-last query, and waits for the one before. The backward pass recomputes the probabilities (FlashAttention-2,
+last query, and waits for the tile before. The backward pass recomputes the probabilities (FlashAttention-2,
 arXiv 2307.08691, without tiles of keys). Tiles take powers of 2 in float32, which a CPU computes three times as fast
-as mlx's softmax. A GPU uses mlx's own kernels, and tiles only for shapes that these do not take.
+as mlx's softmax. A GPU uses mlx's own kernels, and tiles only for shapes that the kernels lack.
 
-In tiles, queries are (lines, groups, width, size), keys and values (lines, 1, width, size): a line is a key head of a
-row.
+In tiles, queries have shape (lines, groups, width, size), keys and values (lines, 1, width, size): a line is a key head
+of a row.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Gather:
 class Block:
     """``rows`` rows of up to ``width`` tokens, computed as one rectangle; with ``gather`` if their lengths differ.
 
-    They are the tokens from ``start`` to ``stop`` in the list.
+    In the list, its tokens are those from ``start`` to ``stop``.
     """
 
     start: int
@@ -84,7 +84,7 @@ def padded_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
 
 @functools.cache
 def has_gradient_kernel(width: int, head_size: int, dtype: mx.Dtype) -> bool:
-    """Whether mlx has a kernel for the gradient of causal attention of this shape; else it would hold all scores.
+    """Whether mlx has a kernel for the gradient of causal attention of this shape. Without it all scores would be held.
 
     mlx chooses its kernels when it builds a graph, so nothing is computed.
     """
@@ -175,13 +175,13 @@ def _with_column(part: mx.array, column: mx.array | float) -> mx.array:
 
 
 def _spans(width: int, tiles: Tiles) -> list[tuple[int, int]]:
-    """First query of each tile, and the one after its last, which is the number of keys that it is scored against."""
+    """Start and stop of the queries of each tile; ``stop`` is also the number of keys that a tile is scored against."""
     size = tiles.queries(width)
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 def _hidden(start: int, stop: int, window: int | None) -> mx.array:
-    """(queries, keys) of a tile: 0 for keys that a query sees, far below any score for the others."""
+    """Numbers to add to a tile's scores, (queries, keys): 0 for keys that a query sees, else very low."""
     distance = mx.arange(start, stop)[:, None] - mx.arange(stop)
     is_visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return mx.where(is_visible, 0.0, HIDDEN_SCORE)
@@ -201,7 +201,7 @@ def _joined(parts: list[mx.array]) -> mx.array:
 
 
 def _grown(sums: list[mx.array], *parts: mx.array) -> list[mx.array]:
-    """Gradients by key, where each tile reaches further than the one before; query heads that share one add up."""
+    """Add a tile's gradients by key: each tile has more keys than the last. Heads that share a key head are summed."""
     added = [part if part.shape[1] == 1 else part.sum(axis=1, keepdims=True) for part in parts]
     if not sums:
         return added

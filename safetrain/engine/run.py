@@ -34,7 +34,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Watcher:
-    """How the loop is observed.
+    """Functions through which the training loop reports, and learns of a stop.
 
     ``begin`` is called once with earlier records and the step resumed from; ``record`` with all records after each new
     one; ``say`` with messages for people. ``stop`` is called between micro-batches and returns the signal that requests
@@ -84,7 +84,7 @@ class TrainingRun:
 
 
 def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
-    """Load the model and the state: rank 0's, from an unfinished run of the same identity, or a fresh one."""
+    """Load the model; resume an unfinished run of the same identity, or start anew. All ranks get rank 0's state."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = lambda: (mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
     recorder.device(device().label)
@@ -164,7 +164,7 @@ def write_or_wait(folder: Path, watcher: Watcher, needed_bytes: int, step: int, 
                     raise
         if not is_waiting:
             watcher.say(
-                f"the disk of {where} is full: step {step} needs {size_text(needed_bytes)}. Training waits for "
+                f"the disk that holds {where} is full: step {step} needs {size_text(needed_bytes)}. Training waits for "
                 f"free space, at most {WAIT_MINUTES:g} minutes (process {os.getpid()}); nothing is lost"
             )
         is_waiting = True

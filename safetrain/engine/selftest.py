@@ -1,7 +1,7 @@
 """Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures machine and training.
 
-NVIDIA GPUs before Ampere emulate bfloat16. There a layer is timed, plain or quantized: quantized products use other
-kernels, which use no tensor cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``).
+NVIDIA GPUs before Ampere emulate bfloat16. On them a plain and a quantized layer are timed: quantized products have
+their own kernels, which use no tensor cores there (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``).
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ from safetrain.engine.upstream.adaptation import Refusal, are_close, asked, few_
 from safetrain.engine.upstream.loading import NO_MEMORY, plain_model, training_refusal
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
-SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
+SPREAD = 0.02  # standard deviation of the adapter's random numbers; with the usual zeros half the gradient is 0
 TRIED_TOKENS = 8
 ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
 NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
 TIMED_TOKENS, TIMED_WIDTH = 1024, 2048  # of a layer; four timings take less than half a second
-MOST_TIMED = 6  # updates of a dry run
-RATE = 1e-6  # in a dry run: small, and the weights are discarded
-Measured = tuple[int, float, int]  # an update's peak of mlx's allocator in bytes, its seconds, its tokens
+MOST_TIMED = 6  # updates that a dry run times
+RATE = 1e-6  # learning rate of a dry run, whose weights are discarded
+Measured = tuple[int, float, int]  # an update: mlx's memory peak in bytes, seconds, and tokens
 
 
 def load(folder: Path) -> dict[str, object]:
@@ -77,7 +77,7 @@ def load(folder: Path) -> dict[str, object]:
 
 
 def try_tokens(model: BaseModel, began: float) -> dict[str, object]:
-    """Test whether the model computes one token, and a gradient; None if memory is too small."""
+    """Test whether the model computes one token and a gradient; a result is None if memory is too small."""
     fault = ""
     try:
         if mx.any(mx.isnan(asked(model.module, mx.array([[0]])))).item():  # -inf is allowed: it bars tokens
@@ -101,7 +101,7 @@ def training_fault(model: BaseModel) -> str:
         return f"the model fails on {TRIED_TOKENS} tokens: {error}"
     one, other = (mx.where(mx.isfinite(values), values, 0.0) for values in logits)
     if not are_close([one], [other]):
-        return "in mlx-lm, its tokens see the tokens after them"
+        return "in mlx-lm this model's tokens also see the tokens after them"
     return gradient_fault(model)
 
 
@@ -127,7 +127,7 @@ def gradient_fault(model: BaseModel) -> str:
 def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
     """Compare a forward and backward pass with mlx-lm's own layers and a plain cross-entropy; differences are relative.
 
-    It uses ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained.
+    It uses ``rows`` random rows of up to ``tokens`` tokens; the second half of each row is trained.
     """
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), (ALL_LINEAR,))
@@ -164,10 +164,10 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
 def _textbook(
     folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, mx.array], data: TokenRows
 ) -> tuple[float, np.ndarray, bool]:
-    """Loss, gradient, and whether in float32: by mlx-lm's unchanged model and LoRA layers, row by row."""
+    """Loss and gradient of mlx-lm's unchanged model and LoRA layers, row by row, and whether they are float32."""
     module = plain_model(folder, lora, keys, in_float32=device().on_cpu)
     module.load_weights(list(weights.items()), strict=False)
-    module.train()  # some models have kernels without a gradient, which they then do not use
+    module.train()  # some models have kernels without a gradient, which they use only in evaluation
     count = sum(sum(row.trained.tolist()[1:]) for row in data)
 
     def loss_of(module: Any, ids: mx.array, labels: mx.array) -> mx.array:
@@ -194,12 +194,12 @@ def spread(module: Any) -> dict[str, mx.array]:
 
 
 def as_vector(tree: Any) -> np.ndarray:
-    """All numbers of a tree of arrays, by name."""
+    """All numbers of a tree of arrays in one vector, arrays sorted by name."""
     return np.concatenate([numbers(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
 
 
 def random_rows(rows: int, tokens: int, vocabulary: int) -> TokenRows:
-    """Random rows of decreasing length; the second half of each is trained."""
+    """Random rows of decreasing length; the second half of each row is trained."""
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]
     return TokenRows.of([
@@ -219,7 +219,7 @@ def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
 
 
 def product_gflops(width: int) -> float:
-    """Speed of a square matrix product in float32."""
+    """Speed of a square matrix product in float32, in GFLOP/s."""
     matrix = mx.random.normal((width, width))
     mx.eval(matrix)
     return 2e-9 * width**3 / time_operation(mx.matmul, matrix, matrix)
@@ -237,7 +237,7 @@ def probed_dtype(facts: Mapping[str, object], *, quantized: bool) -> str | None:
 
 
 def layer_speed(dtype: Any, quantized: bool) -> float:
-    """Gradients per second through a linear layer, forward and backward; 0 if mlx cannot compute them."""
+    """Forward and backward passes per second through a linear layer; 0 if mlx cannot compute them."""
     layer: Any = nn.Linear(TIMED_WIDTH, TIMED_WIDTH, bias=False)
     layer.set_dtype(dtype)
 
@@ -307,7 +307,7 @@ def _open(job: Job, scratch: Path) -> TrainingRun:
 
 
 def _make(run: TrainingRun, update: Update) -> Measured:
-    """Make an update."""
+    """Make an update and measure it."""
     began = time.perf_counter()
     make_update(run, update, RATE)
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
@@ -318,7 +318,7 @@ def _time_updates(run: TrainingRun) -> list[Measured]:
     """Time ordinary updates; on a GPU each runs twice, because the first time compiles its shapes."""
     updates = list[Measured]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
-    for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
+    for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first window has the longest row
         update = update_of(run, Cursor(0, window))
         if not device().on_cpu:
             _make(run, update)
@@ -329,11 +329,11 @@ def _time_updates(run: TrainingRun) -> list[Measured]:
 
 
 def _largest_updates(run: TrainingRun) -> list[tuple[Update, bool]]:
-    """The largest micro-batches as separate updates, and whether each is one of the training's own order of rows.
+    """Updates made of the largest micro-batches, and whether each is from the training's own order of rows.
 
-    They come from the updates with the longest row, most tokens and most labels, in the training's own order and in
-    several; the one that computes most comes first. Where an update has several micro-batches, one of a single row
-    precedes it: gradients then add up in memory as in the training.
+    They are taken from the updates with the longest row, the most tokens and the most labels, in the training's own
+    order and in other random orders; the update with the most tokens comes first. If training adds up the gradients of
+    several micro-batches, a micro-batch of one row comes before the large one, so that memory is used as in training.
     """
     data, settings, layout = run.job.train, run.job.settings, run.layout
     length = settings.rows_per_update, settings.num_epochs, settings.max_steps

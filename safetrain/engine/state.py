@@ -35,9 +35,9 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.update import BlockOptimizer
 from safetrain.engine.weight_files import ADAPTER_FILE, load_arrays, save_arrays
 
-TEXT_BYTES = 2**20  # of a checkpoint or of metrics, with 1,600 records
+TEXT_BYTES = 2**20  # text of a checkpoint or of metrics, with 1,600 records
 START = Cursor(0, 0)
-START_OVER = "'safetrain discard' removes it"
+START_OVER = "remove it: safetrain discard"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
 
@@ -70,7 +70,7 @@ class TrainState:
 
 
 def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
-    """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, text."""
+    """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, and text."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
     return 2 * weights + moments + TEXT_BYTES
@@ -110,7 +110,7 @@ def best_file(job: Job, state: TrainState) -> Path | None:
         if path.is_file() and sha256_of(path) == state.best_sha256:
             return path
     raise TrainingError(
-        f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint holds it.",
+        f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint has a copy.",
         where=str(adapter),
         do="do not touch the folder while a training run uses it; the same command continues from the last checkpoint",
     )
@@ -164,7 +164,7 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         raise TrainingError(
             f"An unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}.",
             where=str(folder.parent / POINTER),
-            do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
+            do=f"undo the difference to continue that run, or {START_OVER}; then run the same command again",
         )
     return state, longer
 

@@ -1,4 +1,4 @@
-"""The training loop and what it writes. It never draws or blocks on a reader: it reports records and leaves files.
+"""The training loop. It prints nothing and never waits for a reader: it reports records and writes files.
 
 Each update is checked between gradient and optimizer, so the weights are always those of the last good update.
 """
@@ -36,7 +36,7 @@ from safetrain.engine.weight_files import ADAPTER_FILE
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
 REMEMBERED = 32  # updates whose losses a new loss is compared with
-ENOUGH = 8  # updates before a jump of the loss is called one
+ENOUGH = 8  # earlier updates that are needed to call a higher loss a jump
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def update_of(run: TrainingRun, cursor: Cursor) -> Update:
 
 
 def make_update(run: TrainingRun, update: Update, rate: float) -> None:
-    """Compute one update, apply it and count it. Raises BadUpdateError if its numbers are wrong."""
+    """Compute one update, apply it and count it. Raises BadUpdateError if ``fault_in`` finds a fault."""
     began, state, settings, recorder = time.perf_counter(), run.state, run.job.settings, run.watcher.recorder
     step = state.step + 1
     run.model.module.train()
@@ -180,7 +180,7 @@ def record(run: TrainingRun, *, validate: bool) -> None:
 
 
 def _validate(run: TrainingRun) -> float:
-    """Measure the validation loss, each rank a part of the rows; save a new best to the adapters folder."""
+    """Measure the validation loss, each rank on its part of the rows; save a new best adapter to its folder."""
     job, state, ranks, data = run.job, run.state, run.ranks, run.job.valid
 
     def beat(batch: MicroBatch) -> None:
@@ -190,7 +190,7 @@ def _validate(run: TrainingRun) -> float:
 
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:
-        raise DataError("No token of the validation rows is a label.", do="give data/valid rows with answers")
+        raise DataError("No token of the validation rows is a label.", do="add rows with answers to data/valid")
     if ranks.together:
         data = data.take(data.by_length[ranks.rank :: ranks.size])
     total = float(row_losses(run.model, data, run.layout.most_tokens, beat).sum())
@@ -229,9 +229,9 @@ def save(run: TrainingRun) -> None:
 
 
 def fault_in(summed_loss: float, norm: float, labels: int, recent: Sequence[float], max_jump: float | None) -> str:
-    """Describe what is wrong with an update; empty if nothing. ``recent``: nats per label of the updates before it.
+    """Describe what is wrong with an update; empty if nothing. ``recent``: earlier losses, in nats per label.
 
-    A jump is above them all: updates of one row may have losses of two kinds, as short and long answers do.
+    A jump exceeds all of them: with one row per update, losses of short and long answers may differ widely.
     """
     if not math.isfinite(summed_loss):
         return "the loss is not a number"
@@ -272,7 +272,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
         save(run)
     some = ", ".join(str(line) for line in sorted(set(lines))[:32])
     is_jump = math.isfinite(loss) and math.isfinite(norm)
-    larger = "To allow this jump: a larger train.max_loss_jump, or null. " if is_jump else ""
+    larger = "To allow this jump, set a larger train.max_loss_jump, or null. " if is_jump else ""
     return BadUpdateError(
         f"Update {step} was not applied: {fault}.",
         where=f"rows {some} of data/validated/train.jsonl; loss of each row: {path}",

@@ -1,7 +1,7 @@
-"""The tuned model's outputs at labels, and what is compared with them: a saved adapter, a fused or exported model.
+"""Compares a saved adapter, a fused or an exported model with the tuned model, by their outputs at labels.
 
-Its hidden states stay in memory, and its head if another model's may differ, but the model is freed before another one
-is opened: memory never holds two, nor, while the adapter is checked, what only training needs.
+Only the tuned model's hidden states stay in memory, and its head if another model's head may differ. The tuned model is
+freed before another model is opened. Before the adapter check, all that only training needs is freed too.
 """
 
 import dataclasses
@@ -53,15 +53,15 @@ from safetrain.engine.upstream.adaptation import Head
 from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
 from safetrain.engine.weight_files import adapter_arrays, apply_adapter, load_arrays
 
-MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of their rows
+MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of labels' hidden states, and of the rows compared
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
-PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
+PLACE_BITS = 32  # low bits of a label's key: its place in its row; the higher bits are the row
 Beat = Callable[[], None]  # called before each micro-batch
 
 
 @dataclass(frozen=True, eq=False)
 class TunedModel:
-    """The tuned model's outputs, (labels,) each, in the order of rows and positions."""
+    """The tuned model's outputs at labels, arrays of shape (labels,), in the order of rows and positions."""
 
     rows: TokenRows
     most_tokens: int  # that are computed together
@@ -76,7 +76,7 @@ class TunedModel:
     def of(
         cls, model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = lambda: None, *, keep_head: bool = True
     ) -> "TunedModel":
-        """Measure a model. Its head need not be kept if other models have the same one."""
+        """Measure a model. ``keep_head`` is needed only if another model's head may differ."""
         seen = _at_labels(model, rows, most_tokens, None, beat)
         return cls(rows, most_tokens, model.head_alone().head if keep_head else None, *seen)
 
@@ -90,7 +90,7 @@ class TunedModel:
         return self._likeness(*_at_labels(model, self.rows, self.most_tokens, self, beat)[1:])
 
     def _likeness(self, losses: np.ndarray, greedy: np.ndarray, right: np.ndarray, divergences: np.ndarray) -> Likeness:
-        starts = np.flatnonzero(np.diff(self.keys >> PLACE_BITS, prepend=-1))  # of each row, which has a label at least
+        starts = np.flatnonzero(np.diff(self.keys >> PLACE_BITS, prepend=-1))  # of each row; every row has a label
         same, its, own = (np.logical_and.reduceat(each, starts) for each in (greedy == self.greedy, right, self.right))
         lost, won = int((own & ~its).sum()), int((its & ~own).sum())
         divergence = max(0.0, float(divergences.mean()))
@@ -98,7 +98,7 @@ class TunedModel:
 
 
 def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
-    """Evenly spread rows to compare models on, limited by ``most_tokens``, ``least_rows`` and memory."""
+    """Choose evenly spread rows of at most ``most_tokens`` tokens, but ``least_rows`` rows or more if memory allows."""
     width = files.vocab_size if model.split is None else files.hidden_size
     state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
     kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
@@ -109,10 +109,10 @@ def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens:
 def _at_labels(
     model: BaseModel, rows: TokenRows, most_tokens: int, tuned: TunedModel | None, beat: Beat
 ) -> list[np.ndarray]:
-    """Keys, losses, greedy tokens, whether these are right, and divergences from ``tuned``, or states without it."""
+    """Keys, losses, greedy tokens, whether these are right, and divergences from ``tuned`` (hidden states if None)."""
     model.module.eval()
     own = model.head()
-    theirs = own if tuned is None or tuned.head is None else tuned.head()  # it may be dequantized: once is enough
+    theirs = own if tuned is None or tuned.head is None else tuned.head()  # dequantizes it once at most
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
     chunks: list[tuple[np.ndarray, ...]] = []
     for batch in computed(model, in_order(rows, layout)):
@@ -132,7 +132,7 @@ def _of_shard(
     states = through(model, shard)[positions]
     keys = np.asarray(shard.tokens)[np.array(positions)]
     size = chunk_tokens(model.split.vocabulary if model.split is not None else states.shape[-1])
-    size = size if tuned is None else max(1, size // 2)  # two models' logits
+    size = size if tuned is None else max(1, size // 2)  # because of two models' logits
     for start in range(0, labels, size):
         some = slice(start, start + size)
         own, labels_here = _log_softmax(head(states[some])), targets[some]
@@ -225,7 +225,7 @@ def _beat(watcher: Watcher, step: int) -> Beat:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """The trained model, its destination, the rows to measure both on, and what may be lost."""
+    """The trained model, the output path, the rows to measure both models on, and what an export may lose."""
 
     base: Path
     adapter: Path
@@ -243,10 +243,10 @@ class ExportJob:
 
 
 class ExportComparison:
-    """The tuned model and its base: what a written model is compared with, each in a line."""
+    """Compares written models with the tuned model and its base; shows each in a line."""
 
     def __init__(self, job: ExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
-        """Measure both, and free them. Raises ModelError if the adapter has no effect, or is of another base."""
+        """Measure and free both models. Raises ModelError if the adapter has no effect or belongs to another base."""
         require_base(job.adapter, job.base, files.fingerprint)
         set_limits(job.mlx_limit_bytes)
         self._job, self._files, self._say = job, files, say
@@ -261,7 +261,7 @@ class ExportComparison:
         gc.collect()
         if self._base.divergence < NO_CHANGE:
             raise ModelError(NO_EFFECT, where=str(job.adapter), do=DISCARD)
-        some = f"; evenly spread among {len(job.rows):,}" if len(rows) < len(job.rows) else ""
+        some = f"; evenly spread among {len(job.rows):,} rows" if len(rows) < len(job.rows) else ""
         count = f"{counted(len(rows), 'validation row')} ({counted(len(self._tuned.keys), 'label')}{some})"
         say(f"Loss and predictions are compared with the tuned model's on {count}.")
         say(HEADER)
@@ -278,9 +278,9 @@ class ExportComparison:
             refused = ModelError(
                 f"The export does not keep the improvement: in {kind}, it {why}.",
                 where=str(job.out),
-                expected=f"at least {100 * (1 - job.may_lose):g} % kept",
+                expected=f"at least {100 * (1 - job.may_lose):g} % of the improvement kept",
                 got=f"{100 * share:.1f} %",
-                do="choose more bits (--type bf16 or f16; fuse without --bits), or accept it with --may-lose 100",
+                do="choose more bits (--type bf16 or f16; fuse without --bits), or accept the loss: --may-lose 100",
             )
         self._say(describe_likeness(name, size_bytes, share, likeness, len(rows), why or "passes"))
         form, base = read_prompt_format(job.adapter), str(job.base)
@@ -296,7 +296,7 @@ def require_memory(size: int, what: str, do: str) -> None:
     if size > room:
         raise MachineError(
             f"There is too little memory to measure {what}; nothing was written.",
-            expected=size_text(size),
+            expected=f"{size_text(size)} of memory",
             got=f"{size_text(room)} available",
             do=do,
         )

@@ -3,10 +3,10 @@
 mlx's optimizers are applied to one transformer block at a time. The learning rate is a pure function of the update's
 number.
 
-In pretraining not every weight is a matrix between hidden states. adamw and muon do not decay norms and biases. Muon
-updates the matrices inside blocks; AdamW updates embedding, head and norms (Jordan et al.,
-kellerjordan.github.io/posts/muon). Its steps are as long as AdamW's, so that one learning rate serves both: the
-orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the gradient (arXiv 2502.16982).
+In pretraining adamw and muon do not decay norms and biases. Muon updates the matrices inside blocks; AdamW updates
+embedding, head and norms (Jordan et al., kellerjordan.github.io/posts/muon). Muon's steps are as long as AdamW's, so
+that one learning rate serves both: the orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the
+gradient (arXiv 2502.16982).
 """
 
 import functools
@@ -39,11 +39,11 @@ from safetrain.engine.model import BaseModel, Blocks, open_base
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.loading import training_refusal
 
-MOMENTUM = 0.9  # of plain descent
+MOMENTUM = 0.9  # of SGD
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
 FLOOR = 0.1  # final share of the peak learning rate in cosine, linear and wsd
 BETAS, EPSILON = [0.9, 0.95], 1e-8  # usual for pretraining (arXiv 2005.14165, appendix B)
-ADAMW_LENGTH = 0.2  # root mean square of what AdamW changes a number by, in learning rates (arXiv 2502.16982)
+ADAMW_LENGTH = 0.2  # root mean square of AdamW's changes, in units of the learning rate (arXiv 2502.16982)
 DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; arXiv 2404.06395)
 
 FOLLOWING = {Phase.FORWARD: Phase.LOSS, Phase.LOSS: Phase.BACKWARD}  # of the traced phases
@@ -55,8 +55,8 @@ States = list[dict[str, mx.array]]
 class Tracer:
     """Evaluates forward pass, loss and backward pass separately, to show which one crashes (train.trace).
 
-    It writes a record and a line before and after each. The results equal an untraced run's: the same graph, in three
-    parts.
+    It writes a record and a line before and after each phase. The results equal an untraced run's: the same graph, in
+    three parts.
     """
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
@@ -80,7 +80,7 @@ class Tracer:
 
     @contextmanager
     def optimizer(self, step: int) -> Iterator[None]:
-        """Tell before and after the optimizer."""
+        """Write a record and a line before and after the optimizer's step."""
         self._work = Work(step)
         self._tell(Phase.OPTIMIZER, Edge.BEFORE)
         yield
@@ -125,7 +125,7 @@ def equip(
 class Gradients:
     """Computes the gradient of an update. On CPU the shards of a micro-batch run in parallel, one thread each.
 
-    On a GPU each shape is compiled once and kept; the parameters are inputs, so their values may change.
+    On a GPU each shape's program is compiled once and kept; the parameters are inputs, so their values may change.
     ``whole_model`` is the compute type of pretraining, None for any other method: the weights and their gradients stay
     float32 (arXiv 1710.03740).
     """
@@ -178,7 +178,7 @@ class Gradients:
         return total * update.trained_tokens, summed
 
     def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Tree]:
-        """The summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
+        """The summed loss of a shard and the gradient of the trainable parameters, as lazy arrays.
 
         ``share``: weight of each label in the sum; 1 / labels of the update gives the mean.
         """
@@ -193,7 +193,7 @@ class Gradients:
     def _by_blocks(
         self, blocks: Blocks, update: Update, step: int, check_stop: Callable[[], None]
     ) -> tuple[mx.array, Tree]:
-        """The same with the base on disk."""
+        """Like ``of``, for a base on disk."""
 
         def tell(number: int, phase: Phase, values: Any) -> None:
             check_stop()
@@ -230,7 +230,7 @@ class Gradients:
         return total, summed
 
     def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
-        """The gradient function for this layout of rows; on a GPU each rectangle is compiled when it is first met."""
+        """The gradient function for this layout of rows; on a GPU each rectangle is compiled when it first occurs."""
         program = mx.value_and_grad(functools.partial(self._summed_loss, blocks))
         return self.programs.setdefault(blocks, mx.compile(program)) if self.compiles else program
 
@@ -318,7 +318,7 @@ def apply_gradient(
 
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
-    """The optimizer in the settings; compiled where launching kernels costs more than compiling saves."""
+    """The optimizer in the settings; compiled on a GPU, where launching many kernels would be slow."""
     own = of_mlx(settings.optimizer, settings.weight_decay, whole_model=settings.method == PRETRAIN)
     return BlockOptimizer(own, compiled=not device().on_cpu)
 
@@ -331,7 +331,7 @@ def of_mlx(name: str, weight_decay: float, *, whole_model: bool = False) -> opti
     if name in ("adamw", "muon") and whole_model:
         return _WholeModel(weight_decay, muon=name == "muon")
     if name == "adam" and weight_decay:
-        raise ConfigError("Adam has no weight decay.", got=f"{weight_decay:g}", do="train.optimizer=adamw")
+        raise ConfigError("Adam has no train.weight_decay.", got=f"{weight_decay:g}", do="set train.optimizer=adamw")
     if name == "adam":
         return optim.Adam(0.0, bias_correction=True)
     if name == "adamw":

@@ -89,7 +89,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
         method = config.get(TRAINED_BY) or config.get("fine_tune_type", "lora")
         shape = config.get("lora_parameters", {})
         targets = tuple(shape.get("keys") or (ALL_LINEAR,))
-        layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # mlx-lm: -1 is all
+        layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # -1 means all
         lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, layers, targets)
         make_trainable(model, method, lora, seed=0)
         set_adapter_weights(model, weights)
@@ -153,7 +153,7 @@ def save_adapter(
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
     if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):
         shape["keys"] = adapted_names(model)  # without keys mlx-lm takes every linear layer
-    kind = "full" if method in WHOLE else method  # the word of mlx-lm for weights that replace the base's
+    kind = "full" if method in WHOLE else method  # mlx-lm's word for weights that replace the base's
     config = {"fine_tune_type": kind, TRAINED_BY: method, "model": str(base), "num_layers": lora.num_layers,
               "lora_parameters": shape, BASE_FINGERPRINT: base_fingerprint or None}  # fmt: skip
 

@@ -79,7 +79,7 @@ def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe
     text = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
     shared = from_json(TrainJob, json.loads(text))
     if shared.ranks != ranks.size:
-        raise ConfigError("The hostfile's number of ranks is wrong.", expected=str(shared.ranks), got=str(ranks.size))
+        raise ConfigError(f"The hostfile's number of ranks is {ranks.size}.", expected=str(shared.ranks))
     if job is None:
         limit_memory(shared.memory_limit_bytes)
     _train(shared, recorder, pipe, stop, blas, ranks)
@@ -123,7 +123,7 @@ def _train(
 
 
 def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> "Watcher":
-    """What a training run reports goes to the metrics file and to the supervisor."""
+    """A watcher that passes a run's reports on to the metrics file and the supervisor."""
     from safetrain.engine.run import Watcher
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:

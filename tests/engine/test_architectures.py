@@ -97,8 +97,8 @@ def test_a_family_that_needs_more_than_the_usual_passes_it(family: str, tmp_path
 
 def test_a_family_that_cannot_be_trained_in_reasonable_time_is_refused_by_name(tmp_path: Path) -> None:
     base = build_family(tmp_path / "jamba", "jamba")
-    assert str(try_to_load(base)["train_error"]).startswith("jamba is not trained: in mlx-lm its recurrence needs")
-    with pytest.raises(ModelError, match="jamba is not trained"):
+    assert str(try_to_load(base)["train_error"]).startswith("Jamba cannot be trained: in mlx-lm its recurrence needs")
+    with pytest.raises(ModelError, match="Jamba cannot be trained"):
         prepare(base, SETTINGS)
 
 
@@ -180,7 +180,7 @@ def test_a_model_without_a_gradient_or_whose_tokens_look_ahead_is_refused_in_wor
     block = model.module.transformer.h[0]
     kind = type(block.attn)
     changed_class(block.attn, __call__=lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache))
-    assert training_fault(model) == "in mlx-lm, its tokens see the tokens after them"
+    assert training_fault(model) == "in mlx-lm this model's tokens also see the tokens after them"
     inner = type(block.mlp)
     changed_class(block.mlp, __call__=lambda self, x: kernel(inner.__call__(self, x)))
     assert "Not implemented for CustomKernel" in gradient_fault(model)

@@ -74,11 +74,11 @@ def test_other_kinds_of_tokenizers_are_refused_by_what_they_do(tmp_path: Path) -
     for definition, message in (
         (changed(of_bytes, "model", type="Unigram"), "its model is Unigram"),
         (changed(of_bytes, "model", end_of_word_suffix="</w>"), "prefix or suffix"),
-        (changed(of_bytes, "normalizer", type="Lowercase"), "changed before they are split"),
+        (changed(of_bytes, "normalizer", type="Lowercase"), "it changes texts before it splits them"),
         (changed(of_bytes, "pre_tokenizer", add_prefix_space=True), "it splits texts"),
         (changed(of_bytes, "model", ignore_merges=True), "splits texts by whole words first, GPT-2"),
         (changed(of_letters, "model", vocab=vocab), "pieces for single bytes"),
-        ({**of_letters, "normalizer": None}, "it changes spaces in another way"),
+        ({**of_letters, "normalizer": None}, "it treats spaces differently"),
         (of_words, r"it splits texts by \\w\+\|\\W\+(?s:.*)silently answer wrongly"),
     ):
         with pytest.raises(ModelError, match=message):

@@ -192,7 +192,7 @@ def changed_arrays(part: str, change: Callable[[np.ndarray], np.ndarray] | None)
     (changed_arrays("layers.1.", None), r"skips layers of the upper blocks: 4 .*model\.layers\.1"),
     (changed_arrays("layers.1.mlp.down_proj.lora_B", None), r"is incomplete.*layers\.1\.mlp\.down_proj"),
     (changed_arrays("lora_B", np.zeros_like), "changes nothing"),
-    (changed_arrays("lora_B", lambda value: value * math.nan), "infinite numbers or NaN"),
+    (changed_arrays("lora_B", lambda value: value * math.nan), "infinity or NaN"),
     (changed_arrays("lora_", lambda value: value[:2, :2]), "does not fit this base(?s:.*)a rank of 3"),
     (with_key(f"{BLOCKS}.0.mlp.up_proj.lora_magnitude_vector", 128), "is incomplete.*up_proj"),
 ])  # fmt: skip

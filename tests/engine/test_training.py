@@ -273,7 +273,7 @@ def test_a_run_that_a_jump_has_stopped_goes_on_where_the_jump_is_allowed(tiny_mo
     run_in("whole", None)
     with pytest.raises(BadUpdateError, match="the loss jumped") as caught:
         run_in("broken", 0.5)
-    assert "a larger train.max_loss_jump, or null" in str(caught.value)
+    assert "set a larger train.max_loss_jump, or null" in str(caught.value)
     assert run_in("broken", None).state.resumed_from_step == 12
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
 

@@ -156,7 +156,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     assert ("the state is saved.\n  continue with: " in stderr, "error: " in stderr) == (True, False)
     changed = workspace.stage("train", *settings, "train.learning_rate=0.5")
     assert (changed.returncode, "learning_rate" in changed.stderr) == (7, True)
-    assert "'safetrain discard' removes it" in changed.stderr
+    assert "remove it: safetrain discard" in changed.stderr
     finished = workspace.run(*command)
     assert finished.returncode == 0
     summary = workspace.json("training_summary.json")

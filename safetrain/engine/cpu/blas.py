@@ -39,14 +39,14 @@ class Blas:
 
 
 def load_fast_blas() -> Blas:
-    """Load OpenBLAS into the global symbol scope of this process; fall back with the reason, never raise."""
+    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise."""
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
     if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
         return Blas("reference", True, "mlx[cuda] is installed: matrix products run on the GPU")
     if "mlx.core" in sys.modules:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
-    # mlx walks a graph depth first beyond this width: one stream would wait for the other to end
+    # mlx walks a graph depth first beyond this width: one stream would wait for another to end
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(GRAPH_WIDTH))
     try:
         _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
@@ -94,7 +94,7 @@ def _renamed_openblas() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         names, renamed = Path(scratch) / "names", Path(scratch) / "renamed.so"
         names.write_bytes(b"".join(b"%b %b\n" % pair for pair in sorted(symbols)))  # as it is, and as mlx calls it
-        beside = ("--set-rpath", str(source.parent))  # of libraries that OpenBLAS itself may need
+        beside = ("--set-rpath", str(source.parent))  # folder of libraries that OpenBLAS itself may need
         command = [patchelf, "--rename-dynamic-symbols", str(names), *beside, "--output", str(renamed), str(source)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         renamed.chmod(0o700)

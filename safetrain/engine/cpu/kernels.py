@@ -1,9 +1,9 @@
 """Faster versions of operations that are slow in mlx on a CPU (benchmarks/bench_cpu.py, bench_ops.py).
 
-``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU and cross-entropy take powers of
+``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU and cross-entropy use powers of
 two, in float32, with explicit gradients (attention: engine/row_attention.py). ``mx.quantized_matmul`` is forty times
 as slow as a product with the dequantized weight. Only products use several threads, so shards of a micro-batch run in
-parallel, a stream each.
+parallel, each on its own stream.
 """
 
 import functools
@@ -60,7 +60,7 @@ _cross_entropy = with_gradient(_entropy_forward, _entropy_backward)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x, of two arrays of one shape."""
+    """silu(gate) * x, for arrays of the same shape."""
     return _swiglu(gate, x)[0]
 
 
@@ -82,9 +82,9 @@ def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
 def _product(layer: Any, x: mx.array) -> mx.array:
     """``x @ weight.T`` in the dtype of ``x``; only ``x`` gets a gradient.
 
-    Each slice of the weight's rows is dequantized when the product before it is there, and multiplied while the
-    processor's cache still holds it: a 7B's layers take 0.4 to 0.9 of the time of whole weights, and a twentieth of
-    their memory.
+    Each slice of the weight's rows is dequantized after the product before it, and multiplied while the processor's
+    cache still holds it. Layers of a 7B model take 0.4 to 0.9 of the time, and a twentieth of the memory, that they
+    take with whole weights.
     """
     outputs, inputs = layer.weight.shape[0], inputs_of(layer)
     step = rows_dequantized_together(inputs)
@@ -117,7 +117,7 @@ class LinearDequantizedPerUse(nn.QuantizedLinear):
 
 
 class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
-    """A quantized embedding that returns float32, as all layers do on CPU; as a head it is dequantized."""
+    """A quantized embedding that returns float32, as all layers do on CPU; as a head it dequantizes at each use."""
 
     def __call__(self, ids: mx.array) -> mx.array:
         return super().__call__(ids).astype(mx.float32)
@@ -131,7 +131,7 @@ PER_USE: dict[type, type] = {
 
 
 def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> list[Made]:
-    """Call ``compute`` for each shard on its own stream; evaluate all together, sharing the cores. A GPU waits."""
+    """Call ``compute`` for each shard. On a CPU each has its own stream, and all are evaluated at the same time."""
     if not device().on_cpu:
         return [compute(shard) for shard in shards]
     results = []

@@ -1,1 +1,1 @@
-"""A tuned model in the formats of other programs."""
+"""Converts adapters and tuned models to the formats of other programs, and imports adapters."""

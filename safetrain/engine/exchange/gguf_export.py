@@ -1,6 +1,6 @@
 """Writes a tuned model as a GGUF file, and reads and measures it before it gets its final name.
 
-The gguf package has llama.cpp's names for weights. How they are laid out, and which settings llama.cpp needs, is in its
+The gguf package has llama.cpp's names for weights. Their layout and the settings that llama.cpp needs are in its
 code: src/models/FAMILY.cpp and conversion/FAMILY.py. Weights are written and read one at a time.
 """
 
@@ -41,15 +41,15 @@ FAMILIES = {  # llama.cpp's architectures by model_type in config.json
     "gemma3_text": "gemma3", "phi3": "phi3",
 }  # fmt: skip
 LONG = ("longrope", "su")
-ROTATIONS = {"llama": ("llama3",), "phi3": LONG}  # of positions, besides default and linear
+ROTATIONS = {"llama": ("llama3",), "phi3": LONG}  # rotary scalings, besides default and linear
 DEFAULT_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
-STRIPPING = "phi-3"  # in a model's name: llama.cpp drops white space after its special tokens
+STRIPPING = "phi-3"  # if it is in a model's name, llama.cpp drops white space after special tokens
 
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
-READ_BITS = 8  # of quantized weights that are read
-FLOAT_BYTES, READ_BYTES = 2, 1.25  # of a weight that is read: in 16 bits; in 8 bits with scales and biases
+READ_BITS = 8  # of quantized weights that are read back
+FLOAT_BYTES, READ_BYTES = 2, 1.25  # of a weight that is read back: in 16 bits; in 8 bits with scales and biases
 AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every token passes through them
 QUANTIZER = "llama-quantize"  # llama.cpp's program, for types that are not in KINDS
 LAST_WORDS = 400  # characters of its output, if it fails
@@ -115,7 +115,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     del module, changes, writer, data
     gc.collect()
     set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
-    with errors_told("open what was written", str(path)):
+    with errors_told("open the written model", str(path)):
         module, dequantize = rebuilt(config, dict(arrays_in(path, parts))), dequantize_to_answer(files)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=job.compute_dtype)
     model, name = BaseModel(module, frozenset(), *adapt(module)), f"{job.out.name} ({kind})"
@@ -177,10 +177,10 @@ def text_model(module: Any) -> Any:
 
 
 def write_shape(writer: gguf.GGUFWriter, module: Any) -> dict[str, np.ndarray]:
-    """Write the metadata from which llama.cpp builds ``module``, a text model; returns tensors that it also needs.
+    """Write the metadata from which llama.cpp builds ``module``, a text model; returns extra tensors for the file.
 
-    These divide the rotary frequencies, (rotated / 2,) float32. Raises ModelError for a setting of the model that
-    llama.cpp does not support.
+    They divide the rotary frequencies: float32, (rotated numbers / 2,). Raises ModelError for a setting of the model
+    that llama.cpp does not support.
     """
     args = module.args
     head = int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
@@ -212,7 +212,7 @@ def write_shape(writer: gguf.GGUFWriter, module: Any) -> dict[str, np.ndarray]:
 
 
 def _write_rotation(writer: gguf.GGUFWriter, module: Any) -> dict[str, np.ndarray]:
-    """Write how positions are scaled; returns and raises as ``write_shape``."""
+    """Write the scaling of rotary positions; returns and raises like ``write_shape``."""
     args, rope = module.args, module.layers[0].self_attn.rope
     scaling = getattr(args, "rope_scaling", None) or {}
     rotation = str(scaling.get("type") or scaling.get("rope_type") or "default")
@@ -235,7 +235,7 @@ def _write_rotation(writer: gguf.GGUFWriter, module: Any) -> dict[str, np.ndarra
 
 @dataclass(frozen=True)
 class GgufPart:
-    """A weight of the model in the file."""
+    """A weight of the model, and how the file stores it."""
 
     name: str  # in the file
     path: str  # of its layer in the module
@@ -250,13 +250,13 @@ class GgufPart:
         return np.argsort(rows.reshape(self.heads, 2, -1).swapaxes(1, 2).ravel()) if self.heads else rows
 
     def stored_as(self, kind: Kind) -> Kind:
-        """Type in a file of ``kind``: float32 for vectors."""
+        """The weight's type in a file of ``kind``: F32 for vectors, Q8_0 for AT_THE_ENDS in a file of Q4_0."""
         if len(self.shape) == 1:
             return Kind.F32
         return Kind.Q8_0 if kind == Kind.Q4_0 and self.name in AT_THE_ENDS else kind
 
     def bytes_as(self, kind: Kind) -> int:
-        """Bytes in a file of ``kind``."""
+        """The weight's size in a file of ``kind``, in bytes."""
         block, size = gguf.GGML_QUANT_SIZES[self.stored_as(kind)]
         return math.prod(self.shape) // block * size
 
@@ -323,7 +323,7 @@ def arrays_in(file: Path, parts: Iterable[GgufPart]) -> Iterator[tuple[str, mx.a
 
 
 def _in_8_bits(data: np.ndarray, kind: Kind) -> tuple[mx.array, ...]:
-    """Convert rows of blocks to mlx's 8 bits: q8_0 exactly, fewer bits with a rounding that is small beside theirs."""
+    """Convert quantized rows to mlx's 8 bits: q8_0 exactly, fewer bits with a rounding much finer than their own."""
     data = np.ascontiguousarray(data)
     if kind != Kind.Q8_0:
         return tuple(mx.quantize(mx.array(gguf.quants.dequantize(data, kind)), BLOCK, READ_BITS))

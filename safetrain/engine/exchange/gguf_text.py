@@ -1,7 +1,7 @@
 """Tokenizer and chat template in a GGUF file's metadata.
 
-llama.cpp has a fixed list of ways to split a text (src/llama-vocab.cpp). A tokenizer with another one is refused,
-because llama.cpp would silently split texts differently than in training.
+llama.cpp has a fixed list of ways to split a text (src/llama-vocab.cpp). A tokenizer that splits in another way is
+refused, because llama.cpp would silently split texts differently than in training.
 """
 
 import re
@@ -72,7 +72,7 @@ def write_vocabulary(writer: GGUFWriter, definition: Mapping[str, Any], size: in
 
 
 def _pieces(definition: Mapping[str, Any], size: int) -> tuple[list[str], list[TokenType]]:
-    """Text and type of each id of the embedding: ids without a token are unused, tokens beyond it are left out."""
+    """Text and type of each id of the embedding: UNUSED without a token; tokens beyond the embedding are left out."""
     tokens, types = [f"[PAD{number}]" for number in range(size)], [TokenType.UNUSED] * size
     model = definition["model"]
     for token, number in model["vocab"].items():
@@ -89,7 +89,7 @@ def _pieces(definition: Mapping[str, Any], size: int) -> tuple[list[str], list[T
 
 
 def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> bool:
-    """Whether llama.cpp should put a space before every text that does not follow a text."""
+    """Whether llama.cpp should put a space before a text at the beginning or after a special token."""
     changes, splits = _steps(definition, "normalizer"), _steps(definition, "pre_tokenizer")
     if all(split.get("pattern") == {"String": " "} for split in splits):
         if changes == [REPLACE]:  # as in Gemma
@@ -97,15 +97,15 @@ def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> 
         if changes == [PREPEND, REPLACE]:  # as in Llama 2
             return True
     if changes or [(split.get("replacement"), split.get("split")) for split in splits] != [(SPACE, False)]:
-        raise _unknown("it changes spaces in another way than Llama 2, Mistral and Gemma", where)
+        raise _unknown("it treats spaces differently from Llama 2, Mistral and Gemma", where)
     scheme = splits[0]["prepend_scheme"]  # as in Mistral
     return scheme == "always" or (scheme == "first" and not chats)
 
 
 def _split_name(definition: Mapping[str, Any], where: str) -> str:
-    """llama.cpp's name for how texts are split."""
+    """llama.cpp's name for the way this tokenizer splits texts; raises ModelError if there is none."""
     if changes := [step["type"] for step in _steps(definition, "normalizer") if step["type"] != "NFC"]:
-        raise _unknown(f"texts are changed before they are split ({changes[0]})", where)
+        raise _unknown(f"it changes texts before it splits them ({changes[0]})", where)
     found = [WHOLE] if definition["model"].get("ignore_merges") else []
     for step in _steps(definition, "pre_tokenizer"):
         if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
@@ -158,7 +158,7 @@ def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat 
 
 
 def adds_begin(tokenizer: ChatTokenizer) -> bool:
-    """Whether llama.cpp should put the first token before texts: where the tokenizer does, and the template too."""
+    """Whether llama.cpp should put the BOS token before texts: if the tokenizer and the chat template do."""
     begin = tokenizer.special_id("bos")
     if begin is None or tokenizer.encode("a")[:1] != [begin]:
         return False
@@ -182,6 +182,6 @@ def templates_of(tokenizer: ChatTokenizer, form: PromptFormat | None) -> dict[st
             cut = f"(chat[:-{len(asked)}] if chat.endswith({asked!r}) else chat)" if asked else "chat"
             answer = f"({cut} + {form.opening!r}) if add_generation_prompt else chat"
             opened = f"{{% set chat %}}{text}{{% endset %}}{{{{ {answer} }}}}"
-        empty = (f"{{% set {token} = '' %}}" for token in absent if token in opened)  # programs may insert another
+        empty = (f"{{% set {token} = '' %}}" for token in absent if token in opened)  # a program may insert another
         templates[name] = "".join(empty) + opened
     return templates

@@ -1,7 +1,7 @@
 """Exports adapters to PEFT and imports them, bit for bit; a setting that is not supported is refused by name.
 
-Here a pair is lora_a (inputs, rank) and lora_b (rank, outputs); PEFT's lora_A is (rank, inputs), lora_B (outputs,
-rank). DoRA's magnitudes are m here, lora_magnitude_vector there, both (outputs,).
+A layer has lora_a (inputs, rank) and lora_b (rank, outputs) here, lora_A (rank, inputs) and lora_B (outputs, rank) in
+PEFT. DoRA's magnitudes, (outputs,), are called m here and lora_magnitude_vector in PEFT.
 """
 
 import json
@@ -51,8 +51,8 @@ MERGE = "merge it into its base with PEFT (merge_and_unload), and use the result
 def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> ExportReport:
     """Write the adapter for PEFT to ``job.out``, complete or not at all, with its report.
 
-    ``base_name``: the float model that PEFT loads it on. Raises ConfigError if the target exists, DiskFullError, and
-    ModelError if PEFT cannot hold it, it does not fit the base, or the written adapter gives different results.
+    ``base_name``: the float model for PEFT to load the adapter on. Raises ConfigError if the target exists,
+    DiskFullError, and ModelError if the adapter does not suit PEFT or the base, or gives other results when reloaded.
     """
     parent, files = require_new(job.out), read_model_files(job.base)
     require_same_names(job.base)
@@ -83,7 +83,7 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
 def import_peft(source: Path, base: Path, out: Path) -> tuple[Mapping[str, Any], LoraSettings]:
     """Convert the PEFT adapter in ``source`` for mlx-lm and this project into ``out``, complete or not at all.
 
-    Returns PEFT's configuration and the settings here. Raises ConfigError if the target exists, ModelError if the
+    Returns PEFT's configuration and the LoRA settings. Raises ConfigError if the target exists, ModelError if the
     adapter is not supported, does not fit the base or changes nothing, and DiskFullError.
     """
     parent = require_new(out)
@@ -111,7 +111,7 @@ def require_same_names(base: Path) -> None:
 
 
 def places_of(model: BaseModel) -> dict[str, tuple[int, str]]:
-    """Linear layers that can carry an adapter: the number of their block and their name in it, by path."""
+    """Linear layers that can carry an adapter, by path: the number of the layer's block, and its name in the block."""
     paths = {id(layer): path for path, layer in model.module.named_modules()}
     return {
         paths[id(layer)]: (number, name)
@@ -122,7 +122,7 @@ def places_of(model: BaseModel) -> dict[str, tuple[int, str]]:
 
 
 def write_peft(adapter: Path, arrays: Mapping[str, mx.array], base_name: str, folder: Path) -> None:
-    """Write ``adapter``, whose arrays these are, for PEFT into ``folder``; raises ModelError, OSError."""
+    """Write an adapter for PEFT: settings of the folder ``adapter``, weights ``arrays``. Raises ModelError, OSError."""
     rank = max(value.shape[1] for name, value in arrays.items() if name.endswith(".lora_a"))
     alpha = lora_number(adapter, "scale") * rank  # PEFT divides by the rank; equal up to a last bit
     config = {
@@ -142,7 +142,7 @@ def write_peft(adapter: Path, arrays: Mapping[str, mx.array], base_name: str, fo
 def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSettings]:
     """Put the adapter in ``source`` on an opened base, ready to compute; returns its configuration and settings.
 
-    The targets of the settings are full names inside a block. Raises ModelError with the name of what does not fit.
+    The targets of the settings are full names inside a block. Raises ModelError that names what does not fit.
     """
     config, places, where = read_peft_config(source), places_of(model), str(source / WEIGHTS)
     weights, found = dict[str, mx.array](), set[tuple[int, str]]()
@@ -150,14 +150,14 @@ def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSetti
         match = KEY.match(key)
         if match is None or match[1] not in places:
             what = f"This adapter does not fit: the base has no linear layer in a block for {key}."
-            do = f"use --model to name the base it was trained on; if it has more than pairs, {MERGE}"
+            do = f"use --model to name the base it was trained on; if it changes more than linear layers, {MERGE}"
             raise ModelError(what, where=where, do=do)
         kind, array = OURS[match[2]], value.astype(mx.float32)
         weights[f"{match[1]}.{kind}"] = array if kind == "m" else mx.contiguous(array.T)
         found.add(places[match[1]])
     squares = sum(float(mx.square(value).sum()) for name, value in weights.items() if name.endswith("lora_b"))
     if not 0 < squares < math.inf:
-        what = "The adapter changes nothing (it is empty, or all its lora_B are zero), or has infinite numbers or NaN."
+        what = "The adapter changes nothing (it is empty, or all its lora_B are zero), or contains infinity or NaN."
         raise ModelError(what, where=where, do="save the adapter in PEFT after training, and import it again")
     rank, blocks = config["r"], len(model.module.layers) - min(found)[0]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)  # arXiv 2312.03732
@@ -169,7 +169,7 @@ def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSetti
     except ModelError as error:
         what = f"The adapter does not fit this base, is incomplete, or skips layers of the upper blocks: {error.what}"
         do = "use --model to name the base it was trained on, or copy the whole folder again"
-        raise ModelError(what, where=where, expected=f"a rank of {rank}", do=do) from None
+        raise ModelError(what, where=where, expected=f"a rank of {rank} in every layer", do=do) from None
     model.module.eval()
     mx.eval(model.module.parameters())
     return config, lora
@@ -190,7 +190,7 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         if not is_supported:
             what = f"This adapter is not supported: {key} is {json.dumps(value)[:60]}."
             raise ModelError(what, where=where, do=MERGE)
-    if not (folder / WEIGHTS).is_file():  # older ones have pickles, which may run any code
+    if not (folder / WEIGHTS).is_file():  # older adapters are pickles, which may run any code
         do = "save the adapter again in PEFT: save_pretrained(folder, safe_serialization=True)"
         raise ModelError(f"The adapter is incomplete: {WEIGHTS} is missing.", where=str(folder), do=do)
     return config

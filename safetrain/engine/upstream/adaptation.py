@@ -1,9 +1,9 @@
 """Prepares a model of mlx-lm for this engine, and finds out what it does not support.
 
 Attention over packed rows, SwiGLU and the gated delta rule are replaced in the files of mlx-lm that define the model,
-which import them by name. A model is split into a trunk, which makes hidden states, and a head, which makes logits,
-for labels only. Packed rows and the split are compared with the model itself on a few tokens, never decided by its
-name: what changes the results is not used. A refusal is no error.
+which import them by name. A model is split into a trunk, which computes hidden states, and a head, so that logits are
+computed for labels only. Packed rows and the split are each tested on a few tokens, whatever the model's name, and not
+used if they change the model's results. A refusal is not an error.
 """
 
 import functools
@@ -39,12 +39,12 @@ PROBE_BLOCKS = (Block(0, 8, 1, 8), Block(8, 11, 1, 3))
 
 
 class Refusal(NotImplementedError):
-    """Why a model cannot compute with the given input."""
+    """The model cannot compute in the requested way; the message says why."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn an error of a model's code into a Refusal with its first line. Wrap only calls into the model."""
+    """Turn an error from a model's code into a Refusal with its first line. Wrap only calls into the model."""
     try:
         yield
     except Refusal:
@@ -64,7 +64,7 @@ def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
 
 
 def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], share: float = TOLERANCE) -> bool:
-    """Whether the numbers are equal to within a share of the largest one, more in 16 bits; NaN is never equal."""
+    """Whether numbers agree to within a share of the largest one: TOLERANCE_16_BIT in 16 bits. NaN never agrees."""
     pairs = [(numbers(one), numbers(other)) for one, other in zip(found, expected, strict=True)]
     share = share if expected[0].dtype == mx.float32 else TOLERANCE_16_BIT
     largest = max(np.abs(other).max() for _, other in pairs)
@@ -83,7 +83,7 @@ def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
     It first tries only some blocks, at least one of each kind, because a large model takes long.
     """
     was_training = module.training
-    module.eval()  # dropout would make numbers differ, and use up random ones
+    module.eval()  # dropout would change the results, and use up random numbers
     try:
         with few_blocks(module) as fewer:
             try:
@@ -107,7 +107,7 @@ def refusal_of(module: Any, ask: Callable[[], None]) -> str:
 
 @contextmanager
 def few_blocks(module: Any) -> Iterator[bool]:
-    """Reduce the model to its first blocks that include every kind, inside this context; yields whether it has fewer.
+    """Inside this context, keep only the first blocks that include every kind; yields whether any are left out.
 
     Models that store their blocks elsewhere keep them all.
     """
@@ -135,7 +135,7 @@ def _kind(block: Any) -> list[tuple[str, str]]:
 
 
 class PackedRowsCache:
-    """Takes the place of a key-value cache, from which mlx-lm's layers read positions: each token is a row of one.
+    """Stands in for a key-value cache, from which mlx-lm's layers read positions; each token is a row of length 1.
 
     Model code sees (tokens, 1) ids, rotates each token by its own offset, and passes this object to the attention.
     """
@@ -145,7 +145,7 @@ class PackedRowsCache:
         self.offset = rows.offsets
 
     def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> int | None:
-        """Where mlx-lm expects a mask: how many tokens a query sees, None for all before it."""
+        """Return how many tokens a query sees, in place of a mask; None: all tokens before it."""
         del return_array
         return window_size
 
@@ -185,14 +185,14 @@ def call_packed(call: Callable[..., mx.array], layers: int, ids: mx.array, rows:
 
 
 def call_padded(call: Callable[..., mx.array], ids: mx.array, rows: PackedRows) -> mx.array:
-    """The same for rows of one rectangle, as the model computes them by itself."""
+    """Run a model or its trunk on (tokens,) ids padded to one rectangle; returns (tokens, features)."""
     (block,) = rows.blocks
     values = call(ids.reshape(block.rows, block.width))
     return values.reshape(-1, values.shape[-1])
 
 
 def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """mlx-lm's SwiGLU, or one without exponentials on a CPU."""
+    """mlx-lm's SwiGLU; on a CPU, a version with powers of 2 in place of exponentials."""
     return kernels.swiglu(gate, x) if device().on_cpu else swiglu(gate, x)
 
 
@@ -203,7 +203,7 @@ def delta_rule_in_stretches(
     """mlx-lm's gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear), with less memory for its gradient.
 
     mlx-lm keeps the intermediate results of all n tokens: gigabytes per block at usual widths. In stretches of sqrt(n)
-    tokens, which the backward pass recomputes, only 2 sqrt(n) are kept.
+    tokens, which the backward pass recomputes, it keeps those of only 2 sqrt(n) tokens.
     """
     if use_kernel or mask is not None:
         return gated_delta_update(q, k, v, a, b, a_log, dt_bias, state, mask, use_kernel=use_kernel, **how)
@@ -240,16 +240,16 @@ def replace(module: Any) -> bool:
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model as ``head()(trunk(ids))``; ids (rows, tokens), hidden states (rows, tokens, width)."""
+    """A model as ``head()(trunk(ids))``; ids have shape (rows, tokens), hidden states (rows, tokens, width)."""
 
     trunk: Callable[..., mx.array]
-    layer: Any  # the head's, or the embedding
-    project: Head  # the layer's product
-    finish: Head  # what the model does to its logits after that: nothing, a cap, or a scale
+    layer: Any  # the head's linear layer, or the embedding
+    project: Head  # multiplies hidden states by the layer's weight
+    finish: Head  # the model's last change of its logits: none, a cap, or a scale
     vocabulary: int
 
     def head(self) -> Head:
-        """The head of one pass, which dequantizes its weights once, not for every chunk."""
+        """The head for one pass, with its weights dequantized once, not for every chunk."""
         if not self.has_slices:
             return lambda hidden: self.finish(self.project(hidden))
         slices = list(self.slices())
@@ -261,9 +261,10 @@ class SplitModel:
         return type(self.layer) in kernels.PER_USE.values() and "bias" not in self.layer
 
     def slices(self, *, backwards: bool = False) -> Iterator[mx.array]:
-        """Yield the head's weight in float32, the type of all numbers on a CPU, where weights are dequantized per use.
+        """Yield the head's weight in slices of its rows, dequantized to float32, the type of all numbers on a CPU.
 
-        Each slice is computed at once: its temporary arrays, three times its size, are freed before the next slice.
+        Each slice is evaluated immediately, so that its temporary arrays, three times its size, are freed before the
+        next slice.
         """
         rows = self.layer.weight.shape[0]
         size = max(1, rows // HEAD_SLICES)
@@ -286,8 +287,8 @@ class SplitModel:
 def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
     """Freeze the model, install this engine's functions, and find out what the model does not support.
 
-    Returns why it cannot pack rows of different lengths into one list of tokens, its split, and why it has none; both
-    reasons are empty if it can. Rows are packed on a CPU only.
+    Returns why it cannot pack rows of different lengths into one list of tokens, the split model, and why it cannot be
+    split; a reason is empty if the model can. Rows are packed on a CPU only.
     """
     complete(module)
     module.freeze()
@@ -303,7 +304,7 @@ def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
 
 
 def packing_refusal(module: Any) -> str:
-    """Why packing rows changes the results; empty if it does not."""
+    """Why rows cannot be packed; empty if packing leaves the results unchanged."""
 
     def ask() -> None:
         call = trunk_of(module) or module  # the head sees one token at a time
@@ -325,9 +326,9 @@ def trunk_of(module: Any) -> Any:
 
 
 def split(module: Any) -> SplitModel:
-    """Split a model into trunk and head; raises Refusal if it does more than apply one after the other.
+    """Split a model into trunk and head; raises Refusal if the model does more than call one after the other.
 
-    Models of mlx-lm call them ``model`` and ``lm_head``, or use the embedding as the head. Some also cap the logits
+    mlx-lm's models call the two ``model`` and ``lm_head``, or use the embedding as the head. Some also cap the logits
     (Gemma 2), or scale them (Cohere, Granite).
     """
     trunk = trunk_of(module)
@@ -335,7 +336,7 @@ def split(module: Any) -> SplitModel:
     layer: Any = embedding if owner is None else owner
     project = getattr(embedding, "as_linear", None) if owner is None else owner
     if trunk is None or not callable(project):  # Talkie's head is an array
-        raise Refusal("its parts have other names")
+        raise Refusal("its trunk and head have other names than in most models")
     ids = mx.array(PROBE_ROWS[:1])
 
     def finish_of() -> tuple[Head | None, int]:
@@ -352,9 +353,9 @@ def split(module: Any) -> SplitModel:
 
 @contextmanager
 def _few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
-    """Reduce these layers (embedding, head) to FEW_WORDS rows, inside this context: a vocabulary takes much memory.
+    """Inside this context, reduce embedding and head to FEW_WORDS rows: a whole vocabulary takes much memory.
 
-    They keep all rows if these are not the vocabulary in the model's arguments.
+    They keep all rows if their number is not the vocabulary size in the model's arguments.
     """
     words = getattr(getattr(module, "args", None), "vocab_size", 0)
     weights = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]

@@ -1,7 +1,7 @@
-"""Answers of an mlx-lm model: in a chat, to prompts one by one, and to prompts together.
+"""Generates answers with an mlx-lm model: in a chat, to prompts one by one, or to several prompts together.
 
-Prompts are answered together where that gives the answers of single prompts. A comparison on a few tokens, not the
-model's name, decides where it does.
+Prompts are answered together only if that gives the same answers as one by one. A comparison on a few tokens decides,
+not the model's name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +18,15 @@ from safetrain.engine.upstream.loading import errors_told
 if TYPE_CHECKING:
     from safetrain.engine.model import BaseModel
 
-PREFILL_TOKENS = 1024  # of all prompts that are read together, which limits the memory of activations
-# Of different lengths: the first is read in several parts, and the others leave the batch before it.
+PREFILL_TOKENS = 1024  # of prompts, read at a time; limits the memory of activations
+# Rows of different lengths: the first is read in several parts, and the others leave the batch before it.
 PROBE_ROWS = (tuple(range(2, 76)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
-PROBED_ROWS = 32  # so few tokens of each are read together that the first needs several parts
+PROBED_ROWS = 32  # of the tested batch: large, so that few tokens of each row are read at a time
 ROUNDING = 1e-4  # relative to the largest number: only the order of sums differs
 
 
 class Conversation:
-    """A chat with one model. It keeps its cache, and reads the next prompt from the first token that differs.
+    """A chat with one model. It keeps its cache, and reads a prompt only from the first token that is new.
 
     ``ended`` says how the last answer ended: stop, length, context or stopped.
     """
@@ -47,8 +47,8 @@ class Conversation:
         self._most, self._choose = max_new_tokens, make_sampler(temperature, top_p=top_p)
         if seed is not None:
             mx.random.seed(seed)
-        self.ended, self.kept_tokens = "stop", 0  # tokens of the last prompt that had been read before
-        self._ids, self._caches = list[int](), list[Any]()  # that the caches hold
+        self.ended, self.kept_tokens = "stop", 0  # tokens of the last prompt that the cache held already
+        self._ids, self._caches = list[int](), list[Any]()  # the tokens in the caches, and the caches
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Yield the answer's tokens without its stop token; ``stopped`` is called after each."""
@@ -73,7 +73,7 @@ class Conversation:
                     return
 
     def _keep(self, prompt: Sequence[int]) -> int:
-        """Cut the cache to the prefix that ``prompt`` shares, without its last token; returns its length."""
+        """Cut the cache to the prefix shared with ``prompt``, less the prompt's last token; returns the new length."""
         most = min(len(self._ids), len(prompt) - 1)
         same = next((place for place in range(most) if self._ids[place] != prompt[place]), most)
         surplus = len(self._ids) - same
@@ -87,7 +87,7 @@ class Conversation:
 def one_by_one(
     module: Any, prompts: Sequence[Sequence[int]], ends: frozenset[int], most: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield each prompt's number, the next token of its answer, and whether the answer ends with it."""
+    """Answer one prompt after the other; yield its number, an answer token, and whether the answer ends with it."""
     for number, prompt in enumerate(prompts):
         tokens = generate_step(mx.array(list(prompt)), module, max_tokens=most, prefill_step_size=PREFILL_TOKENS)
         for count, (token, _) in enumerate(tokens, 1):
@@ -110,7 +110,7 @@ def together(
 
 
 def _batches(module: Any, rows: int, **settings: Any) -> Any:
-    step = PREFILL_TOKENS // rows  # of each prompt; fewer rows than are answered together would be read slower
+    step = PREFILL_TOKENS // rows  # tokens of each prompt; reading fewer rows at a time would be slower
     return BatchGenerator(
         module, completion_batch_size=rows, prefill_batch_size=rows, prefill_step_size=step, **settings
     )

@@ -1,6 +1,6 @@
-"""Model folders as mlx-lm opens, builds, quantizes and writes them, the types of their numbers, and some layers.
+"""Opens, builds, quantizes and writes models with mlx-lm, casts their weights, and adapts some of their layers.
 
-Two kinds of layers need special care: experts, and layers whose weights a model reads without a call.
+Two kinds of layers need special care: experts, and layers whose weights a model reads without calling the layer.
 """
 
 import re
@@ -37,11 +37,11 @@ from safetrain.engine.layers import Dropout, Randomness, change_classes, dequant
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
-# By Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
+# Layers of Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
 READ_DIRECTLY = frozenset({*CLIPPED, "self_attention_res_proj", "mlp_res_proj"})
-JAMBA = "jamba is not trained: in mlx-lm its recurrence needs time and memory for the square of a row's tokens"
+JAMBA = "Jamba cannot be trained: in mlx-lm its recurrence needs time and memory quadratic in a row's length"
 FOREIGN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm's code raises
-# Files that a new model writes itself, and one that it may add stop tokens to.
+# Files that are written for a new model, not copied; and a copied file that may get more stop tokens.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
 GENERATION = "generation_config.json"
 
@@ -63,23 +63,23 @@ def training_refusal(folder: Path) -> str:
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A model as stored, with its weights not read yet, and its config.json."""
+    """Open a model as stored, without reading its weights; returns the model and its config.json."""
     module, config = load_model(folder, lazy=True)
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
-        raise ValueError("its experts are quantized with a global scale (nvfp4)")
+        raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
     return module, config
 
 
 def build(config: dict[str, Any]) -> Any:
-    """A model of this config.json with arbitrary weights."""
+    """Build a model from its config.json, with arbitrary weights."""
     architecture, arguments = _get_classes(config)
     return architecture(arguments.from_dict(config))
 
 
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """A model of this config.json that has these arrays; raises ValueError if these are not all of its arrays.
+    """Build a model from its config.json and arrays; raises ValueError if arrays are missing or left over.
 
-    Layers with scales have 8 bits, in groups of 32 weights.
+    Layers with scales among the arrays have 8 bits, in groups of 32 weights.
     """
     module = build(config)
     arrays = module.sanitize(arrays) if hasattr(module, "sanitize") else arrays
@@ -97,12 +97,12 @@ def ready_to_compute(
     """
     here = device()
     if compute_dtype is not None and not here.on_cpu:
-        cast(module, getattr(mx, compute_dtype))  # dequantizing after that is as exact as the quantized products
+        cast(module, getattr(mx, compute_dtype))  # dequantizing after the cast is as exact as quantized products
     if dequantize:
         module = dequantize_model(module)
     if here.on_cpu:
         change_classes(module, {**PER_USE, QuantizedSwitchLinear: ExpertsDequantizedPerUse})
-        # but not scales and biases: dequantizing in their type is what mlx-lm computes
+        # scales and biases keep their type, because mlx-lm dequantizes in it
         cast(module, mx.float32, lambda name: not name.endswith((".scales", ".biases")))
     if read:
         mx.eval(module.parameters())
@@ -120,7 +120,7 @@ def cast(module: Any, dtype: Any, may_cast: Callable[[str], bool] | None = None)
 
 
 def plain_model(folder: Path, lora: LoraSettings, keys: list[str], *, in_float32: bool) -> Any:
-    """The model as mlx-lm opens it, with mlx-lm's own LoRA on the layers ``keys``; in float32 it is dequantized."""
+    """Open a model with mlx-lm's own LoRA on the layers ``keys``. ``in_float32`` also dequantizes it."""
     module = load(folder)[0]
     if in_float32:
         module = dequantize_model(module)
@@ -145,7 +145,7 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
 
 
 def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
-    """config.json of ``module``; "quantization" in it says how each layer is stored."""
+    """Write config.json of ``module``; "quantization" in ``config`` says how each layer is stored."""
     keeps_vision = "vision_tower" in getattr(module, "model", {})
     save_config(dict(config), folder / "config.json", keep_vision_config=keeps_vision)
 
@@ -165,7 +165,7 @@ def copy_beside(source: Path, folder: Path, stop_ids: Sequence[int]) -> None:
 
 
 def holds_adapters(module: Any, method: str) -> bool:
-    """Whether mlx-lm can put adapters of ``method`` on the module: its DoRA takes no base of 3, 5 or 6 bits."""
+    """Whether mlx-lm can put adapters of ``method`` on a model: its DoRA does not support 3, 5 or 6 bits."""
     return method != "dora" or all(32 % getattr(layer, "bits", 32) == 0 for _, layer in module.named_modules())
 
 
@@ -197,7 +197,7 @@ class LoraExperts(LoRASwitchLinear):
 
 
 def without_adapter(block: Any) -> set[str]:
-    """Full names inside ``block`` of layers whose weights are read directly, or that mlx-lm adapts itself (AFM)."""
+    """Names in ``block`` of layers that get no adapter: they are read directly, or mlx-lm adapts them itself (AFM)."""
     return {
         name
         for name, part in block.named_modules()
@@ -206,7 +206,7 @@ def without_adapter(block: Any) -> set[str]:
 
 
 def clip_once(module: Any) -> None:
-    """Clip weights once that Gemma 3n clips in each pass, which would store placeholders while a gradient is traced."""
+    """Clip weights once that Gemma 3n would clip in each pass: while a gradient is traced, that stores placeholders."""
     parts = [part for _, part in module.named_modules() if all(name in part for name in CLIPPED)]
     for part in parts:
         limit = part.config.altup_coef_clip
@@ -218,7 +218,7 @@ def clip_once(module: Any) -> None:
 
 
 def complete(module: Any) -> None:
-    """Add the attribute that parts lack if they do not call mlx's own ``__init__`` (RecurrentGemma's)."""
+    """Add an attribute that parts lack if their class skips the ``__init__`` of mlx's modules (RecurrentGemma)."""
     for _, part in module.named_modules():
         if "_no_grad" not in vars(part):
             part._no_grad = set()

@@ -1,4 +1,4 @@
-"""Serves one model over HTTP with mlx-lm's server: the port first, then the model, then a sample request.
+"""Serves one model over HTTP with mlx-lm's server: opens the port, then the model, and shows a sample request.
 
 mlx-lm's own server opens any model that a request names: a client that picks the first name of /v1/models would get
 the base without the adapter, and "gpt-4" would start a download. Here every name means the one model. The caller
@@ -33,7 +33,7 @@ from safetrain.engine.layers import give
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.weight_files import open_tuned
 
-KEPT_PROMPTS = 10  # for the next request; the oldest is dropped
+KEPT_PROMPTS = 10  # in the cache for later requests; the oldest is dropped
 # Defaults of mlx-lm's command line, for what a request does not set; tests compare the names.
 USUAL: dict[str, Any] = {
     "draft_model": None, "num_draft_tokens": 3, "trust_remote_code": False, "chat_template": "",
@@ -47,7 +47,7 @@ IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str
 
 @dataclass(frozen=True)
 class ServeJob:
-    """The model that answers, and the address. ``ids_of`` writes messages, tools and template settings as a prompt."""
+    """The model to serve, and the address. ``ids_of`` turns messages, tools and template settings into a prompt."""
 
     name: str
     folder: Path
@@ -67,7 +67,7 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
     """
     listening, files, room = _listening(job.host, job.port), read_model_files(job.folder), room_bytes()
     set_limits(room)
-    kept_bytes = max(0, room - files.static_bytes) // 2  # prompts that are read need the other half
+    kept_bytes = max(0, room - files.static_bytes) // 2  # prompts that are being read need the other half
     host = f"[{job.host}]" if ":" in job.host else job.host
     address, provider = f"http://{host}:{listening.server_port}/v1", OneModel(job)
     try:
@@ -118,10 +118,10 @@ class OneModel(ModelProvider):
 
 
 def _tokenizer_of(job: ServeJob) -> Any:
-    """mlx-lm's tokenizer, which writes chats as the job does."""
+    """mlx-lm's tokenizer with the job's chat format and stop tokens."""
     tokenizer = load(job.folder, {"trust_remote_code": False, "local_files_only": True})
     tokenizer.eos_token_ids = job.stop_ids
-    tokenizer.has_chat_template = True  # ``ids_of`` takes texts without one, too
+    tokenizer.has_chat_template = True  # ``ids_of`` works without a template too
 
     def write(
         _self: Any, messages: Any, tools: Any = None, tokenize: bool = True, add_generation_prompt: bool = True,
@@ -139,7 +139,7 @@ class _Handler(APIHandler):
     job: ServeJob
 
     def parse_request(self) -> bool:
-        """Refuse a Host header of another name: a web page whose name leads here (DNS rebinding) could read answers."""
+        """Refuse foreign Host headers: web pages whose name leads here (DNS rebinding) could read answers."""
         is_read = bool(super().parse_request())
         if is_read and not may_name(self.headers.get("Host", ""), self.job.host):
             self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
@@ -181,7 +181,7 @@ class _Listening(ThreadingHTTPServer):
 
 
 def _listening(host: str, port: int) -> _Listening:
-    """Listen at the port; clients wait for the handler. Raises ConfigError if the address is not available."""
+    """Open the port; clients wait until the handler is set. Raises ConfigError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         _Listening.address_family = family
@@ -190,6 +190,6 @@ def _listening(host: str, port: int) -> _Listening:
         raise ConfigError(
             f"Nothing can be served at this address: {error.strerror or error}.",
             where=f"{host}:{port}",
-            expected="a free port above 1023 and an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for all",
+            expected="a free port above 1023; 127.0.0.1 for clients on this machine, 0.0.0.0 for clients anywhere",
             do="choose them with --host and --port",
         ) from None
