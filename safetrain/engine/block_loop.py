@@ -107,7 +107,7 @@ class BlockLoop:
         return begun
 
     def grouped(self, batches: Iterable[MicroBatch], kept_blocks: int) -> Iterator[list[MicroBatch]]:
-        """Group micro-batches so that inputs of ``kept_blocks`` blocks fit in KEPT_BYTES; each group has at least one."""
+        """Group micro-batches so that inputs of ``kept_blocks`` blocks fit in KEPT_BYTES; a group has at least one."""
         group, kept = list[MicroBatch](), 0
         for batch in batches:
             size = sum(shard.inputs.size for shard in batch.shards) * kept_blocks * self._blocks.state_bytes
