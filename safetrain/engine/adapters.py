@@ -129,7 +129,7 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
 
 
 def adapted_names(model: BaseModel) -> list[str]:
-    """Full names inside a block of the layers that carry adapters."""
+    """Names inside a block (self_attn.q_proj) of the layers that carry adapters."""
     return sorted({name for block in model.module.layers for name, m in block.named_modules() if "lora_a" in m})
 
 
@@ -149,7 +149,7 @@ def _add_layers(model: BaseModel, block: Any, names: set[str], method: str, lora
 
 
 def _target_names(model: BaseModel, targets: tuple[str, ...]) -> set[str]:
-    """Full names inside a block (self_attn.q_proj) of the layers that ``targets`` names in full or by their end."""
+    """Names inside a block (self_attn.q_proj) of the layers that ``targets`` match, in full or at the end."""
     blocks, kinds = model.module.layers, (*LINEAR, *EXPERTS)
     names = {name for block in blocks for name, layer in block.named_modules() if isinstance(layer, kinds)}
     names -= {name for block in blocks for name in without_adapter(block)}

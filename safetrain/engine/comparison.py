@@ -84,7 +84,7 @@ class Examination:
         token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # with a share of its row's logits
 
         def ask(part: Sequence[int], done: int) -> Answers:
-            """Answer the questions of ``part`` after ``done`` others."""
+            """Answer the questions of ``part``, after ``done`` earlier questions."""
             prompts = [held_out.questions[number].prompt for number in part]
             most_tokens = max(1, int((limit_bytes - mx.get_active_memory()) / token_bytes))
             ids = answer(

@@ -85,7 +85,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
 
 
 class Changes:
-    """An adapter's changes to its base: to the weights of layers in ``paths``, and ``values`` for other arrays."""
+    """An adapter's changes to its base: ``paths`` of the layers with new weights, new ``values`` of other arrays."""
 
     def __init__(self, module: Any, arrays: Mapping[str, mx.array], scale: float) -> None:
         layers, self._arrays, self._scale = dict(module.named_modules()), arrays, scale
@@ -121,7 +121,7 @@ def open_to_merge(base: Path, adapter: Path) -> tuple[Any, dict[str, Any], Chang
 
 
 def plan_of(module: Any, changes: Changes, bits: int | None) -> Plan:
-    """Plan ``bits`` for layers that the adapter changes; None stores each as in the base, FLOAT quantizes none.
+    """Plan ``bits`` for layers that the adapter changes; None keeps the base's bits, FLOAT quantizes nothing.
 
     Layers keep their group size, except that groups of 16 (nvfp4) become groups of 32. Raises ModelError if the base
     is not quantized.

@@ -91,7 +91,7 @@ def through(model: BaseModel, shard: Shard) -> mx.array:
 
 
 def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """Weighted losses of (tokens, width) hidden states."""
+    """Weighted loss of each token, (tokens,), from hidden states (tokens, width)."""
     logits = head(hidden)  # (tokens, vocabulary)
     if device().on_cpu:
         return cross_entropy(logits.astype(mx.float32), targets) * weights

@@ -4,7 +4,7 @@ Everything else in a transformer works token by token, so packed rows need no pa
 rectangles, in tiles of queries, so that memory never holds all scores: each tile is scored against the keys up to its
 last query, and waits for the tile before. The backward pass recomputes the probabilities (FlashAttention-2,
 arXiv 2307.08691, without tiles of keys). Tiles take powers of 2 in float32, which a CPU computes three times as fast
-as mlx's softmax. A GPU uses mlx's own kernels, and tiles only for shapes that the kernels lack.
+as mlx's softmax. A GPU uses mlx's own kernels, and tiles only for shapes without a kernel.
 
 In tiles, queries have shape (lines, groups, width, size), keys and values (lines, 1, width, size): a line is a key head
 of a row.
@@ -42,7 +42,7 @@ class Gather:
 class Block:
     """``rows`` rows of up to ``width`` tokens, computed as one rectangle; with ``gather`` if their lengths differ.
 
-    In the list, its tokens are those from ``start`` to ``stop``.
+    Its tokens are those from ``start`` to ``stop`` in the packed list.
     """
 
     start: int
@@ -84,7 +84,7 @@ def padded_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
 
 @functools.cache
 def has_gradient_kernel(width: int, head_size: int, dtype: mx.Dtype) -> bool:
-    """Whether mlx has a kernel for the gradient of causal attention of this shape. Without it all scores would be held.
+    """Whether mlx has a kernel for the gradient of causal attention of this shape. Without one, mlx keeps all scores.
 
     mlx chooses its kernels when it builds a graph, so nothing is computed.
     """

@@ -228,7 +228,7 @@ def product_gflops(width: int) -> float:
 def probed_dtype(facts: Mapping[str, object], *, quantized: bool) -> str | None:
     """The type to compute in with a bfloat16 base: float32 if it is faster by more than noise, else None.
 
-    ``facts``: ``mx.device_info()`` of a GPU; one with bfloat16 in hardware is not timed.
+    ``facts``: ``mx.device_info()`` of a GPU; a GPU with bfloat16 in hardware is not timed.
     """
     capability = facts.get("compute_capability_major")
     if not isinstance(capability, int) or capability >= NATIVE_CAPABILITY:
@@ -296,7 +296,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
 
 
 def _open(job: Job, scratch: Path) -> TrainingRun:
-    """Open the training with its memory limits and only the longest validation rows."""
+    """Open the training run with its memory limits, but only the longest validation rows."""
     output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
     output.mkdir()
     rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size]))

@@ -138,7 +138,7 @@ def load_checkpoint(
         optimizer.state = tree_unflatten(list(load_arrays(checkpoint.folder / "optimizer.safetensors").items()))
         if longer:
             state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run has moved
-            say(f"train.num_epochs is larger than before: the run continues from step {state.step} (or {START_OVER})")
+            say(f"train.num_epochs is larger than before: the run continues from step {state.step}; or {START_OVER}")
         return state
     if is_lost:
         say("no undamaged checkpoint is left: training starts from the beginning")

@@ -178,7 +178,7 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
     """Open the base, load the adapter's folder as mlx-lm does, and compare both with the tuned model.
 
     Call it after the training's model is freed. Raises TrainingError if the adapter has no effect or differs from the
-    tuned model; ModelError if mlx-lm cannot open it, InterruptedRun after a signal.
+    tuned model, ModelError if mlx-lm cannot open it, InterruptedRun after a signal.
     """
     gc.collect()
     settings, recorder, work = job.settings, watcher.recorder, Work(step)

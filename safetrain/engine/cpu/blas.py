@@ -57,7 +57,7 @@ def load_fast_blas() -> Blas:
 
 
 def cores() -> int:
-    """Threads of the fast BLAS with one caller; without it, the cores that this process may use."""
+    """Threads of the fast BLAS for one caller; without a fast BLAS, the cores that this process may use."""
     return _loaded[0].openblas_get_num_threads() if _loaded else usable_cores()
 
 

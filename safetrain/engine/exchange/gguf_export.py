@@ -262,7 +262,7 @@ class GgufPart:
 
 
 def parts_of(module: Any, architecture: str) -> list[GgufPart]:
-    """Every weight of the model, in the order of writing; raises ModelError if llama.cpp lacks a name for one."""
+    """Every weight of the model, in the order of writing; raises ModelError if llama.cpp has no name for it."""
     inner = text_model(module)
     prefix, args = "" if inner is module else "language_model.", inner.args
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], args.num_hidden_layers)
@@ -308,7 +308,7 @@ def taken(part: GgufPart, module: Any, changes: Changes, kind: Kind) -> np.ndarr
 
 
 def arrays_in(file: Path, parts: Iterable[GgufPart]) -> Iterator[tuple[str, mx.array]]:
-    """Read a file's weights under their names in mlx-lm; quantized ones get 8 bits."""
+    """Read a file's weights under their names in mlx-lm; quantized weights get 8 bits."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     for part in parts:
         tensor = tensors[part.name]

@@ -149,7 +149,7 @@ def put_on(model: BaseModel, source: Path) -> tuple[Mapping[str, Any], LoraSetti
     for key, value in adapter_arrays(source, WEIGHTS).items():
         match = KEY.match(key)
         if match is None or match[1] not in places:
-            what = f"This adapter does not fit: the base has no linear layer in a block for {key}."
+            what = f"This adapter does not fit: no linear layer in the base's blocks belongs to {key}."
             do = f"use --model to name the base it was trained on; if it changes more than linear layers, {MERGE}"
             raise ModelError(what, where=where, do=do)
         kind, array = OURS[match[2]], value.astype(mx.float32)
