@@ -1,4 +1,4 @@
-"""The training run to plan, candidates for its micro-batches with predicted memory and speed, and what would fit."""
+"""The training run to plan, its possible micro-batches with predicted memory and speed, and changes that would fit."""
 
 import dataclasses
 import functools
@@ -51,8 +51,8 @@ from safetrain.core.records.settings import (
 )
 from safetrain.plan.pretraining import tokens_to_train, window_length, windows_per_update
 
-# The order in which candidates are tried; dry runs decide close ones. (measured on CPU: benchmarks/bench_choice)
-RECOMPUTED_COST = 4 / 3  # one more forward pass; forward is one part of the work, backward two
+# Costs that order the candidates; dry runs decide between close ones. (measured on CPU: benchmarks/bench_choice)
+RECOMPUTED_COST = 4 / 3  # one more forward pass, which is a third of the work of a step
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
 ROWS_PER_UPDATE = 16
@@ -60,7 +60,7 @@ MIN_UPDATES, MAX_EPOCHS = 300, 8
 START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # start of a process with mlx; loading of the base
 FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weights have no gradient
 ATTAINED = 0.5  # a training run's share of the speed of a large product (measured: benchmarks/bench_throughput)
-LARGEST_MADE = 2.5  # largest updates in a dry run, including its validation; 1.5 if they are slow
+LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation; 1.5 if they are slow
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
 FEWER_BITS = (4, 3, 2)
@@ -79,12 +79,12 @@ class PlanInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Setup):
-    """A way to run micro-batches of ``rows`` rows of up to ``tokens`` tokens, with its memory by the closed form."""
+    """A way to run micro-batches of ``rows`` rows of up to ``tokens`` tokens, with its estimated memory."""
 
     machine: Machine
     rows: int = 1
     tokens: int = 512
-    largest: Shape | None = None  # micro-batch of the real rows; None: all rows have the full length
+    largest: Shape | None = None  # largest micro-batch of the real rows; None: all rows have full length
     rows_per_update: int = 0
     relative_cost: float = 0.0  # per token, compared with other candidates
 
@@ -106,7 +106,7 @@ class Estimate(Setup):
 
     @property
     def needed_bytes(self) -> int:
-        """Peak memory with its margin and the process around it."""
+        """Predicted peak with its margin, plus the memory of Python and libraries."""
         return with_margin(self.terms) + self.machine.process_memory_bytes
 
     @property
@@ -116,12 +116,12 @@ class Estimate(Setup):
 
     @property
     def may_fit(self) -> bool:
-        """Whether a dry run is worthwhile: under a memory limit, mlx can run with less."""
+        """Whether a dry run is worthwhile: under a memory limit, mlx can run with less than estimated."""
         return with_margin(self.terms, LEAST_SHARE) <= self.machine.memory_budget.mlx_bytes
 
     @property
     def largest_batch(self) -> int:
-        """The largest micro-batch of rows of this length that fits; 0 if none fits."""
+        """Rows of this length in the largest micro-batch that fits; 0 if none fits."""
         return next((rows for rows in BATCHES if self.but(rows=rows).fits), 0)
 
     @property
@@ -136,26 +136,26 @@ class Estimate(Setup):
 
 @dataclass(frozen=True)
 class PlannedTraining:
-    """What determines the memory and speed of a training run."""
+    """The settings and sizes of data that determine the memory and speed of a training run."""
 
-    run: Estimate  # without micro-batches; its machine has a budget limited by train.memory_limit_gb
+    run: Estimate  # micro-batches not chosen yet; its machine's budget is within train.memory_limit_gb
     why_lora: Mapping[str, str]  # a reason for each value of ``run.lora``
     train: Train
-    lengths: tuple[int, ...]  # tried in this order until one fits
+    lengths: tuple[int, ...]  # to truncate to, in tokens; tried in this order until one fits
     longest_row: int  # tokens
     mean_tokens: float  # tokens that the model reads per row
-    largest: Callable[[int, int], LargestUpdate]  # by truncation length and rows per step
+    largest: Callable[[int, int], LargestUpdate]  # largest step for a length and a number of rows per step
     row_count: int  # rows per epoch
     usual_per_update: int = ROWS_PER_UPDATE  # a power of two
     valid_tokens: int = 0  # maximum tokens that a validation reads
 
     def rows_per_update(self, batch_size: int) -> int:
-        """Rows per step: the usual number, or what the pinned settings give."""
+        """Rows per step: the usual number, or the number that the pinned settings give."""
         return batch_size * (self.train.gradient_accumulation or max(1, self.usual_per_update // batch_size))
 
 
 def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
-    """Describe the training run to plan, within the pinned settings that affect memory or length.
+    """Describe the training run to plan, with the pinned settings that affect memory or length.
 
     Raises ConfigError if a pinned setting contradicts the model.
     """
@@ -184,7 +184,7 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
 
 
 def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:
-    """The largest step for a truncation length and a number of rows per step; each pair is computed once."""
+    """Return a function from truncation length and rows per step to the largest step; it computes each pair once."""
     rows, rectangles = inputs.rows, in_rectangles(inputs.model, inputs.machine.backend)
 
     @functools.cache
@@ -203,13 +203,13 @@ def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], L
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train) -> int:
-    """Three epochs; up to eight for little data, to reach 300 steps; one above 50,000 rows."""
+    """The pinned epochs; else three (one above 50,000 rows), or up to eight for little data, to reach 300 steps."""
     per_epoch = updates_per_epoch(rows, rows_per_update)
     return train.num_epochs or max(usual_epochs(rows), min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
 
 
 def usual_epochs(rows: int) -> int:
-    """Epochs if the data is not small."""
+    """Epochs for data that is not small: three, or one above 50,000 rows."""
     return 1 if rows > 50_000 else 3
 
 
@@ -226,7 +226,7 @@ def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[L
         "rank": f"{rank}: enough for {data.train.rows:,} rows; the learning rate does not depend on it",
         "scale": "2: alpha = 2 x rank; the learning rate is chosen together with it",
         "dropout": "0: not needed for few epochs",
-        "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
+        "num_layers": f"all {model.num_layers} blocks: many layers at a low rank beat few layers at a high rank",
         "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
     reasons = {f"lora.{key}": text if getattr(pins, key) is None else SET for key, text in texts.items()}
@@ -266,7 +266,7 @@ def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = Fals
 
 
 def candidates_at(question: PlannedTraining, length: int, *, stream: bool = False) -> list[Estimate]:
-    """List all distinct candidates, fastest first: those in memory, or with ``stream`` those with the base on disk."""
+    """List all distinct candidates, fastest first, with the base in memory, or on disk if ``stream``."""
     train, run = question.train, question.run
     most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
@@ -288,7 +288,7 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
 
 
 def places_of_base(question: PlannedTraining) -> list[bool]:
-    """Whether the base stays on disk, in the order to try: only if nothing else fits, or as pinned."""
+    """The values of ``stream`` in the order to try: the base stays on disk only if nothing else fits, or if pinned."""
     if question.train.stream_base is not None:
         return [question.train.stream_base]
     return [False] if question.train.method in WHOLE else [False, True]
@@ -308,7 +308,7 @@ def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
 
 
 def expected_seconds(question: PlannedTraining, fit: Estimate) -> tuple[float, float]:
-    """Seconds of a dry run and of a mean step, from the speed of a large matrix product; 0 if that is unknown."""
+    """Seconds of a dry run and of a mean step, from the speed of a large matrix product; 0 if the speed is unknown."""
     if not fit.machine.gemm_gflops:
         return 0.0, 0.0
     operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * fit.model.parameters
@@ -332,7 +332,7 @@ def nothing_passed(question: PlannedTraining) -> MachineError:
 
 
 def nothing_fits(question: PlannedTraining, fits: list[Estimate]) -> MachineError:
-    """The error if no candidate is predicted to fit: what the smallest one needs, and what would fit instead."""
+    """The error if no candidate is predicted to fit, with the memory of the smallest one and changes that would fit."""
     least = min(fits, key=lambda fit: fit.peak_bytes)
     tokens, budget = least.micro_batch.tokens, question.run.machine.memory_budget
     instead, needed = what_would_fit(least.but(tokens=tokens, largest=None)), with_margin(least.terms)
@@ -340,9 +340,9 @@ def nothing_fits(question: PlannedTraining, fits: list[Estimate]) -> MachineErro
 
 
 def what_would_fit(run: Estimate) -> list[str]:
-    """Changes that each make a training run fit, with the memory it then needs.
+    """List changes that make a training run fit, as texts with the memory that it then needs.
 
-    Changes that only cost time come first and are enough if they can be; else each text adds one of the others to them.
+    Changes that only cost time come first. If they are not enough, each text adds a shorter length or fewer bits.
     """
     keys = dict[str, str]()
     for key, value, changes in _slower(run):
@@ -384,6 +384,6 @@ def _quantized(run: Estimate, bits: int) -> Estimate:
     scales = BITS_OF_SCALES * (2 if run.compute_dtype == "float32" else 1)
     size = int(run.model.parameters * (bits + scales) / 8)
     model = dataclasses.replace(run.model, static_bytes=size, quantization_bits=bits)
-    if run.compute_dtype is not None:  # the size is final: no tensor counts as cast
+    if run.compute_dtype is not None:  # the size above is final, so no tensor may count as cast
         model = dataclasses.replace(model, tensors=tuple(dataclasses.replace(t, dtype="U32") for t in model.tensors))
     return run.but(model=model, dequantize=False)

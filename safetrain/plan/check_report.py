@@ -19,7 +19,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Check:
-    """One check and its verdict. A critical check stops the pipeline if it fails; if skipped, the result is open."""
+    """A check and its verdict. If a critical check fails, the pipeline stops; if it is skipped, the report is open."""
 
     id: str  # stable; preflight.downgrade names it
     status: str
@@ -53,7 +53,7 @@ class PreflightReport:
 def verdict(
     identifier: str, ok: bool, critical: bool, found: str, needed: str = "", source: str = "", remedy: str = ""
 ) -> Check:
-    """A check that passes if ``ok``; else it fails if critical, or warns."""
+    """A check that passes if ``ok``; else it fails if it is critical, and warns if not."""
     status = PASS if ok else FAIL if critical else WARN
     return Check(identifier, status, critical, found, needed, source, "" if ok else remedy)
 
@@ -92,7 +92,7 @@ def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check
 def summarise(
     checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None
 ) -> PreflightReport:
-    """Build the report: counts of verdicts, and current readings."""
+    """Build the report: the checks, counts of their verdicts, and the free memory and disk space."""
     memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else "."
     passed, warnings, failed, not_run = (sum(check.status == status for check in checks) for status in MARKS)
     critical = sum(check.status == FAIL and check.critical for check in checks)
@@ -104,7 +104,7 @@ def summarise(
 
 
 def failure(report: PreflightReport) -> SafetrainError:
-    """The error that stops the pipeline: which checks failed or were not possible, and what to do."""
+    """The error that stops the pipeline, with the names of the checks that failed or were not possible."""
     status, what = (FAIL, "failed") if report.exit_code == 1 else (SKIP, "not possible")
     names = ", ".join(check.id for check in report.checks if check.status == status and check.critical)
     return SafetrainError(f"Checks {what}: {names}.", do="see their lines above", exit_code=report.exit_code)

@@ -1,4 +1,4 @@
-"""Run one of the project's own modules, such as a dry run, as a child process, which may die, and cache its answer.
+"""Run one of the project's own modules, such as a dry run, in a child process that may die, and cache its answer.
 
 A cached answer becomes invalid if the measuring code, a package or Python changes.
 """
@@ -75,7 +75,7 @@ def run_json(
     try:
         return json.loads([line for line in lines if line.strip()][-1])
     except (ValueError, IndexError):
-        raise ChildFailed("the answer cannot be read") from None
+        raise ChildFailed("the child process gave no readable answer") from None
 
 
 def run_lines(
@@ -83,7 +83,7 @@ def run_lines(
 ) -> tuple[list[str], str]:
     """Run ``python -m module arguments``; return the lines it printed and how it failed (empty on success).
 
-    The child is stopped if it uses more memory than ``most_bytes``. The text names the file with its traceback.
+    The child is stopped if it uses more memory than ``most_bytes``. The failure's text names the file with a traceback.
     """
     command = [sys.executable, "-m", module, *arguments]
     open_output = functools.partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
@@ -123,14 +123,14 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, most_bytes
             return "" if code == 0 else f"{KILLED} {-code}" if code < 0 else f"exit code {code}"
         if most_bytes is not None and footprint_bytes(process.pid) > most_bytes:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed then
+            with contextlib.suppress(subprocess.TimeoutExpired):  # run_lines kills it
                 process.wait(GRACE_SECONDS)
             return f"{PASSED_CAP} {size_text(most_bytes)}"
     return f"not finished after {timeout_seconds:.0f} s"
 
 
 def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
-    """Run a command in this terminal and return its exit code; 128 plus the number of a signal that killed it.
+    """Run a command in this terminal and return its exit code, or 128 plus the number of the signal that killed it.
 
     The terminal sends Ctrl-C to the child too, and this process waits until the child has saved its state:
     ``subprocess.run`` would kill it after a quarter of a second. SIGTERM reaches only this process, which forwards it.
@@ -151,12 +151,12 @@ def installation() -> str:
 
 
 def digest_of(*words: str) -> str:
-    """A short hash of all words."""
+    """A short hash of all ``words``, in order."""
     return hashlib.blake2b("\n".join(words).encode(), digest_size=12).hexdigest()
 
 
 def answers_about(kind: str, *words: str) -> Path:
-    """Path of cached answers of this kind for these words and this installation."""
+    """Path of a cached answer of this kind; ``words`` and the installation determine it."""
     return cache_directory() / kind / digest_of(installation(), *words)
 
 
@@ -167,7 +167,7 @@ def keep_answer(path: Path, answer: object) -> None:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package."""
+    """The version of a package, or NOT_INSTALLED."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -179,7 +179,7 @@ class Answer:
     """A dry run's measurements, or the reason why they are missing."""
 
     measured: DryRun | None
-    ended: str  # how the process failed
+    ended: str  # how the process failed; empty if it did not
     ran_out_of_memory: bool  # as far as that is known
     seconds: float  # of the process, including Python's start
 
@@ -187,7 +187,7 @@ class Answer:
 def dry_run_path(model: ModelFiles, machine: Machine, job: TrainJob, rows: str) -> Path:
     """Path of a dry run's cached answer for this machine and all settings that affect the measurement.
 
-    ``rows`` is a digest; learning rate and intervals do not count.
+    ``rows`` is a hash of the rows. Learning rate and intervals do not affect the path.
     """
     keys = *SETTINGS, "num_epochs", "max_steps", "max_examples", "seed"
     settings = [getattr(job.settings, key) for key in keys]
@@ -220,7 +220,7 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
     if answer.measured is not None:
         peak = size_text(answer.measured.peak_bytes)
         say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {peak}")
-    # If the kernel killed the process, or it has no limit of its own, other programs may have caused it.
+    # If the kernel killed the process, or it has no limit of its own, other programs may have used the memory.
     limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)
     if answer.measured is not None or own_fault:
@@ -231,14 +231,14 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
 def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> int | None:
     """Memory limit of a dry run on macOS; None on other systems, where it limits itself.
 
-    Without train.memory_limit_gb it is a little above the budget: mlx keeps unused buffers up to its limit.
+    Without train.memory_limit_gb, the limit is a little above the budget: mlx keeps unused buffers up to its own limit.
     """
     return own_limit_bytes or int(CAP_SLACK * budget_bytes) or None if platform == "darwin" else None
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A temporary folder, if possible in ``parent``, which has room for checkpoints; removes those of killed plans."""
+    """A temporary folder, in ``parent`` if it exists, with room for checkpoints; removes folders of killed plans."""
     for folder in parent.glob(f"{PREFIX}*"):
         process = folder.name.removeprefix(PREFIX).partition("-")[0]
         if not (process.isdecimal() and psutil.pid_exists(int(process))):

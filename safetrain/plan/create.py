@@ -1,9 +1,9 @@
 """Create an untrained Llama model as a folder in the Hugging Face layout: config, tokenizer, random weights.
 
-Its shape follows published rules, for a number of parameters with embeddings, blocks and norms.
+Its shape follows published rules, for a number of parameters that counts embeddings, blocks and norms.
 
-The same seed gives the same bytes on every machine and with every NumPy: the stream of Philox's raw bits is fixed
-(Salmon et al. 2011; NumPy's NEP 19 promises it of bit generators, not of their normal numbers), and 16 of these bits
+The same seed gives the same bytes on every machine and with any NumPy version: Philox's raw bits are fixed
+(Salmon et al. 2011; NumPy's NEP 19 promises it for bit generators, not for normal numbers). 16 of these bits
 choose one of 65,536 quantiles of the normal distribution from a table. So no library's logarithm affects the result.
 
 The tokenizer is byte-level BPE trained on a text, or an unchanged copy of another model's.
@@ -68,7 +68,7 @@ SAMPLE_BYTES = 64 * 2**20  # most text that a tokenizer is trained on
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """The size and width of a model; the rest is derived unless it is given. All are counts, ``context`` in tokens."""
+    """The requested size of a model: ``hidden`` in features, ``context`` in tokens. None: derived from the size."""
 
     parameters: int
     hidden: int
@@ -78,7 +78,7 @@ class ShapeRequest:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a Llama model whose head is the embedding. Widths in features, ``context`` in tokens."""
+    """The shape of a Llama model with tied embeddings. Widths in features, ``context`` in tokens."""
 
     hidden: int
     layers: int
@@ -90,7 +90,7 @@ class ModelShape:
 
     @property
     def head(self) -> int:
-        """Width of a head."""
+        """Width of an attention head."""
         return self.hidden // self.heads
 
     @property
@@ -126,7 +126,7 @@ def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShap
     if layers < 1 or vocabulary < LEAST_VOCABULARY:
         raise ConfigError(
             f"A model of {size:,} parameters cannot have this vocabulary.",
-            expected=f"{LEAST_VOCABULARY} tokens (256 bytes and 5 special ones) to {(size - block) // hidden:,}",
+            expected=f"{LEAST_VOCABULARY} (256 bytes and 5 special tokens) to {(size - block) // hidden:,} tokens",
             got=f"{vocabulary:,} tokens",
         )
     return replace(empty, layers=layers)
@@ -135,10 +135,10 @@ def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShap
 def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
     """Vocabulary size for a model and a text.
 
-    By the model: embeddings grow as the 0.83rd power of the rest, 43,000 tokens of width 3,200 at 3 billion (Tao et
-    al. 2024, arXiv:2407.13623). By the text: 95 % of the tokens should occur often (Gowda and May 2020,
-    arXiv:2004.02334), where token number r of T occurs T / (r (ln V + 0.58)) times (Zipf): 20 times, not the 100 of
-    their translations, as small texts are read in several epochs.
+    By the model: embeddings grow as the 0.83rd power of the other parameters; a model of 3 billion has 43,000 tokens of
+    width 3,200 (Tao et al. 2024, arXiv:2407.13623). By the text: 95 % of a vocabulary V should occur at least 20 times
+    (Gowda and May 2020, arXiv:2004.02334, have 100, but small texts are read in several epochs). By Zipf's law, the
+    token of rank r occurs T / (r (ln V + 0.58)) times in a text of T tokens.
     """
     size_wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
     if text_bytes is not None:
@@ -150,9 +150,9 @@ def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) 
 
 
 def rope_theta_for(context: int) -> float:
-    """Base of the rotations: 10,000 (Su et al. 2021), more for long contexts.
+    """Base of the rotary position embedding: 10,000 (Su et al. 2021), more for long contexts.
 
-    The least base for n tokens is 0.0424 n^1.628 (Men et al. 2024, arXiv:2405.14591), here to one digit.
+    The least base for n tokens is 0.0424 n^1.628 (Men et al. 2024, arXiv:2405.14591); it is rounded to one digit.
     """
     least = 0.0424 * context**1.628
     digit = 10 ** math.floor(math.log10(least))
@@ -182,9 +182,9 @@ def create_model(
     say(f"reading {where}")
     sample, total_bytes = read_sample(texts, SAMPLE_BYTES)
     if not total_bytes:
-        raise DataError("The data has no text.", where=where, do="name a file with text, or rows")
+        raise DataError("The data has no text.", where=where, do="name a file that has text or rows")
     vocabulary = shape_for(request, total_bytes).vocabulary
-    say(f"training a tokenizer of {vocabulary:,} tokens")
+    say(f"training a tokenizer with {vocabulary:,} tokens")
     definition, tokens = _train_tokenizer(sample, vocabulary)
     shape = shape_for(replace(request, vocabulary=tokens))
     _write(folder, shape, seed, OWN_IDS, lambda into: _write_tokenizer(into, definition, shape.context))
@@ -254,18 +254,18 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
 def deviation(shape: ModelShape, tensor: str = "") -> float:
     """Standard deviation of the initial weights of a tensor.
 
-    It is sqrt(2 / (5 x width)) ("small init": Nguyen and Salazar 2019, arXiv:1910.05895; taken by GPT-NeoX): at a width
-    of 1,000 it is the 0.02 of GPT-2, and narrower models get more, so that logits and the outputs of all layers begin
-    at one scale. What a block adds to the residual stream is divided by sqrt(2 x layers) (Radford et al. 2019, GPT-2).
+    It is sqrt(2 / (5 x width)) ("small init": Nguyen and Salazar 2019, arXiv:1910.05895; used by GPT-NeoX): at a width
+    of 1,000 it is the 0.02 of GPT-2, and larger in narrower models, so that logits and the outputs of all layers begin
+    at one scale. For projections to the residual stream it is divided by sqrt(2 x layers) (Radford et al. 2019, GPT-2).
     """
     usual = math.sqrt(2 / (5 * shape.hidden))
     return usual / math.sqrt(2 * shape.layers) if tensor.endswith(RESIDUAL_OUTPUTS) else usual
 
 
 def initial_weights(shape: ModelShape, seed: int, tensor: TensorHeader) -> Iterator[bytes]:
-    """Yield the bytes of one float32 tensor, some MiB at a time: matrices normal around 0, norms 1.
+    """Yield the bytes of one float32 tensor, some MiB at a time: matrices are normally distributed around 0, norms 1.
 
-    ``seed`` and the tensor's name decide its numbers.
+    ``seed`` and the tensor's name decide the numbers.
     """
     count = math.prod(tensor.shape)
     if len(tensor.shape) == 1:
@@ -282,9 +282,9 @@ def initial_weights(shape: ModelShape, seed: int, tensor: TensorHeader) -> Itera
 
 @functools.cache
 def normal_quantiles() -> np.ndarray:
-    """(65536,) the quantiles of the standard normal distribution in the middle of as many equal parts.
+    """Quantiles of the standard normal distribution in the middle of 65,536 equal parts; (65536,).
 
-    Rounded to 20 bits after the point: machines may differ in the last of 52.
+    They are rounded to 20 bits after the point, because machines may differ in the last of 52 bits.
     """
     normal = NormalDist()
     half = [normal.inv_cdf((place + 0.5) / QUANTILES) for place in range(QUANTILES // 2)]
@@ -296,20 +296,20 @@ def reasons_of(shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     """Yield the main values of a model with their reasons."""
     share = 100 * shape.vocabulary * shape.hidden / shape.parameters
     target = count_text(wanted_tokens(shape.parameters))
-    yield "parameters", f"{shape.parameters:,}", f"of which embeddings {share:.0f} %; they want {target} tokens of text"
+    yield "parameters", f"{shape.parameters:,}", f"{share:.0f} % embeddings; this size wants {target} tokens of text"
     ratio = "close to the best ratio of depth to width (Levine et al. 2020)"
     yield "layers x width", f"{shape.layers} x {shape.hidden}", ratio
     shared = f"{shape.key_heads} for keys and values (Ainslie et al. 2023)"
-    yield "heads", f"{shape.heads} of {shape.head}", shared
-    by_rule = "as set, copied, or by model (Tao et al. 2024) and text (Gowda and May 2020)"
+    yield "heads", f"{shape.heads} of width {shape.head}", shared
+    by_rule = "as set or copied; else by model (Tao et al. 2024) and text (Gowda and May 2020)"
     yield "vocabulary", f"{shape.vocabulary:,}", by_rule
     yield "context", f"{shape.context:,}", "tokens; --context changes it"
 
 
 def read_sample(texts: Iterable[str], most_bytes: int) -> tuple[list[str], int]:
-    """Sample at most ``most_bytes`` of the texts, spread evenly, in their order; and the bytes of all texts.
+    """Sample at most ``most_bytes`` of the texts, spread evenly and in order; also return the bytes of all texts.
 
-    A hash of its position ranks each text, and the smallest stay: the same ones each time.
+    Texts are ranked by a hash of their position, and the lowest ranks stay, so the sample is always the same.
     """
     kept, held, total = list[tuple[int, int, str]](), 0, 0  # the largest rank first
     for place, text in enumerate(texts):

@@ -27,15 +27,15 @@ from safetrain.plan.recommend import disk_bytes_of
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNKNOWN = "-"
-CPU_SHARE = 0.5  # of a matrix product's speed; a run's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
-DISK_BYTES_PER_SECOND = 2.5e9  # assumed, of an internal SSD
+CPU_SHARE = 0.5  # a run's share of a matrix product's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
+DISK_BYTES_PER_SECOND = 2.5e9  # assumed for an internal SSD
 
 
 def estimate_of(
     model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, *, num_layers: int | None = None,
     **options: Any,
 ) -> Estimate:  # fmt: skip
-    """The estimate for this training run, on a CPU with a dequantized base. ``options`` set further fields of Estimate.
+    """The estimate for a training run; a CPU dequantizes the base. ``options`` set further fields of Estimate.
 
     Raises ConfigError for settings that training does not accept.
     """
@@ -56,7 +56,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
     """Print parameters, shapes and sizes, and the minimum memory for training on one row, by the closed form."""
     on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
     _print_model(console, on_gpu)
-    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
+    heads = f"{model.num_heads} heads of width {model.head_dim}, {model.num_kv_heads} for keys and values"
     context = f"context {model.max_positions:,} tokens" if model.max_positions else "context unknown"
     console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
     if model.model_type not in FAMILIES:
@@ -72,7 +72,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
 
 
 def print_estimate(console: Console, run: Estimate, name: str) -> bool:
-    """Print a run's memory term by term, and what would fit if it does not. Returns whether it fits."""
+    """Print a run's memory term by term, and changes that would fit if it does not. Returns whether it fits."""
     _print_model(console, run)
     if run.model.model_type not in FAMILIES:
         raise ModelError(
@@ -93,7 +93,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         **{term.name: term.size_bytes for term in run.terms},
         "predicted peak of mlx": run.peak_bytes,
         f"margin, {100 * (MARGIN - 1):.0f} % of the estimate": with_margin(run.terms) - run.peak_bytes,
-        "process around it": run.machine.process_memory_bytes,
+        "Python and libraries": run.machine.process_memory_bytes,
         "needed": run.needed_bytes,
         "budget": run.machine.memory_budget_bytes,
     }
@@ -110,7 +110,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     else:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":
-        console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
+        console.print("(closed form; its terms for GPUs are derived, not measured)", style="dim")
     return run.fits
 
 
@@ -155,7 +155,7 @@ def print_pretraining(
     length, tokens, now, any_fits = window_length(model), wanted_tokens(model.parameters), datetime.now(), False
     disk = size(disk_bytes_of(model.parameters, keep_checkpoints))
     words = f"{count_text(model.parameters)} parameters, {count_text(tokens)} tokens (Hoffmann et al. 2022)"
-    title = f"{model.folder.name} from scratch: {words}, windows of {length}; {disk} of checkpoints"
+    title = f"{model.folder.name} from scratch: {words}, windows of {length} tokens; {disk} of checkpoints"
     table = _table(console, title, "machine", "memory", "windows", "tokens/s", "duration", "finished on")
     for machine, profile in places:
         window = estimate_of(model, machine, PRETRAIN, tokens=length)
@@ -171,8 +171,8 @@ def print_pretraining(
         any_fits |= window.fits
     console.print(table)
     console.print(
-        "Memory for one window; windows that fit at a time ((r): with recomputed blocks); the end if it starts now and "
-        "never pauses. Speed: assumed, tflops in conf/machine; here, half of the matrix products on a CPU.",
+        "Memory is for one window. Windows: how many fit at a time; (r): with recomputed blocks. The date: if it "
+        "starts now and never pauses. Speed: assumed (tflops in conf/machine), or half of this CPU's matrix products.",
         style="dim",
     )
     return any_fits

@@ -14,7 +14,7 @@ FREE = "free some disk space, or choose another folder with --into"
 
 
 def fetch_model(hub_id: str, into: Path) -> Path:
-    """Download ``hub_id`` into a new folder below ``into``; continues an interrupted download.
+    """Download ``hub_id`` into a new folder in ``into``; continues an interrupted download.
 
     All files come from one commit, which is recorded, because the main branch may change during the download.
 
@@ -29,7 +29,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     if target.exists():
         read_model_files(target)
         if (found := hub_id_of(target)) != hub_id:
-            do, got = "move that folder away, or choose another one with --into", found or "unknown"
+            do, got = "move the folder away, or choose another one with --into", found or "unknown"
             what = "The folder holds a different model with this name."
             raise ModelError(what, where=str(target), expected=hub_id, got=got, do=do)
         return target

@@ -162,7 +162,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
 def answer_path(model_fingerprint: str) -> Path:
     """Path of the cached answer for this model on this machine.
 
-    With what decides whether mlx finds a GPU and how much memory it may use (macOS 26 allows more than 15).
+    It depends on what decides whether mlx finds a GPU and how much memory it may use (macOS 26 allows more than 15).
     """
     if sys.platform == "darwin":
         graphics = [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
@@ -236,11 +236,11 @@ def read_profile(name: str) -> Profile:
     try:
         return Profile(name=name, **settings)
     except TypeError as error:
-        raise ConfigError(f"The machine cannot be read: {error}", where=str(path)) from None
+        raise ConfigError(f"The machine's file cannot be read: {error}", where=str(path)) from None
 
 
 def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
-    """The record that preflight would write on that machine when idle; the budget follows preflight's rules."""
+    """The record that preflight would write on the idle machine of a profile; the budget follows preflight's rules."""
     usable_gb = (profile.usable_memory_gb_macos_26 if macos_26 else None) or profile.usable_memory_gb
     usable, total = int(usable_gb * GIB), int(profile.total_memory_gb * GIB)
     if profile.backend == "metal":

@@ -47,9 +47,9 @@ IDS = (
     "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MODEL-FILES", "DATA-FILES", "DISK-FREE", "RUN-PREV", "HOSTS-FILE",
     "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "DISK-READ", "MEM-FIT",
 )  # fmt: skip
-PLANNED = "DISK-FREE", "MEM-FIT"  # by a plan
+PLANNED = "DISK-FREE", "MEM-FIT"  # checked by making a plan
 READ_BYTES, PIECE_BYTES = 2**28, 2**23
-F_NOCACHE = 48  # of macOS's fcntl: what is read does not stay in the file cache
+F_NOCACHE = 48  # of macOS's fcntl: the file that is read does not stay in the cache
 SLOW_BYTES = 0.5e9  # a second
 NETWORKS = ("nfs", "cifs", "smb", "afp", "webdav", "fuse.sshfs", "9p")  # beginnings of file system names
 REINSTALL = "run 'make clean && make'"
@@ -58,7 +58,7 @@ MIN_PYTHON = (3, 11)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # with this much swap in use, the machine is already short of memory
-# An idle 8 GB M1 has 54 or more; at 44, a run of 11 GB did not fit in 24 GB (john-rocky/apple-silicon-llm-bench #7).
+# An idle 8 GB M1 has 54 % or more; at 44 %, a run of 11 GB failed in 24 GB (john-rocky/apple-silicon-llm-bench #7).
 LITTLE_FREE_PERCENT = 45
 
 
@@ -67,7 +67,7 @@ def examine(
 ) -> tuple[list[Check], Machine | None]:
     """Run all checks of preflight.level and read the machine, which is None if mlx does not work.
 
-    ``folder`` is the model's, ``before`` the machine of the last preflight; ``module`` tries both out.
+    ``folder`` is the model's, ``before`` the machine as last recorded; ``module`` of the engine tries out both.
     """
     train, level = config.train, config.preflight.level
     model, model_check = model_files(folder)
@@ -132,7 +132,7 @@ def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
         text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
         text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
         yield verdict("CPU-BLAS", probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS, False, text,
-                      f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s", "product of two 1024 x 1024 matrices",
+                      f"a fast BLAS, at least {SLOW_GFLOPS:.0f} GFLOP/s", "product of two 1024 x 1024 matrices",
                       "run 'make clean && make'")  # fmt: skip
 
 
@@ -153,8 +153,8 @@ def environment_checks(static_bytes: int) -> Iterator[Check]:
         return
     swap = psutil.swap_memory()
     short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
-    yield verdict("ENV-SWAP", not short, False, f"{size(swap.used)} used of {size(swap.total)}",
-                  f"less than {size(SWAP_BYTES)} or a quarter in use", "psutil",
+    yield verdict("ENV-SWAP", not short, False, f"{size(swap.used)} of {size(swap.total)} of swap in use",
+                  f"less than {size(SWAP_BYTES)}, or less than a quarter, in use", "psutil",
                   "close other programs: training that swaps is ten times slower")  # fmt: skip
 
 
@@ -162,16 +162,16 @@ def mac_checks(level: int, free_percent: int, power: tuple[bool, float] | None) 
     """Check macOS's own measure of memory pressure, and warn about a laptop on battery.
 
     Swap in use means nothing: macOS swaps idle pages even with half of its memory free, and enlarges swap on demand.
-    Level 2 means little: 8 GB machines stay there with 46 % free. ``power``: whether plugged in, and percent.
+    Level 2 means little: 8 GB machines stay at it with 46 % free. ``power``: whether plugged in, and the charge in %.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
-    yield verdict("ENV-SWAP", not short, False, f"pressure level {level}, {free_percent} % free",
+    yield verdict("ENV-SWAP", not short, False, f"memory pressure level {level}, {free_percent} % free",
                   f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free",
                   f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
                   "close other programs: training that swaps is ten times slower")  # fmt: skip
     if power is not None:
-        text = "mains" if power[0] else f"battery, {power[1]:.0f} %"
-        yield verdict("MAC-POWER", power[0], False, text, "mains", "psutil", "plug it in, and leave the lid open")
+        text = "mains power" if power[0] else f"battery, {power[1]:.0f} %"
+        yield verdict("MAC-POWER", power[0], False, text, "mains power", "psutil", "plug it in, and leave the lid open")
 
 
 def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
@@ -199,11 +199,11 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
 
 
 def data_check(report: DataReport) -> Check:
-    """Check that each split has rows; warnings of the data warn here too."""
+    """Check that each split has rows; the check also warns if the data has warnings."""
     counts = [split.rows for _, split in report.splits]
     ok, text = all(counts), "{} train, {} valid, {} test rows from {}".format(*counts, report.source)
     return verdict("DATA-FILES", ok and not report.warnings, not ok, "; ".join([text, *report.warnings]),
-                   "at least one row in each", paths.DATA_REPORT.name, f"see {paths.DATA_REPORT}")  # fmt: skip
+                   "at least one row in each split", paths.DATA_REPORT.name, f"see {paths.DATA_REPORT}")  # fmt: skip
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
@@ -218,14 +218,14 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
 def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
     """Warn if the last training run crashed and none has finished since.
 
-    The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse it
-    (exit code 7). The settings of ``planned`` are not compared.
+    The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse to
+    start (exit code 7). The settings of ``planned`` are not compared.
     """
     state, source = read_run_state(output), "postmortem.json"
     if state is not None and not state.finished and planned is not None and checkpoints_in(output):
         identity = dataclasses.replace(planned, settings=state.identity.settings)
         if differences := identity.differences(state.identity):
-            text = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
+            text = f"an unfinished run stopped at step {state.step}, and this run differs in: {', '.join(differences)}"
             return Check("RUN-PREV", FAIL, True, text, "the same data and model, or no unfinished run", POINTER,
                          "safetrain discard (deletes that run), or use its data and model again")  # fmt: skip
     if (output / FLIGHT / MARKER).is_file():
@@ -259,10 +259,10 @@ def model_checks(
 ) -> Iterator[Check]:
     """Check that mlx-lm loads the model, that it can be trained, and that its weights fit the memory budget.
 
-    Some models have kernels without gradients, or attention to later tokens.
+    Models cannot be trained if their kernels have no gradients, or if their attention sees later tokens.
     """
     if probe.loads is None:
-        why = "level quick does not load the model" if level == "quick" else "it is larger than the memory budget"
+        why = "level quick does not load the model" if level == "quick" else "the model exceeds the memory budget"
         yield skipped("MODEL-LOAD", why)
     else:
         text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
@@ -275,7 +275,7 @@ def model_checks(
         works = "backward pass works for every kind of block"
         yield verdict("MODEL-TRAIN", probe.trains, True,
                       works if probe.trains else f"{model.model_type}: {probe.train_error}",
-                      "a gradient for each, causal attention", "mlx-lm",
+                      "a gradient for every kind of block, causal attention", "mlx-lm",
                       "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
     yield verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, must_fit(train),
                   f"weights {size(model.static_bytes)}",
@@ -284,7 +284,7 @@ def model_checks(
 
 
 def must_fit(train: Train) -> bool:
-    """Whether the base may not stay on disk."""
+    """Whether the base must fit into memory, because it may not stay on disk."""
     return train.method in WHOLE or train.stream_base is False
 
 
@@ -324,7 +324,7 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
 
 
 def reading_check(model: ModelFiles) -> Check:
-    """Check that a base that stays on disk is read fast enough, with the largest file, uncached if possible."""
+    """Check that a base that stays on disk is read fast enough, by its largest file, uncached if possible."""
     file = max(model.folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     with file.open("rb", buffering=0) as weights:
         if sys.platform == "darwin":

@@ -49,7 +49,7 @@ def _fitted_update_tokens(operations: float) -> float:
 
 
 def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
-    """Learning rate of pretraining: 0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times sqrt(batch / fitted batch)."""
+    """Learning rate for C operations: 0.3118 C^-0.125 (arXiv 2401.02954, formula 1) x sqrt(batch / fitted batch)."""
     operations = 6.0 * parameters * tokens
     usual = _fitted_update_tokens(operations)
     rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
@@ -66,7 +66,7 @@ def wanted_tokens(parameters: int) -> int:
 
 
 def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
-    """Tokens that a run reads: the pinned epochs, else the recommended tokens in at most four epochs."""
+    """Tokens that a run reads in the pinned epochs; else the recommended tokens, but at most four epochs."""
     if train.num_epochs is not None:
         return train.num_epochs * tokens_there
     return min(wanted_tokens(parameters), MOST_PASSES * tokens_there)
@@ -97,8 +97,8 @@ def _step_tokens(plan: Recommendation) -> int:
 def flops_per_token(model: ModelFiles, length: int, *, recompute: bool = False) -> float:
     """Operations per token in windows of ``length`` tokens.
 
-    6 per weight (Kaplan et al. 2020, arXiv:2001.08361), and attention, half of the 12 x layers x width x length of
-    PaLM (arXiv:2204.02311, appendix B), because a token sees only earlier tokens. The embedding multiplies nothing,
+    They are 6 per weight (Kaplan et al. 2020, arXiv:2001.08361), and for attention half of PaLM's 12 x layers x width
+    x length (arXiv:2204.02311, appendix B), because a token sees only earlier tokens. The embedding multiplies nothing,
     unless it is also the head.
     """
     matrices = [tensor for tensor in model.tensors if tensor.weights and len(tensor.shape) >= 2]
@@ -121,7 +121,7 @@ def pretraining_lines(plan: Recommendation, parameters: int, tokens_there: int, 
     if passes > MOST_PASSES:
         yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
     elif share < FAR_BELOW:
-        yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
+        yield "this is far too little text for a model of this size: find more text, or train a smaller model"
     disk = f"{size_text(plan.disk_bytes)} of checkpoints"
     if plan.total_seconds is None or plan.step_seconds is None:
         yield f"time unknown: no dry run was made; {disk}"

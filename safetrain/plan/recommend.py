@@ -48,22 +48,22 @@ from safetrain.plan.pretraining import (
 )
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on
-MOST_DRY_RUNS, MOST_MORE = 8, 2  # in total; after one that has passed
+MOST_DRY_RUNS, MOST_MORE = 8, 2  # dry runs in total; after one that has passed
 LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training if that is longer
 MOST_FIRST_SECONDS = 300.0  # for the first dry run, if a smaller micro-batch is faster
 LESS_AFTER_A_DEATH = 0.85  # after an out-of-memory dry run, only candidates with this share of its peak are tried
 UNCERTAIN, LIKELY = 1.1, 0.5  # predicted speed ratios are off by a tenth; half of the possible saving is likely
 ALIKE = 1.1  # speeds within this ratio count as equal: two dry runs on a busy machine differ as much
-SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: no two processes use the same memory
+SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: processes differ a little in memory
 FULL_RATE_FACTOR = 10
 
 
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Callable[[str], None]) -> Recommendation:
-    """The fastest configuration that passes a dry run, at the first length at which one passes.
+    """The fastest configuration that passes a dry run, at the first length that has one.
 
     ``module`` of the engine makes dry runs; if it is empty, only cached ones count. The plan is not ``verified`` if a
-    dry run is missing or failed for a reason other than memory. Raises MachineError if nothing fits, ConfigError like
-    ``ask``.
+    dry run is missing or failed for a reason other than memory. Raises MachineError if nothing fits, ConfigError as
+    ``ask`` does.
     """
     question = ask(inputs, train, lora)
     search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", module, say)
@@ -130,14 +130,14 @@ class _Search:
         return sum(self.seconds) + last <= max(LEAST_SECONDS, SHARE * training) and last < saved
 
     def _lateness(self, fit: Estimate) -> float:
-        """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may."""
+        """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may take."""
         dry_run_seconds, step_seconds = expected_seconds(self.question, fit)
         training = step_seconds * _updates_of(self.question, recommendation_of(self.question, fit))
         most = max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training))
         return dry_run_seconds if dry_run_seconds > most else 0.0
 
     def _job(self, fit: Estimate) -> TrainJob:
-        """The job of the dry run: the same settings, under a slightly smaller memory limit."""
+        """The job of the dry run: the candidate's settings, under a slightly smaller memory limit."""
         train, plan = self.question.train, recommendation_of(self.question, fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         return TrainJob(
@@ -153,7 +153,7 @@ def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:
 
 
 def _whole_seconds(question: PlannedTraining, fit: Estimate, updates: int, eval_steps: int, measured: DryRun) -> float:
-    """Time of all steps, validations, the adapter check and the evaluation.
+    """Seconds of all steps and validations, the adapter check and the evaluation.
 
     A forward pass takes half of a token's training time, or a third if training recomputes activations or trains all
     weights.
@@ -175,7 +175,7 @@ def _fastest(passed: list[tuple[Estimate, Recommendation]]) -> tuple[Estimate, R
 
 
 def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun | None = None) -> Recommendation:
-    """The whole configuration for a candidate; verified if its dry run stayed within the budget (on a GPU: mlx did)."""
+    """The whole configuration for a candidate; verified if its dry run stayed within the budget (GPU: mlx's part)."""
     machine, model, train = fit.machine, fit.model, question.train
     reasons = {**question.why_lora, **_reasons_of_fit(question, fit)}
     epochs, max_steps = _epochs_and_steps(question, fit.rows_per_update, reasons)
@@ -275,15 +275,15 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
 def _why_length(question: PlannedTraining, fit: Estimate) -> str:
     longest, length = question.longest_row, fit.tokens
     if question.train.method == PRETRAIN:
-        most = f", and at most {MOST_WINDOW}" if length == MOST_WINDOW else ""
+        most = f", limited to {MOST_WINDOW}" if length == MOST_WINDOW else ""
         return f"the model's context{most}: documents are packed into windows, nothing is truncated"
     if longest <= length:
         return (
             f"the longest row has {longest:,} tokens, so nothing is truncated (lengths are multiples of {WIDTH_STEP})"
         )
     by_context = length == fit.model.max_positions
-    limit = "the model's context" if by_context else "to fit the memory; at most 1 row in 200 is truncated"
-    return f"the longest row has {longest:,} tokens and is truncated: {limit}"
+    limit = "to the model's context" if by_context else "to fit the memory; at most 1 row in 200 is truncated"
+    return f"the longest row has {longest:,} tokens and is truncated {limit}"
 
 
 def _epochs_and_steps(
@@ -329,7 +329,7 @@ def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
         reasons["eval_steps"] = (
             f"a validation reads {question.valid_tokens:,} tokens; training reads as many between two validations"
         )
-    reasons["log_steps"] = f"every {log} steps" if log > 1 else "every step, as there are few"
+    reasons["log_steps"] = f"every {log} steps" if log > 1 else "every step, as the run has few"
     steps = {"save_steps": interval, "eval_steps": max(interval, least), "log_steps": log}
     return {"warmup_steps": usual_warmup(updates), **steps}
 
@@ -339,7 +339,7 @@ def learning_rate_for(fit: Estimate, reasons: dict[str, str]) -> float:
 
     To first order, Adam's step depends on scale x rate, so both are chosen together (QLoRA, Unsloth and tinker's sweeps
     bracket the values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for Llama.
-    It never depends on the memory. Full fine-tuning needs a tenth (LoRA without regret, Thinking Machines 2025).
+    The rate never depends on memory. Full fine-tuning uses a tenth (LoRA without regret, Thinking Machines 2025).
     """
     width, rows, scale = fit.model.hidden_size, fit.rows_per_update, fit.lora.scale
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4

@@ -23,14 +23,14 @@ FENCE = "```"  # keeps the columns aligned in an issue
 
 
 def selftest(module: str, model: Path) -> list[tuple[str, str, bool]]:
-    """Run one pass of ``model`` in a child, ``python -m module``: the results of ``judge``.
+    """Run one pass of ``model`` in a child, ``python -m module``, and return the results of ``judge``.
 
     Raises MachineError if the child fails.
     """
     try:
         return judge(_one_pass(module, model))
     except ChildFailed as error:
-        do = "'safetrain preflight' checks the machine; if it ran out of memory, name a smaller model"
+        do = "'safetrain preflight' checks the machine; if it ran out of memory, use a smaller model"
         raise MachineError(f"The self-test did not finish: {error}", where=str(model), do=do) from None
 
 
@@ -39,15 +39,15 @@ def _one_pass(module: str, model: Path) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """Names, results and whether they pass; figures without a reference do. A GPU may multiply in 19 bits (TF32)."""
+    """Return name, text and verdict of each figure; one without a reference passes. A GPU may use TF32 (19 bits)."""
     limit = FLOAT32_TOLERANCE if found["on_cpu"] else TF32_TOLERANCE
     limit = limit if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
-    reference = f"mlx-lm's layers and plain cross-entropy (at most {limit:.0e})"
+    reference = f"(limit {limit:.0e}) from mlx-lm's layers and plain cross-entropy"
     layout = "packed, without padding" if found["packs_rows"] else "as padded rectangles"
     differences = [(name, found[f"{name}_difference"]) for name in ("loss", "gradient")]
     speed = f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"
     return [
-        *((name, f"{size:.1e} from {reference}", size <= limit) for name, size in differences),
+        *((name, f"differs by {size:.1e} {reference}", size <= limit) for name, size in differences),
         ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers", True),
         ("time", speed, True),
         ("memory", f"{size_text(found['peak_memory_bytes'])} at the peak", True),
@@ -57,7 +57,7 @@ def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
 def report_lines(probe: str, model: Path) -> Iterator[str]:
     """Yield the report line by line; ``python -m probe`` measures.
 
-    A child that fails says how, and the kind of its error; the message is left out because it may contain a path.
+    If a child fails, its line says how, and the kind of error, but not the message, which may contain a path.
     """
     yield FENCE
     yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
@@ -96,6 +96,6 @@ def _device(probe: Probe) -> str:
         "process without a model": machine.process_memory_bytes,
     }
     limits = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
-    dtype = f", bfloat16 emulated: {machine.compute_dtype}" if machine.compute_dtype else ""
+    dtype = f", emulates bfloat16, computes in {machine.compute_dtype}" if machine.compute_dtype else ""
     speed = f"matrix products {probe.gemm_gflops:,.0f} GFLOP/s"
     return f"{machine.backend}, {machine.device or probe.blas}{dtype}; {limits}; {speed}"

@@ -170,7 +170,7 @@ def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
     words = ["create", "10m", str(tmp_path / "new")]
     done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE), "--vocabulary", "300"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    for said in ("parameters", "x 256", "they want", "safetrain info"):
+    for said in ("parameters", "x 256", "tokens of text", "safetrain info"):
         assert said in done.output
     with pytest.raises(ConfigError, match="one tokenizer"):
         CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)

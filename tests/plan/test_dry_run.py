@@ -146,7 +146,7 @@ def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path, monkeypatch
     assert "line 2, in <module>" in (tmp_path / "error.txt").read_text()
     with pytest.raises(ChildFailed, match="not finished after"):
         run_json("http.server", ["0", "--bind", "127.0.0.1"], 0.5)
-    with pytest.raises(ChildFailed, match="cannot be read"):
+    with pytest.raises(ChildFailed, match="no readable answer"):
         run_json("this", [], 30)
 
 

@@ -71,7 +71,7 @@ def test_a_preset_on_the_machine_whose_speed_was_measured(name: str, days: str) 
     text, fits = pretraining_text(name, "m3-64gb")
     assert fits
     assert days in text
-    assert "assumed, tflops in conf/machine" in text
+    assert "assumed (tflops in conf/machine)" in text
 
 
 def test_all_machines_have_a_line_with_a_date() -> None:
