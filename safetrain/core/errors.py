@@ -1,4 +1,4 @@
-"""The errors that users see, and their exit codes. A message says what, where, expected, got, and what to do."""
+"""The errors that users see, and their exit codes. A message has the parts what, where, expected, got and do."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class TrainingError(SafetrainError):
 
 
 class BadUpdateError(TrainingError):
-    """An update's loss or gradient is not a number, or its loss jumped."""
+    """The loss or gradient of an update is not a number, or the loss jumped."""
 
 
 class EngineError(TrainingError):
@@ -79,12 +79,12 @@ class DiskFullError(SafetrainError):
     exit_code = 8
 
 
-# The remedy where a run may have been saved
+# The remedy for a full disk, where a checkpoint may exist
 FREE_AND_CONTINUE = "free some space and run the same command: it continues from the newest checkpoint, which is intact"
 
 
 class RunDied(SafetrainError):
-    """The training process was killed or hung; the verdict says why. ``exit_code``: 128 plus the signal, or 124."""
+    """The training process was killed or hung; the verdict says why. ``exit_code``: 128 + signal, or 124 if hung."""
 
 
 class InterruptedRun(SafetrainError):

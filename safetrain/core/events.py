@@ -1,4 +1,4 @@
-"""What happens in a training run: events that the training process sends over a pipe, and the journal that keeps them.
+"""The events of a training run, which the training process sends over a pipe, and the journal that keeps them.
 
 The supervisor receives the events, adds its own, and appends them to flight/journal.jsonl. Nothing depends on the
 journal: lines that cannot be written are dropped, and torn lines are skipped.
@@ -29,7 +29,7 @@ class Begun:
     resumed_from_step: int
     description: str
     eval_steps: int = 0
-    check_validations: float = 0.0  # time of the adapter check after the last update, in validations
+    check_validations: float = 0.0  # time of the adapter check after the last update, in units of one validation
     bits_per_byte_of_nat: float = 0.0  # 1 nat per label in bits per byte of text; 0: unknown
 
 
@@ -66,8 +66,8 @@ class Progress:
     """Progress of the training, every PROGRESS_SECONDS."""
 
     step: int
-    elapsed_seconds: float  # in updates, since the run began
-    validations: int  # since Begun
+    elapsed_seconds: float  # spent in updates since the run began
+    validations: int  # number since Begun
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class JournalEntry:
 
 
 class EventPipe:
-    """The sending end. If no supervisor reads it, the run still saves and ends by itself."""
+    """The sending end of the pipe. If no supervisor reads it, the run still saves and ends by itself."""
 
     def __init__(self, descriptor: int, *, failures_only: bool = False) -> None:
         self._descriptor, self._failures_only = descriptor, failures_only
@@ -106,10 +106,10 @@ class EventPipe:
 
 
 def open_events(place: str, *, required: bool = True) -> EventPipe:
-    """Open the event pipe that a descriptor number or the path of a FIFO names; raises OSError.
+    """Open the event pipe at ``place``, a descriptor number or the path of a FIFO; raises OSError.
 
-    One that is not ``required`` does not wait for a reader: a rank on another machine has none, even if a shared folder
-    shows the FIFO. It sends only failures, to stderr, which mlx.launch passes to the supervisor.
+    If not ``required``, it does not wait for a reader: a rank on another machine has none, even if a shared folder
+    shows the FIFO. Without a reader, only failures are sent, to stderr, which mlx.launch passes to the supervisor.
     """
     if place.isdecimal():
         return EventPipe(int(place))
@@ -124,14 +124,14 @@ def open_events(place: str, *, required: bool = True) -> EventPipe:
 
 
 class Journal:
-    """Appends events to a file. A run that starts from the first update removes those of the previous run."""
+    """Appends events to a file. A run that starts from the first update removes the previous run's events."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._progress_at, self._validations = -PROGRESS_SECONDS, 0
 
     def write(self, event: Event) -> None:
-        """Append one entry with the current time; records become one Progress every PROGRESS_SECONDS."""
+        """Append one entry with the current time; step records become one Progress every PROGRESS_SECONDS."""
         if isinstance(event, Begun):
             self._progress_at, self._validations = -PROGRESS_SECONDS, 0
         elif isinstance(event, StepRecord):

@@ -17,12 +17,12 @@ EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 update``, ``2,000 updates``."""
+    """A count with its noun, such as ``1 update`` or ``2,000 updates``."""
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration_text(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``7.5 h``, ``3.5 days``."""
+    """A duration, such as ``40 s``, ``12 min``, ``7.5 h`` or ``3.5 days``."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     if seconds < 100 * 60:
@@ -31,12 +31,12 @@ def duration_text(seconds: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """``3.98 GiB``, or MiB below 1 GiB."""
+    """A size, such as ``3.98 GiB``; in MiB below 1 GiB."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def printable(text: str) -> str:
-    """Make ``text`` safe for a terminal: control characters (escapes, changes of direction) are spelled out."""
+    """Make ``text`` safe for a terminal: control characters (escapes, changes of text direction) are spelled out."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in VISIBLE else ascii(letter)[1:-1] for letter in text)
@@ -57,14 +57,14 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def similar_path(path: Path) -> str:
-    """``did you mean data/example?`` for a missing path with a similar one next to it; empty without one."""
+    """A hint such as ``did you mean data/example?`` for a missing path; empty if no path next to it is similar."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, 1)
     return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
 def override(key: str, value: object) -> str:
-    """``data.path=rows.jsonl``, ready to paste into a shell: quoted for Hydra and for the shell where necessary."""
+    """An override such as ``data.path=rows.jsonl``, ready to paste into a shell: quoted for Hydra and shell."""
     text = str(value)
     if PLAIN_OVERRIDE.fullmatch(text):
         return f"{key}={text}"
@@ -83,5 +83,5 @@ def run_again() -> str:
 
 
 def ran_by(lock: Path = Path("dvc.lock")) -> str:
-    """Return the command of a finished run: DVC leaves a lock file."""
+    """Return the command that made a finished run: DVC leaves a lock file."""
     return os.environ.get(RUN) or (f"{dvc()} repro" if lock.is_file() else "safetrain run")

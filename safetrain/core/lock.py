@@ -32,7 +32,7 @@ def lock_path(platform: str = sys.platform) -> Path:
 
 @contextmanager
 def training_lock(output: Path) -> Iterator[tuple[int, int]]:
-    """Hold the device and the output folder for one training run; AlreadyRunningError names their holder's process.
+    """Lock the device and the output folder for one training run; raises AlreadyRunningError if another run has them.
 
     Yields the two descriptors: a child that inherits them holds the locks too, as long as it lives.
     The files stay when the locks are released: without them, two later processes could lock two different files.
@@ -61,7 +61,7 @@ def is_locked(output: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Hold one lock. Another user may have put a link or a file in its place: MachineError, and nothing is written."""
+    """Hold one lock. Raises MachineError, and writes nothing, if another user has put a link or file in its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:  # writable, as network file systems require
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -82,7 +82,7 @@ def _running(path: Path) -> AlreadyRunningError:
     """The error that names the process whose number is in the lock's file."""
     holder = path.read_text(encoding="ascii", errors="replace")[:32].strip() or "unknown"
     what = f"Another training run is in progress on this machine (process {holder})."
-    do = f"wait for it; or stop it, with its state saved: kill -INT {holder}"
+    do = f"wait until it ends; or stop it (it saves its state): kill -INT {holder}"
     return AlreadyRunningError(what, where=str(path), do=do)
 
 

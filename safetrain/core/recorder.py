@@ -1,8 +1,8 @@
 """The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of training.
 
-The pages belong to the kernel, so what was written survives SIGKILL, an abort or a segmentation fault, and costs a
-copy in memory (measured: benchmarks/bench_recorder.py). The supervisor flushes the ring to the disk against a crash of
-the machine; the training never waits for that.
+The pages belong to the kernel, so records survive SIGKILL, an abort or a segmentation fault. Writing one is a copy in
+memory (measured: benchmarks/bench_recorder.py). The supervisor flushes the ring to the disk against a crash of the
+machine; the training never waits for the flush.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from safetrain.core.storage.files import make_durable
 MAGIC = b"SAFETRN3"
 HEADER_BYTES = 512
 SLOTS = 4096
-MOST_ROWS = 8  # row ids in a record
+MOST_ROWS = 8  # most row ids in a record
 # number, wall clock, monotonic clock, phase, edge, step, micro-batch, rows, tokens, predicted peak, active, peak,
 # cache, footprint, data segment, loss, first row ids
 LAYOUT = struct.Struct(f"<QddBBIIIIQQQQQQd{MOST_ROWS}I")
 NUMBERS = np.dtype([("number", "<u8"), ("rest", f"V{LAYOUT.size - 8}")])
 RING_BYTES = HEADER_BYTES + SLOTS * LAYOUT.size
-MEMORY_SECONDS = 0.1  # between readings of the process's own memory, which cost half a record
+MEMORY_SECONDS = 0.1  # between readings of the process's own memory; a reading costs half a record
 FLUSH_SECONDS = 2.0  # between flushes to the disk
 
 
 class Phase(enum.IntEnum):
-    """What a training run is doing. ``gradient`` covers forward, loss and backward, unless the run is traced."""
+    """The current work of a training run. ``gradient`` covers forward, loss and backward, unless the run is traced."""
 
     START = 0
     LOAD_DATA = 1
@@ -78,7 +78,7 @@ PHASES = frozenset(Phase)
 class Work:
     """The work of a phase: step, micro-batch and so on."""
 
-    step: int = 0  # the update in progress, from 1; for saving and validation the updates made
+    step: int = 0  # the update in progress, from 1; for saving and validation, the updates made so far
     micro_batch: int = 0
     rows: int = 0
     tokens: int = 0
@@ -123,7 +123,7 @@ class FlightHeader:
 
 
 class Recorder:
-    """Writes the ring. The engine sets ``read_allocator`` and calls ``device`` as soon as it knows them."""
+    """Writes the ring. As soon as the engine knows the device, it sets ``read_allocator`` and calls ``device``."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Recorder:
         self.write(phase, Edge.AFTER, work)
 
     def write(self, phase: Phase, edge: Edge, work: Work) -> None:
-        """Add one record. Its number is written last, so a torn record has none."""
+        """Add one record. Its number is written last, so a torn record has no number."""
         self._number += 1
         self._last = phase, edge, work
         now = time.monotonic()
@@ -166,7 +166,7 @@ class Recorder:
         struct.pack_into("<Q", self._ring, place, self._number)
 
     def repeat(self) -> None:
-        """Add the last record again: slow work makes progress."""
+        """Add the last record again, to show that slow work makes progress."""
         self.write(*self._last)
 
 

@@ -57,7 +57,7 @@ class Run:
     evaluation: Evaluation | None = None  # of this adapter
     has_stale_evaluation: bool = False  # evaluation.json measures another adapter
     postmortem: PostMortem | None = None
-    journal: tuple[JournalEntry, ...] = ()  # of this run only
+    journal: tuple[JournalEntry, ...] = ()  # entries of this run only
     checkpoint: Checkpoint | None = None  # the newest one; only its hashes prove that it is whole
     marker: RunMarker | None = None
     header: FlightHeader | None = None
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def begun(self) -> Begun | None:
-        """The newest training process's report that everything is loaded."""
+        """The newest training process's event that everything is loaded; None without one."""
         return next((entry.event for entry in reversed(self.journal) if isinstance(entry.event, Begun)), None)
 
 
 class RunReader:
-    """Reads a run: from a folder, or in a subclass from elsewhere, by its own ``file`` and ``adapter``."""
+    """Reads a run from a folder; a subclass may read it from elsewhere, with its own ``file`` and ``adapter``."""
 
     def __init__(self, output: Path = paths.OUTPUT, name: str = "this run") -> None:
         self.output, self.name = output, name
@@ -108,7 +108,7 @@ class RunReader:
             return None
 
     def adapter(self) -> str | None:
-        """Fingerprint of the trained adapter; empty without one, None if unknown."""
+        """Fingerprint of the trained adapter; empty if there is no adapter, None if unknown."""
         folder = self.output / paths.ADAPTERS.name
         try:
             facts = (folder / "adapters.safetensors").stat()
@@ -192,9 +192,9 @@ def living_process(pid: int) -> psutil.Process | None:
 
 
 def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: tuple[JournalEntry, ...]) -> bool:
-    """Whether DVC restored the results of another run than the one in flight/.
+    """Whether DVC restored the results of a run other than the one in flight/.
 
-    A run removes the old summary when it begins, and closes its journal after writing the new one.
+    A run removes the old summary when it begins, and ends its journal after writing the new summary.
     """
     marks = [entry.event for entry in journal if isinstance(entry.event, Begun | Finished)]
     same = job is not None and vars(job.settings).items() <= vars(summary).items()

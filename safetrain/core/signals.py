@@ -22,7 +22,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def terminate(_number: int) -> None:
-    """Handle SIGTERM."""
+    """Handle SIGTERM by raising Terminated."""
     raise Terminated
 
 

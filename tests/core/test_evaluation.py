@@ -61,7 +61,7 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     assert said[0] == "Test loss 3.000 → 1.989 nats per token: better by 1.01 ± 0.12 (95 %, 30 rows)."
     assert said[1] == "Exact match on 10 test questions: base 10.0 %, tuned 80.0 %."
     assert "(95 %, 30 of 4,000 rows)" in describe_evaluation(evaluated(available=4000))[0]
-    assert "10 of 30 questions answered (seed 0)." in said
+    assert "10 of 30 questions answered (random sample, seed 0)." in said
     without = describe_evaluation(dataclasses.replace(evaluated(step=ROWS + 1), questions=0, answered=0))
     assert "Answers not measured: the test file has no questions." in without
     assert not [line for line in without if "Exact match" in line]

@@ -117,7 +117,7 @@ def test_ranges_are_checked_all_at_once() -> None:
     config = OmegaConf.to_object(OmegaConf.structured(compose_with()))
     assert isinstance(config, Pipeline)
     config.train.batch_size, config.lora.dropout, config.train.learning_rate = 0, 2.0, float("nan")
-    with pytest.raises(Exception, match=r"train\.batch_size = 0: allowed is a whole number, at least 1") as caught:
+    with pytest.raises(Exception, match=r"train\.batch_size = 0; allowed: a whole number, at least 1") as caught:
         check_ranges(config)
     assert "lora.dropout = 2.0" in str(caught.value)
     assert "train.learning_rate = nan" in str(caught.value)

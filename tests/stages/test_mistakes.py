@@ -27,7 +27,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     ("train.learning_rat=1", "Unknown key train.learning_rat: did you mean train.learning_rate?|the command line"),
     ("lora.xyz=1", "Unknown key lora.xyz.|one of lora.rank, lora.scale, lora.dropout"),
     ("train.batch_size=two", "train.batch_size has the wrong type.|a whole number, at least 1|two"),
-    ("train.learning_rate=0", "train.learning_rate = 0.0: allowed is a number, above 0 and at most 1, or null"),
+    ("train.learning_rate=0", "train.learning_rate = 0.0; allowed: a number, above 0 and at most 1, or null"),
     ("lora.targets=q_proj", "lora.targets has the wrong type.|a list of texts, e.g. [a,b], or null"),
     ("data.columns.prompt=Frage", "data.columns has the wrong type.|e.g. {prompt: frage, completion: antwort}"),
     ("model.path=", "model.path is empty"),

@@ -241,7 +241,7 @@ def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
     (-0.3, 0.1, "worse by 0.30 ± 0.10 (95 %, 9 rows)"),
     (0.01, 0.05, "no clear difference, better by 0.01 ± 0.05 (95 %, 9 rows)"),
     (0.0021, 0.0004, "better by 0.0021 ± 0.0004 (95 %, 9 rows)"),
-    (0.5, None, "better by 0.50 on one row: no interval"),
+    (0.5, None, "better by 0.50 on one row: no confidence interval"),
 ])  # fmt: skip
 def test_a_difference_has_its_interval(gain: float, half: float | None, words: str) -> None:
     scores = dataclasses.replace(evaluation(()), improvement=Improvement(gain, half, 9))

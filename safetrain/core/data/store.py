@@ -45,22 +45,22 @@ SAMPLES = 16  # of a token file
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a store was made from; train refuses the store of another model's tokenizer."""
+    """The origin of a store; train refuses a store that was made with another model's tokenizer."""
 
     tokenizer: str  # hash of the files of tokenizer and chat template
     source: str  # hash of the data files
     made_on: str  # ISO date that templates used as today
-    stop_ids: tuple[int, ...]  # those that training teaches, and the model's own
+    stop_ids: tuple[int, ...]  # stop ids that training teaches, and the model's own
     opening: str  # appended to the generation prompt, so that it ends as in training
-    asked: str = ""  # removed from the generation prompt's end before that
+    asked: str = ""  # removed from the end of the generation prompt before ``opening`` is appended
     system: str = ""  # the system prompt of all rows; empty if they differ or have none
 
 
 class FileValues:
-    """Numbers of one type in a file, from an offset. The file stays readable when it is replaced."""
+    """Numbers of one type in a file, from an offset. They stay readable if the file is replaced."""
 
     def __init__(self, path: Path, dtype: str, offset: int, count: int) -> None:
-        """Raises OSError."""
+        """Raises OSError if the file cannot be opened."""
         self._dtype, self._offset, self._count = np.dtype(dtype), offset, count
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -91,7 +91,7 @@ class TokenFile:
         raise self._changed()
 
     def ids(self, begin: int, end: int) -> np.ndarray:
-        """Read ids, (tokens,) uint32; raises DataError. Reopens the file: macOS allows 256 open files."""
+        """Read ids, (tokens,) uint32; raises DataError. Opens the file each time: macOS allows 256 open files."""
         with contextlib.suppress(OSError):
             ids = np.fromfile(self.path, f"<u{self.token_bytes}", end - begin, offset=begin * self.token_bytes)
             if len(ids) == end - begin:
@@ -100,7 +100,7 @@ class TokenFile:
 
     def _changed(self) -> DataError:
         what = "A file of the corpus has changed since validation, or cannot be read."
-        expected = f"{self.tokens * self.token_bytes} bytes, as validate_data saw them"
+        expected = f"the {self.tokens * self.token_bytes} bytes that validate_data read"
         do = f"restore it, or validate the corpus again: {dvc()} repro -f -s validate_data"
         return DataError(what, where=self.path, expected=expected, do=do)
 
@@ -121,7 +121,7 @@ def sampled_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token files of a corpus, and the stretches of one split: their ids in sequence are read when sliced."""
+    """The token files of a corpus, and the stretches of one split. A slice reads ids from the stretches in sequence."""
 
     files: tuple[TokenFile, ...]
     stretches: tuple[Stretch, ...]
@@ -179,7 +179,7 @@ class StoreWriter(contextlib.ExitStack):
     """Writes a store atomically. Arrays wait in scratch files, so memory does not grow with the rows."""
 
     def __init__(self, path: Path, *, documents: bool = False) -> None:
-        """``documents``: of a corpus, whose tokens stay in their own files."""
+        """``documents``: the store of a corpus, whose tokens stay in their own files."""
         super().__init__()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._types, self._labels = path, OF_DOCUMENTS if documents else OF_ROWS, 0
@@ -193,7 +193,7 @@ class StoreWriter(contextlib.ExitStack):
         self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray, files: np.ndarray,
         lines: np.ndarray,
     ) -> None:  # fmt: skip
-        """Add all tokens' ids, whether each is ``trained``, and each row's length, labels, file and line (from 1)."""
+        """Add rows: ids, whether each is ``trained``, and each row's length, label count, file and line (from 1)."""
         self._labels += int(np.count_nonzero(trained))
         ends = self._count("ids") + np.cumsum(lengths)
         self._put(ids=ids, trained=trained, row_ends=ends, label_counts=label_counts, files=files, lines=lines)
@@ -210,12 +210,12 @@ class StoreWriter(contextlib.ExitStack):
         self._put(lengths=lengths, files=np.full(len(lengths), file), lines=numbers)
 
     def finish(self, made: Provenance, files: Sequence[str], label_bytes: int = 0) -> None:
-        """Write the file. ``label_bytes``: UTF-8 bytes of all answers."""
+        """Write the store. ``label_bytes``: UTF-8 bytes of all answers."""
         digest = self._digest("row_ends", self._digest("ids") + self._digest("trained"))
         self._write(made, digest.hex(), files, label_bytes / max(1, self._labels))
 
     def finish_corpus(self, made: Provenance, digest: str, corpus: Corpus, label_bytes: float) -> None:
-        """Write the file of a split of a corpus. ``label_bytes``: mean UTF-8 bytes of a label."""
+        """Write the store of a split of a corpus. ``label_bytes``: mean UTF-8 bytes of a label."""
         text = json.dumps(dataclasses.asdict(corpus), ensure_ascii=False)
         self._write(made, digest, [file.path for file in corpus.files], label_bytes, **{CORPUS: text})
 
@@ -274,7 +274,7 @@ def open_split(split: str, base: Path) -> Store:
 
 
 def open_store(path: Path, tokenizer: str | None = None) -> Store:
-    """Open a store; raises ConfigError if it is missing or made with another ``tokenizer``.
+    """Open a store; raises ConfigError if it is missing, or if its tokenizer's hash is not ``tokenizer``.
 
     Raises DataError if it is damaged, or if a file of a corpus has changed.
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from safetrain.core.errors import DataError
 
-MOST_VALID_TOKENS = 2**17  # for validation: gives the loss to a hundredth in less than an hour
+MOST_VALID_TOKENS = 2**17  # most tokens of a validation: they give the loss to a hundredth in less than an hour
 
 
 class Values(Protocol):
@@ -23,7 +23,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """One row. ``trained[i]`` says whether token ``ids[i]`` is a label; (tokens,) uint32 and bool."""
+    """One row: ``ids`` (uint32) and ``trained`` (bool: whether each token is a label) have shape (tokens,)."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -33,7 +33,7 @@ class TokenRow:
 
     @property
     def trained_tokens(self) -> int:
-        """The number of labels. A row's first token is never one, because no token before it predicts it."""
+        """The number of labels. A row's first token is never a label, because no token before it predicts it."""
         return int(np.count_nonzero(self.trained[1:]))
 
 
@@ -59,9 +59,9 @@ class TokenRows:
         self, ids: Values, trained: Values, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
         numbers: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """``ids`` and ``trained`` are (tokens,); the others (rows,): each row's start in them, length and labels.
+        """``ids`` and ``trained`` have shape (tokens,); the others (rows,): each row's start, length and label count.
 
-        ``numbers`` are what messages call the rows; None: their indices.
+        ``numbers``: row numbers to show in messages; None: the indices.
         """
         self.ids, self.trained, self._numbers = ids, trained, numbers
         self.starts = starts.astype(np.int64, copy=False)
@@ -71,7 +71,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
-        """Make rows from rows in memory."""
+        """Join single rows that are in memory."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, dtype=np.uint32), *(row.ids for row in rows)])
         trained = np.concatenate([np.zeros(0, dtype=np.bool_), *(row.trained for row in rows)])
@@ -90,16 +90,16 @@ class TokenRows:
 
     @property
     def documents(self) -> "TokenRows":
-        """These rows themselves: windows are cut from them."""
+        """The rows themselves; TokenWindows are cut from them."""
         return self
 
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
-        """The numbers of these rows in messages."""
+        """The numbers that messages show for these rows."""
         places = np.asarray(rows, dtype=np.int64)
         return (places if self._numbers is None else self._numbers[places]).tolist()
 
     def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
-        """The rows of an update, the longest first, equally long ones by their number."""
+        """The rows of an update, the longest first; equally long rows by index."""
         places = np.asarray(rows, dtype=np.int64)
         return UpdateRows(self, places[np.lexsort((places, -self.lengths[places]))].tolist())
 
@@ -113,7 +113,7 @@ class TokenRows:
         return evenly_spaced(max(1, len(self) * most_tokens // max(1, self.tokens)), len(self))
 
     def cut(self, max_seq_length: int) -> "TokenRows":
-        """Truncate rows to their first ``max_seq_length`` tokens, or to as many around the first label if later."""
+        """Truncate rows to their first ``max_seq_length`` tokens, or to as many around a later first label."""
         starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()
         long = np.flatnonzero(lengths > max_seq_length)
         for row in long.tolist():
@@ -130,12 +130,12 @@ class TokenRows:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Index of the longest row, the first of equals."""
+        """Index of the longest row; the first one if several are equally long."""
         return int(self.lengths.argmax())
 
     @functools.cached_property
     def by_length(self) -> np.ndarray:
-        """Indices of the rows, the longest first, equally long ones in order; (rows,)."""
+        """Indices of the rows, the longest first; equally long rows stay in order. Shape (rows,)."""
         return np.argsort(-self.lengths, kind="stable").astype(np.uint32)
 
     @property
@@ -144,12 +144,12 @@ class TokenRows:
         return int(self.inputs().sum(dtype=np.int64))
 
     def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
-        """How many tokens of each row the model reads, (rows,): all except the last, which is only predicted."""
+        """Number of tokens that the model reads of each row, (rows,): all except the last, which is only predicted."""
         return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1
 
 
 def evenly_spaced(count: int, size: int) -> np.ndarray:
-    """At most ``count`` indices of ``size`` things, evenly spaced; (count,)."""
+    """At most ``count`` evenly spaced indices from 0 to ``size`` - 1; shape (indices,)."""
     return np.linspace(0, size - 1, min(count, size)).round().astype(np.int64)
 
 
@@ -164,17 +164,17 @@ class UpdateRows:
 class TokenWindows:
     """A stream of documents cut into windows of equal length, for pretraining: no token is lost.
 
-    A window feeds a fixed number of tokens and predicts the successor of each. The next window begins where it ends, so
+    The model reads a fixed number of tokens from a window, and predicts the one after each. Windows are adjacent, so
     every token except the very first is predicted exactly once. Attention stays inside a document: a window is divided
     into pieces, each a separate row whose positions count from 0. A document's first token is predicted from the end
-    token of the document before; if that has none, the first token is not predicted.
+    token of the previous document; if there is none, the first token is not predicted.
     """
 
     longest = 0  # index of the longest window: all are equally long
     cut_rows = lost_labels = 0
 
     def __init__(self, documents: TokenRows, tokens: int, end_ids: frozenset[int]) -> None:
-        """``documents`` are consecutive; ``tokens``: number that a window feeds; ``end_ids``: ids that end a document.
+        """``documents`` are consecutive; ``tokens``: model inputs per window; ``end_ids``: ids that end a document.
 
         Raises DataError for fewer than two tokens.
         """
@@ -189,7 +189,7 @@ class TokenWindows:
         return -(-(self._last - self._first) // self.tokens)
 
     def inputs(self) -> np.ndarray:
-        """How many tokens each window feeds, (windows,): all the same number, except the last."""
+        """Number of tokens that the model reads from each window, (windows,): equal for all except the last."""
         sizes = np.full(len(self), self.tokens, dtype=np.int32)
         sizes[-1] = self._last - self._first - (len(self) - 1) * self.tokens
         return sizes

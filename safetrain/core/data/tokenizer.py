@@ -1,6 +1,6 @@
-"""The base model's own tokenizer and chat template, without mlx; prompts as in training, and answers while they grow.
+"""The base model's tokenizer and chat template, without mlx; prompts as in training, and answers token by token.
 
-A template is run as transformers does, with a fixed date. Rendering a chat with marks in place of its words shows the
+A template is run as in transformers, but with a fixed date. Rendering a chat with marks in place of its words shows the
 text that the template writes around them. Reads local folders only; never runs code that came with a model.
 """
 
@@ -30,12 +30,12 @@ PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 FILE = Path(__file__).with_name("general_text.jsonl")
 LEAST_PIECES = 6  # of a part: with fewer the part is not measured
-MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: usually none has as many; the limit in a short measurement
+MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: hardly any has so many; the limit in a short measurement
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
 
 
 class TemplateError(ValueError):
-    """The template does not render these messages, or none at all: it is broken, or forbidden in the sandbox."""
+    """The template cannot render these messages. ``is_broken``: it renders none, or the sandbox forbids it."""
 
     def __init__(self, message: str, *, is_broken: bool = False) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """Renders chats. ``sources`` by name: default, and perhaps tool_use, as in tokenizer_config.json."""
+    """Renders chats. ``sources``: templates by name (default, and perhaps tool_use), as in tokenizer_config.json."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any], today: date) -> None:
         self.sources, self._special, self._today = dict(sources), dict(special_tokens), today
@@ -110,7 +110,7 @@ class Skeleton(NamedTuple):
 
 
 def skeleton_of(text: str) -> Skeleton:
-    """Divide a rendered chat with marks."""
+    """Divide a rendered chat at its marks."""
     parts = MARK.split(text)
     return Skeleton(tuple(parts[::2]), tuple(map(int, parts[1::2])))
 
@@ -197,7 +197,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: Path, today: date | None = None) -> None:
-        """``today``: the date for templates. Raises ModelError."""
+        """``today``: the date for templates. Raises ModelError if the tokenizer cannot be loaded or used."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that PyTorch is missing
         from transformers import AutoTokenizer
 
@@ -214,7 +214,7 @@ class ChatTokenizer:
             raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)
         self.folder, self.size, self._tokenizer, self.backend = folder, len(own), own, own.backend_tokenizer
         self.end_token, self.end_id = own.eos_token or "", self.special_id("eos")
-        self.backend.no_truncation()  # some models ship their training settings
+        self.backend.no_truncation()  # some models ship the settings of their training
         self.backend.no_padding()
         self.template = ChatTemplate(self._sources(), own.special_tokens_map, today or date.today())
 
@@ -237,7 +237,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
-        """The model's own stop tokens, and those with which its template closes plain answers."""
+        """Ids of the model's own stop tokens, and of the tokens with which its template closes plain answers."""
         closings = plain_answers(self.template, self.controls, None).closings() if self.template else ()
         return self.model_stop_ids.union(map(self.id_of, closings))
 
@@ -278,7 +278,7 @@ class ChatTokenizer:
 
     def _sources(self) -> dict[str, str]:
         """The chat templates by name, from the tokenizer or from chat_template.json."""
-        older = json_object(self.folder / "chat_template.json")  # where models with a processor had it
+        older = json_object(self.folder / "chat_template.json")  # where older models with a processor have it
         template = self._tokenizer.chat_template or older.get("chat_template")
         if isinstance(template, str):
             return {"default": template} if template.strip() else {}
@@ -287,7 +287,7 @@ class ChatTokenizer:
 
 
 class Prompts:
-    """Writes chats for one model. ``system`` is the system prompt of all training rows, or empty."""
+    """Writes prompts for one model. ``system`` is the system prompt of all training rows, or empty."""
 
     def __init__(self, tokenizer: ChatTokenizer, form: PromptFormat | None) -> None:
         form = form or PromptFormat((), "")
@@ -304,7 +304,7 @@ class Prompts:
     def ids(self, messages: Messages, tools: Tools = None, settings: Settings = None) -> list[int]:
         """Ids of a chat that opens its answer as in training, or of its last text if the model continues texts.
 
-        ``settings``: of the template, such as enable_thinking. Raises ModelError if the template refuses the chat.
+        ``settings``: template variables, such as enable_thinking. Raises ModelError if the template refuses the chat.
         """
         if self.continues:  # the end token of a document opens the next one, as in training
             end = self._tokenizer.end_id if self._format.documents else None
@@ -312,7 +312,7 @@ class Prompts:
         try:
             prompt = self._tokenizer.template.write(messages, tools, prompt=True, settings=settings)
         except TemplateError as error:
-            raise ModelError(f"The model's chat template refuses this: {error}") from None
+            raise ModelError(f"The model's chat template refuses this chat: {error}") from None
         as_trained = prompt.removesuffix(self._format.asked) + self._format.opening
         return self._tokenizer.encode_chat(as_trained)
 
@@ -359,7 +359,7 @@ def general_text(
 ) -> GeneralText:
     """Tokenize the pieces for a model with these limits, leaving out those that decode to a different text.
 
-    At most about ``most_tokens`` tokens, but at least LEAST_PIECES of each part, truncated to SHORT_TOKENS if needed.
+    It takes about ``most_tokens`` at most, but at least LEAST_PIECES of each part, truncated to SHORT_TOKENS if needed.
     """
     pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     least = LEAST_PIECES * len({piece["part"] for piece in pieces})

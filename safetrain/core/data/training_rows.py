@@ -63,14 +63,14 @@ def load_training_rows(base: Path, max_examples: int | None, method: str = "lora
     """
     train, valid = open_split("train", base), open_split("valid", base)
     made, rows = train.made, train.rows.take(slice(max_examples))
-    documents = method == PRETRAIN and bool(np.all(rows.label_counts >= rows.lengths - 1))  # labels alone, no chats
+    documents = method == PRETRAIN and bool(np.all(rows.label_counts >= rows.lengths - 1))  # not chats
     form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
     bits = 1 / (math.log(2) * valid.label_bytes) if valid.label_bytes else 0.0
     return TrainingRows(rows, valid.rows, train.digest, valid.digest, form, len(valid.rows), bits)
 
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
-    """Load the validation rows of a training run of ``base``, truncated as there; raises ConfigError, DataError."""
+    """Load the validation rows for ``base``, truncated as in training; raises ConfigError, DataError."""
     return _sampled(open_split("valid", base).rows.cut(max_seq_length))
 
 
@@ -78,7 +78,7 @@ def _sampled(valid: TokenRows) -> TokenRows:
     return valid.take(valid.sample(MOST_VALID_TOKENS))
 
 
-# Their order
+# The order of rows
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
 
 
 def order_fingerprint() -> str:
-    """A fingerprint of numpy's shuffling: versions of numpy with the same one can resume each other's runs."""
+    """A fingerprint of numpy's shuffling: numpy versions with equal fingerprints can resume each other's runs."""
     return hashlib.blake2b(row_order(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
 
 
@@ -175,7 +175,7 @@ def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
 class HeldOut:
     """The test rows and questions on which the tuned model is compared with its base."""
 
-    rows: TokenRows  # truncated as in training; the pieces of windows after pretraining on documents
+    rows: TokenRows  # truncated as in training; after pretraining on documents, the pieces of windows
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
     where: Callable[[int], str]  # file:line of a row
@@ -187,7 +187,7 @@ class HeldOut:
         cut, longest = self.rows.cut_rows, max((len(question.answer) for question in self.questions), default=0)
         texts = [f"{counted(cut, 'test row')} truncated to {max_seq_length} tokens as in training"] if cut else []
         if longest > max_new_tokens:
-            texts.append(f"warning: expected answers have up to {longest} tokens; evaluate.max_new_tokens cuts them")
+            texts.append(f"warning: expected answers have up to {longest} tokens; max_new_tokens is {max_new_tokens}")
         return texts
 
 

@@ -65,7 +65,7 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 def hashed(values: np.ndarray, firsts: np.ndarray, base: np.uint64) -> np.ndarray:
-    """Hash each group of consecutive values (uint64), (groups,); ``firsts``: the index of each group's first value."""
+    """Hash each group of consecutive values (uint64); (groups,). ``firsts``: index of each group's first value."""
     if not len(firsts):
         return np.zeros(0, dtype=np.uint64)
     sizes = np.diff(firsts, append=len(values))

@@ -1,1 +1,1 @@
-"""Memory that a run needs, the memory available to it, and what the system reports about it."""
+"""The memory that a run needs, the memory that is available, and the system's readings of both."""

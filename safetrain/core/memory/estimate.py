@@ -1,7 +1,7 @@
 """Memory of a run: predict mlx's peak, decide whether it fits, and set mlx's memory limit.
 
-The prediction is arithmetic on a model's headers (core/memory/terms.py). The plan chooses with it; ``train``,
-the guard on each rung and the training process check with it.
+The prediction is arithmetic on a model's headers (core/memory/terms.py). The plan uses it to choose; ``train``, the
+guard (on each rung of the memory ladder) and the training process use it to check.
 (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
 """
 
@@ -47,7 +47,7 @@ MARGIN = 1.15
 LEAST_SHARE = 0.7
 OPTIMIZER_COPIES = 3  # copies of one block's numbers during its optimizer update (measured: 1.7 to 2.7)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx exceeds its limit by one allocation
-SLICES_ALIVE = 3  # in 16 bits, in float32, and the one before
+SLICES_ALIVE = 3  # of a head: in 16 bits, in float32, and the previous slice
 # With the base on disk (engine/block_loop.py), factors on the estimated terms (measured: benchmarks/bench_stream). A
 # memory limit bounds what mlx dequantizes ahead.
 STREAMED = {
@@ -95,7 +95,7 @@ def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
 
 
 def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
-    """The temporary terms of a step at the two moments that can be the peak: the loss, a block's backward pass.
+    """The temporary terms of a step at the two moments that can be the peak: the loss, and a block's backward pass.
 
     The inputs of blocks are kept for all rows that pass through a block together. One block is computed while the next
     is read.
@@ -130,9 +130,9 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
 
 
 def _parts_of_base(run: Setup) -> tuple[int, int]:
-    """Bytes in memory of the largest block and of the head: half of what is outside of blocks, or all if it is tied.
+    """Bytes in memory of the largest block and of the head: half of the weights outside blocks, or all if it is tied.
 
-    Blocks are equal where the files name none.
+    If the files name no blocks, all blocks count as equally large.
     """
     model, base, stored = run.model, base_bytes(run), _stored_bytes(run.model)
     share = base / max(1, sum(tensor.size_bytes for tensor in model.tensors))
@@ -143,7 +143,7 @@ def _parts_of_base(run: Setup) -> tuple[int, int]:
 
 
 def _stored_bytes(model: ModelFiles) -> Counter[int]:
-    """Bytes of each block in the model's files, by its number."""
+    """Bytes of each block in the model's files, by block number."""
     sizes = Counter[int]()
     for block, _, tensor in in_blocks(model):
         sizes[block] += tensor.size_bytes
@@ -176,7 +176,7 @@ def with_margin(terms: tuple[MemoryTerm, ...], factor: float = MARGIN) -> int:
 def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
     """The value for mx.set_memory_limit: the smaller of the predicted peak and mlx's budget.
 
-    It is never the budget alone, because mlx lets its memory grow up to the limit; and a little less, because mlx
+    It is not simply the budget, because mlx lets its memory grow up to the limit. A little is subtracted, because mlx
     exceeds its limit by one allocation.
     """
     most = min(peak_bytes, budget.mlx_bytes)
@@ -184,7 +184,7 @@ def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
 
 
 def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int) -> Shape:
-    """The largest micro-batch: the tokens of ``batch_size`` of the longest rows, or of the whole update if fewer."""
+    """The largest micro-batch: as many tokens as ``batch_size`` longest rows, or as the whole update if fewer."""
     longest, more = padded(largest.longest), max(1.0, rows_per_update / largest.rows)
     in_update = max(longest, int(more * largest.tokens))
     tokens = min(batch_size * longest, in_update)
@@ -201,16 +201,16 @@ def memory_of_run(
     budget: MemoryBudget,
     planned: Recommendation | None,
 ) -> RunMemory:
-    """The memory of a run: as measured if the dry run covers it, else scaled from the dry run or from the closed form.
+    """The memory of a run: as measured if the dry run covers it, else scaled from the dry run, or by the closed form.
 
-    A dry run with the base in memory says nothing about one with the base on disk.
+    A dry run with the base in memory says nothing about a run with the base on disk.
     ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError if model or backend do not support the settings.
     """
     require_trainable(settings.method, quantized=model.quantization_bits is not None)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
         raise ConfigError(
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",
-            expected=f"at most {model.max_positions}",
+            expected=f"at most {model.max_positions} tokens",
         )
     require_computable(settings.compute_dtype, backend_name)
     terms = _terms(model, settings, largest, backend_name)
@@ -237,7 +237,7 @@ def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
 
 
 def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
-    """Raise MachineError if a run does not fit: the plan does not know settings of the command line."""
+    """Raise MachineError if a run does not fit: the plan may not know settings from the command line."""
     if memory.needed_bytes > budget.mlx_bytes:
         raise does_not_fit(memory.terms, settings.batch_size, padded(largest.longest), budget, memory.needed_bytes)
 
@@ -262,7 +262,7 @@ def require_trainable(method: str, *, quantized: bool) -> None:
     if method in WHOLE and quantized:
         raise ConfigError(
             "Quantized weights cannot be trained in full.",
-            do="name a float model in model.path; or a new one: model.path=models/new model.create=10m"
+            do="name a float model in model.path, or create one: model.path=models/new model.create=10m"
             if method == PRETRAIN
             else "train.method=lora or dora, or name the float model in model.path",
         )
@@ -291,7 +291,7 @@ def does_not_fit(
     """The error for a configuration in which mlx needs ``needed_bytes``; ``instead``: changes that would fit."""
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)
-    parts += f", the process around it {size_text(budget.process_bytes)}"
+    parts += f", Python and libraries {size_text(budget.process_bytes)}"
     whole = size_text(needed_bytes + budget.process_bytes)
     first = "lower train.batch_size, " if batch_size > 1 else "close other programs or raise train.memory_limit_gb, "
     return MachineError(

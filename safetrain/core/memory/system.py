@@ -33,11 +33,11 @@ TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # if no reading 
 LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: below this, macOS has no memory left to give
 # A CUDA context takes 0.13 to 0.75 GiB; cuBLAS workspaces and fragmentation take the rest (published: readings.py).
 CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
-PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, unless measured (measured, Linux CPU: 140)
-DATA_BESIDE_BYTES = GIB // 10  # private memory outside mlx and PROCESS_BYTES (measured, Linux CPU: 0.3 GiB with those)
+PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, unless measured (measured, Linux CPU: 140 MiB)
+DATA_BESIDE_BYTES = GIB // 10  # private memory outside mlx and PROCESS_BYTES (measured on Linux CPU: 0.3 GiB in sum)
 ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
-LIMIT, USED = ("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")  # versions 2 and 1
+LIMIT, USED = ("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")  # cgroup v2, v1
 KILLS = ("memory.events", "memory.oom_control")
 REPORTS = Path("/Library/Logs/DiagnosticReports")
 PRESSURE_LEVEL = "kern.memorystatus_vm_pressure_level"  # XNU kern_memorystatus_notify.c, readable by all users
@@ -69,7 +69,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Readings:
-    """The host's memory at one moment, in bytes. The last three exist only on macOS; 0 if unknown."""
+    """The host's memory at one moment, in bytes. The last three fields exist only on macOS; 0 if unknown."""
 
     total_bytes: int
     available_bytes: int
@@ -98,7 +98,7 @@ def metal_budget_bytes(
     """Memory budget on Metal: a share of the working set plus the process, limited by what wired memory leaves.
 
     The working set bounds Metal's buffers only, not Python's memory. psutil's ``available`` (inactive and free pages)
-    is not used: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B was trained
+    is not used: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B model was trained
     (MakazhanAlpamys/Soup #663, giampaolo/psutil #1503).
     """
     large = total_bytes > LARGE_MACHINE_BYTES
@@ -169,14 +169,14 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 def memory_room_bytes(groups: list[Path]) -> int | None:
     """Memory that the groups still allow: the smallest limit minus use; None without a limit.
 
-    The file cache does not count, because the kernel can reclaim it; files read twice are on its active list.
+    The file cache does not count, because the kernel can reclaim it, also the active part (files that are read twice).
     """
     rooms = []
     for group in groups:
         limit, used = memory_limit_bytes([group]), _first(group, USED)
         if limit is not None and used.isdigit():
             stat = _fields(_text(group / "memory.stat"))
-            prefix = "total_" if "total_active_file" in stat else ""  # version 1 counts the groups inside only there
+            prefix = "total_" if "total_active_file" in stat else ""  # in version 1, only these count inner groups
             cache = sum(int(stat.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
             rooms.append(max(0, limit - int(used) + cache))
     return min(rooms, default=None)
@@ -185,7 +185,7 @@ def memory_room_bytes(groups: list[Path]) -> int | None:
 def oom_kills(groups: list[Path]) -> int:
     """Count the processes of the innermost group that the kernel has ever killed for lack of memory.
 
-    Outer groups would count the same kills again, and those of other groups.
+    Outer groups would count the same kills again, and the kills of other groups.
     """
     return int(_fields(_first(groups[0], KILLS)).get("oom_kill", "0")) if groups else 0
 
@@ -216,7 +216,7 @@ def _sysctl(name: str, most_bytes: int) -> bytes:
 
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
-    """Reports written since a wall-clock time, sorted by name, also those that macOS has moved to a folder inside."""
+    """Reports written since a wall-clock time, sorted by name, also those that macOS has moved to a subfolder."""
     found = []
     for path in folder.rglob(pattern):
         with contextlib.suppress(OSError):  # moved meanwhile
@@ -228,7 +228,7 @@ def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) ->
 def killed_for_memory(
     pid: int, since_seconds: float, wait_seconds: float = 0.0, folder: Path = REPORTS
 ) -> tuple[str, ...]:
-    """Find the reports that the system killed this process for lack of memory; a text with the reason for each.
+    """Find reports that the system killed this process for lack of memory; return a text with each reason.
 
     macOS writes the report seconds after the kill: ``wait_seconds`` is the time to wait for one.
     """

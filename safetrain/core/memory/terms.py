@@ -26,10 +26,10 @@ NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "F16", "BF16")  # names in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that the optimizer keeps per trained number
 # With the base on disk (engine/block_loop.py)
-KEPT_BYTES = 2**28  # most inputs of blocks between the passes; rows with more of them read the blocks again
-HEAD_SLICES = 32  # in which the engine dequantizes a head
+KEPT_BYTES = 2**28  # most block inputs kept between the passes; with more, the blocks are read again
+HEAD_SLICES = 32  # slices in which the engine dequantizes a head
 LEAST_WIDTH = 64  # smallest width of a model's matrices
-# Of a weight that a CPU dequantizes at each use, a slice of rows in float32; more where rows are long (bench_cpu)
+# A CPU dequantizes a weight at each use in slices: so many bytes of float32, but at least so many rows (bench_cpu)
 DEQUANTIZED_BYTES, LEAST_DEQUANTIZED_ROWS = 2**23, 256
 
 
@@ -46,7 +46,7 @@ class Tiles:
         return min(width, self.short_queries if width <= self.most_queries else self.most_queries)
 
     def lines(self, groups: int, width: int, number_bytes: int) -> int:
-        """Key heads, over all rows, in one tile; each serves ``groups`` query heads."""
+        """Number of key heads, over all rows, in one tile; each serves ``groups`` query heads."""
         return max(1, self.most_bytes // (groups * self.queries(width) * width * number_bytes))
 
 
@@ -92,7 +92,7 @@ COEFFICIENTS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A training run, as far as its memory depends on it: the model, the adapter, and where and how it computes."""
+    """The parts of a training run that decide its memory: model, adapter, backend and way to compute."""
 
     model: ModelFiles
     lora: LoraSettings
@@ -106,12 +106,12 @@ class Setup:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a CPU computes: everything in float32, also dequantized weights."""
+        """Whether a CPU computes; it uses float32 for everything, dequantized weights included."""
         return self.backend == "cpu"
 
     @property
     def cast_dtype(self) -> str | None:
-        """The type to which a GPU casts the base; None: the stored type. In pretraining, for each pass."""
+        """The type to which a GPU casts the base (in pretraining, for each forward pass); None: the stored type."""
         return None if self.on_cpu else self.compute_dtype
 
     @property
@@ -145,13 +145,13 @@ def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
 
 
 def labels_in_chunk(run: Setup) -> int:
-    """Labels in one chunk of logits, if as many shards as may be run at the same time."""
+    """Labels in one chunk of logits, if the largest number of shards runs at the same time."""
     return chunk_tokens(run.model.vocab_size, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu))
 
 
 def work_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
-    """The temporary terms of a step at the three moments that can be the peak: the loss is computed, the top block's
-    backward pass, the lowest trained block's backward pass.
+    """The temporary terms of a step at the three moments that can be the peak: the loss, the top block's backward
+    pass, and the lowest trained block's backward pass.
 
     At the loss and at the top block, the activations of all blocks are in memory; with recomputation only the inputs
     of all blocks and the activations of one. Each shard has its own gradient. (measured: timelines of mlx memory)
@@ -198,7 +198,7 @@ def shards_of(run: Setup, shape: Shape) -> int:
 
 
 def most_shards_of_whole(parameters: int) -> int:
-    """Most shards in pretraining: each has a gradient as large as the model."""
+    """Maximum number of shards in pretraining: each has a gradient as large as the model."""
     return max(1, MOST_GRADIENT_BYTES // (FLOAT32 * parameters))
 
 
@@ -208,7 +208,7 @@ def matrix_bytes(model: ModelFiles) -> int:
 
 
 def shards_at_once(rows: int, *, on_cpu: bool) -> int:
-    """Parallel shards: on CPU one per core, but at most one per row; on a GPU one."""
+    """Parallel shards: one on a GPU; on CPU one per core, but at most one per row, and MOST_SHARDS."""
     return min(MOST_SHARDS, usable_cores(), rows) if on_cpu else 1
 
 
@@ -224,7 +224,7 @@ def rows_dequantized_together(inputs: int) -> int:
 
 def dequantized_bytes(run: Setup, shape: Shape) -> int:
     """Size of one block's dequantized weights for all shards: a slice of each matrix, but experts as a whole."""
-    blocks = Counter[int]()  # in a mixture of experts, the first blocks may have none
+    blocks = Counter[int]()  # in a mixture of experts, the first blocks may have no experts
     for block, _, tensor in in_blocks(run.model):
         if tensor.bits and run.dequantizes_per_use:
             *experts, _, inputs = tensor.dequantized_shape
@@ -234,7 +234,7 @@ def dequantized_bytes(run: Setup, shape: Shape) -> int:
 
 
 def base_bytes(run: Setup) -> int:
-    """Bytes of the base: as stored or cast, scales and biases of quantized weights included, or all dequantized."""
+    """Bytes of the base: as stored or cast (with the scales and biases of quantized weights), or fully dequantized."""
     model, number = run.model, run.number_bytes
     if run.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for each pass
         return 0 if number == FLOAT32 else number * model.parameters
@@ -308,7 +308,7 @@ def activation_bytes(run: Setup, shape: Shape) -> int:
 
 
 def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
-    """Bytes that a block keeps of its scores: one float32 per query and head, to recompute them later.
+    """Bytes that a block keeps of its attention scores: one float32 per query and head, to recompute them later.
 
     Models with their own attention (gemma2) keep whole score matrices: capped, masked, and as probabilities.
     """

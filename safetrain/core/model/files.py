@@ -1,8 +1,8 @@
 """Checks a model folder and reads its size, shape and blocks from headers, without mlx.
 
 A config.json may leave out sizes for which mlx-lm has a default, or that the family does not have: a recurrent model
-has no attention heads. They are then derived from the weights, or a usual value is taken. Only the memory estimate uses
-them, no computation.
+has no attention heads. These sizes are derived from the weights, or set to a usual value; only the memory estimate
+uses them.
 """
 
 import hashlib
@@ -40,12 +40,12 @@ IN_BLOCK = re.compile(r"(?:^|[._])(?:layers|h|blocks)\.(\d+)\.(.+)$")  # number 
 OTHER_PART = re.compile(r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)")  # left out by mlx-lm
 NO_LINEAR = re.compile(r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm)$")  # layers without an adapter
 
-TOKENIZER_FILES = (  # that determine tokenization, the chat template and stop ids
+TOKENIZER_FILES = (  # files that determine tokenization, the chat template and stop ids
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"
-SOURCE = ".hub_id"  # the hub's name of the model, and on the second line the commit
+SOURCE = ".hub_id"  # the model's Hub ID, and on the second line the commit
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ModelFiles:
 
     @property
     def in_bfloat16(self) -> bool:
-        """Whether any tensor has this type, such as the scales of a quantization."""
+        """Whether any tensor is in bfloat16, such as the scales of a quantization."""
         return any(tensor.dtype == "BF16" for tensor in self.tensors)
 
 
@@ -98,7 +98,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_limits(folder: Path) -> tuple[int | None, int | None]:
-    """The embedding's rows and the context in tokens, from config.json; None for one that it does not have."""
+    """The vocabulary size and the context in tokens, from config.json; None for a number that it does not have."""
     config = _with_text(_read_json(folder / "config.json"))
     return _stated(config, "vocab_size") or None, _stated(config, "max_positions") or None
 
@@ -115,7 +115,7 @@ def read_model_plan(path: Path) -> ModelFiles:
 
 
 def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
-    """Describe a model by its config.json alone; ``folder`` names it."""
+    """Describe a model by its config.json alone; errors name ``folder``."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
     try:
         return _describe(folder, config, tensors_of(_with_text(config)), digest)
@@ -145,7 +145,7 @@ def _with_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder: Path) -> dict[str, Any]:
-    """Sizes of a model under the names of ModelFiles; the largest if layers differ.
+    """Sizes of a model, keyed by ModelFiles' field names; the largest if layers differ.
 
     Raises ModelError for a size that neither config.json nor the weights give.
     """
@@ -156,7 +156,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
         sizes[name] = sizes[name] or size
         if not sizes[name]:
             what = f"config.json has no {SIZES[name][0]}, and the weights do not show it."
-            raise ModelError(what, where=str(folder / "config.json"), do="use a model of mlx-lm")
+            raise ModelError(what, where=str(folder / "config.json"), do="use a model that mlx-lm supports")
     hidden, head = sizes["hidden_size"], sizes["head_dim"]
     heads = sizes["num_heads"] or max(1, hidden // (head or USUAL_HEAD_SIZE))
     return {
@@ -170,7 +170,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
 
 
 def _stated(config: Mapping[str, Any], size: str) -> int:
-    """A size in config.json if that is a positive number, the largest number if it is a list; 0 if it has none."""
+    """A size in config.json, or the largest number of a list there; 0 if it is missing or not positive."""
     for name in SIZES[size]:
         value = config.get(name)
         numbers = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
@@ -180,7 +180,7 @@ def _stated(config: Mapping[str, Any], size: str) -> int:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that mlx-lm loads; raises ModelError if the index names others."""
+    """The safetensors files that mlx-lm loads; raises ModelError if the index names missing files."""
     paths, index = sorted(folder.glob("model*.safetensors")), folder / "model.safetensors.index.json"
     names = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(names - {path.name for path in paths}):
@@ -212,7 +212,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Read the header of a safetensors file; also returns where its data begins.
 
     Format: an 8-byte little-endian length, that many bytes of JSON, then the data (huggingface/safetensors, README).
-    Raises ValueError, with what is expected, if the file is damaged or its size is not that of its header.
+    Raises ValueError, which names the expected content, if the file is damaged or its size is not as in its header.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -230,7 +230,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
-    """Hash a file's size and evenly spaced blocks, which distinguishes fine-tuned copies; all of a small file."""
+    """Hash a file's size and evenly spaced blocks, which distinguishes fine-tuned copies; a small file as a whole."""
     size = path.stat().st_size
     step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // blocks)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
@@ -242,10 +242,10 @@ def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
 
 
 def _no_model(path: Path) -> ModelError:
-    """The error for a path that does not exist; ``owner/name`` may be a hub id."""
+    """The error for a path that does not exist; ``owner/name`` may be a Hub ID."""
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
     if not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", ".."):
-        do = f"safetrain fetch {path}, then name its folder: models/{path.name}"
+        do = f"safetrain fetch {path}, then use its folder: models/{path.name}"
     return ModelError("The model folder does not exist.", where=str(path), do=similar_path(path) or do)
 
 
@@ -274,7 +274,7 @@ def in_blocks(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
 def adapted_weights(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]]:
     """Yield block number, name in the block, and weight of every layer that can have an adapter.
 
-    In a few families mlx-lm has a router or a shared block that is not a layer: there these are a few more.
+    In a few families, mlx-lm gives no adapter to a router or a shared block; these are yielded all the same.
     """
     for block, name, tensor in in_blocks(model):
         layer, _, kind = name.rpartition(".")
@@ -304,6 +304,6 @@ def make_same_tokens(first: Path, second: Path) -> bool:
 
 
 def hub_id_of(folder: Path) -> str:
-    """The hub id of a model that safetrain fetched; empty for another folder."""
+    """The Hub ID of a model that safetrain fetched; empty for any other folder."""
     path = folder / SOURCE
     return path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""

@@ -1,7 +1,7 @@
 """The tensors of a model: their quantization, and for known architectures all names and shapes from config.json.
 
-A header gives only the product of bits and group size. The type of the scales separates them, or config.json, which has
-an entry for each layer that differs from the others.
+A header gives only the product of bits and group size. The type of the scales tells the two apart, or config.json,
+which has an entry for each layer that differs from the others.
 
 For common dense families, config.json determines every name and shape, so safetrain can plan for a model that is not
 downloaded. It does not guess other architectures.
@@ -16,7 +16,7 @@ from typing import Any
 
 from safetrain.core.errors import ModelError
 
-FAMILIES = (  # that shapes and the analytic memory estimate cover
+FAMILIES = (  # architectures that shapes and the analytic memory estimate cover
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "granite",
     "smollm3",
 )  # fmt: skip
@@ -138,7 +138,7 @@ def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str
 
 
 def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:
-    """The bits of most quantized weights, or those in config.json; None for a model that is not quantized."""
+    """The bits of most quantized weights, or the bits in config.json; None for a model that is not quantized."""
     counted = Counter[int]()
     for tensor in tensors:
         if tensor.bits:

@@ -1,1 +1,1 @@
-"""Settings and results: what is configured, asked for, recommended, measured."""
+"""Records of settings and results: configured, recommended and measured values."""

@@ -13,7 +13,7 @@ from safetrain.core.storage.files import read_record
 CHAT_FILE = "chat.json"
 LORA_DEFAULTS = {"scale": 1.0, "dropout": 0.0}
 BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json
-TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type has fewer words
+TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type has fewer values
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class PromptFormat:
 
     stop_ids: tuple[int, ...]
     opening: str  # appended to the generation prompt, so that it ends as in training
-    asked: str = ""  # removed before that from the end of the generation prompt
+    asked: str = ""  # removed from the end of the generation prompt before the opening is appended
     system: str = ""  # the system prompt that every row has; empty if they differ or have none
     documents: bool = False  # trained on documents, not chats: a prompt is the beginning of a document
 
@@ -35,7 +35,7 @@ def read_prompt_format(folder: Path) -> PromptFormat | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
-        again = "train it again, or remove the file: answers then begin and end as with the base model"
+        again = "train again, or remove the file: answers then begin and end as with the base model"
         raise ModelError(f"The adapter's prompt format cannot be read: {error}", where=str(path), do=again) from None
 
 
@@ -59,13 +59,13 @@ def lora_number(adapter: Path, name: str) -> float:
 
 
 def adapter_method(adapter: Path) -> str:
-    """Read the method: lora, dora, full or pretrain; raises ModelError."""
+    """Read the training method: lora, dora, full or pretrain; raises ModelError."""
     config = _configuration(adapter)
     return str(config.get(TRAINED_BY) or config.get("fine_tune_type", "lora"))
 
 
 def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
-    """Raise ModelError if the adapter has no weights, or a base model of another fingerprint than ``base_fingerprint``.
+    """Raise ModelError if the adapter has no weights, or if its base model's fingerprint is not ``base_fingerprint``.
 
     Adapters that name no fingerprint pass, for example mlx-lm's own.
     """
@@ -76,8 +76,8 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
         raise ModelError(
             "The adapter was trained on another base model.",
             where=str(adapter),
-            expected=f"a base of fingerprint {trained_on}",
-            got=f"{base_fingerprint}, of {base}",
+            expected=f"a base model with fingerprint {trained_on}",
+            got=f"fingerprint {base_fingerprint}, of {base}",
             do="use --model to name the base it was trained on, or train again",
         )
 

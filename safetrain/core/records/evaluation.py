@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from safetrain.core.formatting import counted, printable, size_text
 from safetrain.core.records.schema import Gate
 
-REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # of fuse; of PEFT
+REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # written by fuse; by the export to PEFT
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 
@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PartLoss:
-    """Tuned minus base on one part of the general text, in nats per token; None if not measured."""
+    """Loss of tuned minus base on one part of the general text, in nats per token; None if not measured."""
 
     name: str  # English, Portuguese, code
     nats_per_token: float | None
@@ -59,7 +59,7 @@ class PartLoss:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Tuned minus base on the parts of the general text that the base model knows; None if it knows none."""
+    """Loss of tuned minus base on parts of the general text that the base model knows; None if it knows none."""
 
     nats_per_token: float | None
     plus_minus: float | None  # half of the 95 % interval
@@ -76,7 +76,7 @@ class Evaluation:
     base: Score
     forgetting: Forgetting
     rows: int
-    rows_available: int  # in the test file; more than ``rows``: these are an evenly spread sample
+    rows_available: int  # in the test file; ``rows`` may be an evenly spread sample
     cut_rows: int  # truncated to the length of the training
     questions: int
     answered: int  # questions that both models answered: all, or a seeded sample
@@ -86,7 +86,7 @@ class Evaluation:
 
 
 def describe_evaluation(evaluation: Evaluation) -> list[str]:
-    """Sentences for a terminal."""
+    """Describe an evaluation in sentences for a terminal."""
     lines = [describe_loss(evaluation)]
     if evaluation.answered:
         base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
@@ -102,18 +102,18 @@ def describe_answered(answered: int, questions: int) -> list[str]:
     """Say how many questions were answered; empty if all were."""
     if not questions:
         return ["Answers not measured: the test file has no questions"]
-    return [f"{answered} of {questions} questions answered (seed 0)"] if answered < questions else []
+    return [f"{answered} of {questions} questions answered (random sample, seed 0)"] if answered < questions else []
 
 
 def describe_loss(evaluation: Evaluation) -> str:
-    """``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
+    """A text such as ``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
     gain, half = evaluation.improvement.nats_per_label, evaluation.improvement.plus_minus
     places, word = _places(half), "better" if gain > 0 else "worse"
     losses = f"{evaluation.base.loss:.{places + 1}f} → {evaluation.tuned.loss:.{places + 1}f}"
     of = f" of {evaluation.rows_available:,}" if evaluation.rows < evaluation.rows_available else ""
     size = f"{word} by {abs(gain):.{places}f}"
     size += (
-        " on one row: no interval"
+        " on one row: no confidence interval"
         if half is None
         else f" ± {half:.{places}f} (95 %, {evaluation.improvement.rows:,}{of} rows)"
     )
@@ -122,7 +122,7 @@ def describe_loss(evaluation: Evaluation) -> str:
 
 
 def describe_forgetting(forgetting: Forgetting) -> str:
-    """``Forgetting: general text loss +0.31 ± 0.05 nats per token (English +0.12 ± 0.03, …)``."""
+    """A text such as ``Forgetting: general text loss +0.31 ± 0.05 nats per token (English +0.12 ± 0.03, …)``."""
     more, half = forgetting.nats_per_token, forgetting.plus_minus
     if more is None or half is None:
         return f"Forgetting not measured: {forgetting.unsaid}"
@@ -137,7 +137,7 @@ def describe_forgetting(forgetting: Forgetting) -> str:
 
 
 def describe_sample(question: str, base: str, tuned: str) -> str:
-    """Three lines for a terminal, each cut to its width."""
+    """Three lines for a terminal, with shortened texts."""
     return f"  {shortened(question)}\n    base:  {shortened(base)}\n    tuned: {shortened(tuned)}"
 
 
@@ -155,7 +155,7 @@ Verdict = tuple[int, str, list[str]]  # exit code: 0 better, 1 not, 2 forgets or
 
 
 def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Gate) -> Verdict:
-    """Compare intervals with thresholds: above passes, below fails, an interval across one is undecided.
+    """Compare intervals with thresholds: above passes, below fails, an interval that contains one is undecided.
 
     Forgetting must stay below its threshold; it is ignored if it was not measured.
     """
@@ -200,7 +200,7 @@ class Likeness:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """fuse_report.json, export_report.json or OUT.gguf.json: what was written, loaded again and compared."""
+    """fuse_report.json, export_report.json or OUT.gguf.json: the written model, loaded again and compared."""
 
     type: str  # of the changed weights: 8 bits, float, q8_0, peft
     size_bytes: int
@@ -217,7 +217,7 @@ class ExportReport:
 
 
 def kept_share(base: Likeness, tuned: Likeness, other: Likeness) -> float:
-    """Share kept of the loss improvement, if any, or of the KL from base to tuned model: the smaller one.
+    """The share kept of the loss improvement or of the KL divergence from base to tuned model, whichever is smaller.
 
     Rounding may lower the loss by chance, even if nothing of the training is left.
     """

@@ -11,9 +11,9 @@ from safetrain.core.storage.files import write_text
 
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
 ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
-LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens of validation rows; trained ones per each
-EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # of a training; least time
-OF_LOSS = 10  # times larger: rounding moves a loss by its own size, a divergence by its square
+LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens in an adapter check; trained tokens for each
+EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # share of the training's time; least time
+OF_LOSS = 10  # times the limit of a divergence: rounding moves a loss by its size, a divergence by its square
 NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
 DISCARD = "discard this training run with 'safetrain discard', and train with a higher train.learning_rate"
 
@@ -61,7 +61,7 @@ class ComparedWith:
 
 @dataclass(frozen=True)
 class Proof:
-    """ "proof" in training_summary.json: the base model, without and with the saved adapter, on validation rows."""
+    """``proof`` in training_summary.json: the base model without and with the saved adapter, on validation rows."""
 
     rows: int
     labels: int
@@ -73,7 +73,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary(TrainingMetrics, TrainSettings):
-    """training_summary.json: settings, metrics, and what else is known of a finished training run."""
+    """training_summary.json: settings, metrics and other results of a finished training run."""
 
     base_model: str
     train_rows: int
@@ -98,7 +98,7 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
 
 @dataclass(frozen=True)
 class RunShape:
-    """The part of training_summary.json for opening the model again in the memory of its training."""
+    """The part of training_summary.json that is needed to open the model again in the memory of its training."""
 
     batch_size: int
     max_seq_length: int
@@ -106,14 +106,14 @@ class RunShape:
     compute_dtype: str | None
     peak_memory_bytes: int
     predicted_peak_bytes: int
-    elapsed_seconds: float  # of the updates
+    elapsed_seconds: float  # time of the updates
     tokens_per_second: float = 0.0  # input tokens, without padding
     method: str = "lora"
     stream_base: bool = False
 
     @property
     def most_tokens(self) -> int:
-        """Tokens computed together."""
+        """Most tokens that are computed together."""
         return self.batch_size * self.max_seq_length
 
     @property
@@ -128,7 +128,7 @@ def start_csv(path: Path, records: list[StepRecord]) -> None:
 
 
 def append_csv(path: Path, record: StepRecord) -> None:
-    """Append one line, or nothing if that fails; a reader may tail the file."""
+    """Append one line; if that raises OSError, the file is unchanged. A reader may tail it."""
     size = path.stat().st_size
     try:
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -172,7 +172,7 @@ def evaluation_seconds(training_seconds: float) -> float:
 def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
     """Raise TrainingError if the adapter has no effect, or if the saved folder is not the tuned model.
 
-    In 16 bits, two ways to compute one model differ by a rounding that depends on the model: there, the folder fails
+    In 16 bits, two ways to compute one model differ by a rounding that depends on the model, so the folder then fails
     only if it is as close to the base as to the tuned model.
     """
     base, opened = proof.base, proof.opened
@@ -185,15 +185,15 @@ def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
         raise TrainingError(
             "The saved adapter is not the trained model: mlx-lm loads a different one.",
             where=adapter,
-            expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {proof.tuned_loss:.4f}",
-            got=f"{opened.divergence:.1e}, and a loss of {opened.loss:.4f}",
+            expected=f"divergence of at most {near:.1e} nats per label, and the tuned loss, {proof.tuned_loss:.4f}",
+            got=f"divergence of {opened.divergence:.1e}, and a loss of {opened.loss:.4f}",
             do="run the same command again, and do not change the folder meanwhile; if it fails again, "
             "report this model's architecture",
         )
 
 
 def describe_proof(proof: Proof) -> str:
-    """One line for a terminal."""
+    """Describe the adapter check in one line for a terminal."""
     return (
         f"adapter check: {proof.opened_by} opens the saved adapter and answers the same on "
         f"{proof.opened.same_answers} of {proof.rows} rows (base: {proof.base.same_answers}), "

@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DataReport:
-    """data_report.json: what validate_data found."""
+    """data_report.json: the findings of validate_data, and the sizes of the splits."""
 
     source: str
     format: str
@@ -104,7 +104,7 @@ def require_data_of(report: DataReport, source: str) -> None:
             "data/validated was made from different data.",
             expected=source,
             got=report.source,
-            do="run validate_data with the same overrides, or safetrain run, which does",
+            do="run validate_data with the same overrides, or use safetrain run, which does so",
         )
 
 

@@ -16,7 +16,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, sha256_of, write_json, write_record
 
 MANIFEST = "manifest.json"
-KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
+KEPT_BESIDE = 2  # in addition to train.keep_checkpoints: the best checkpoint, and the one that is being written
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 DIFFERENCES = {  # of a RunIdentity, in words
@@ -29,7 +29,7 @@ DIFFERENCES = {  # of a RunIdentity, in words
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes two runs the same run. All values are texts, so that a message can show a difference."""
+    """The values that must be equal for one run to continue another; all are texts, so that a message can show them."""
 
     base_model: str
     training_rows: str
@@ -38,7 +38,7 @@ class RunIdentity:
     draws: str = ""  # fingerprint of how numpy orders rows
 
     def differences(self, other: "RunIdentity") -> list[str]:
-        """List what differs, for people."""
+        """List the differences in words."""
         texts = [words for name, words in DIFFERENCES.items() if getattr(self, name) != getattr(other, name)]
         changed = self._changed_settings(other).items()
         return texts + [f"{key} ({json.dumps(old)} before, {json.dumps(new)} now)" for key, (old, new) in changed]
@@ -60,7 +60,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class RunState:
-    """training_state.json."""
+    """training_state.json: the progress of a run and its identity."""
 
     finished: bool
     checkpoint: str  # name of the newest checkpoint's folder
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @property
     def saved_seconds(self) -> float:
-        """Wall clock at its end; 0 if it has been pruned."""
+        """Wall-clock time at which the checkpoint was complete; 0 if it has been pruned."""
         try:
             return (self.folder / MANIFEST).stat().st_mtime
         except OSError:
@@ -101,7 +101,7 @@ class Checkpoint:
 
 
 def name_of(epoch: int, step: int) -> str:
-    """The folder's name."""
+    """The name of a checkpoint's folder."""
     return f"checkpoint_epoch_{epoch}_step_{step}"
 
 
@@ -131,7 +131,7 @@ def fault_of(folder: Path) -> str:
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that nothing reads it, over an older damaged one; returns its new path."""
+    """Rename a damaged checkpoint, so that nothing reads it, replacing an older damaged one; returns its new path."""
     target = checkpoint.folder.with_name(paths.DAMAGED + checkpoint.folder.name)
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.folder.rename(target)
@@ -139,12 +139,12 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def newest_whole(output: Path) -> Checkpoint | None:
-    """Find the checkpoint to resume from; changes nothing."""
+    """Find the checkpoint to resume from, None if none is intact; changes nothing."""
     return next((checkpoint for checkpoint in checkpoints_in(output) if not fault_of(checkpoint.folder)), None)
 
 
 def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
-    """List the folders outside the newest ``keep``, except the best step's."""
+    """List the checkpoint folders to delete: all except the newest ``keep`` and the best step's."""
     return [checkpoint.folder for checkpoint in checkpoints_in(output)[keep:] if checkpoint.step != best_step]
 
 
@@ -153,9 +153,9 @@ def _proof(file: Path) -> dict[str, object]:
 
 
 def remove_half_written(output: Path) -> None:
-    """Remove the temporary files of a killed process; only while no other process works in ``output``.
+    """Remove the temporary files of a killed process. Call it only while no other process works in ``output``.
 
-    A folder that was being replaced gets its own name back if nothing has it.
+    A folder that was being replaced gets its own name back if that is free.
     """
     for old in output.glob(paths.REPLACED):
         own = output / old.name[1:].rpartition("-old-")[0]
@@ -188,7 +188,7 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """postmortem.json."""
+    """postmortem.json: why a training run ended, and what it was doing."""
 
     cause: str
     title: str
@@ -220,7 +220,7 @@ class PostMortem:
 
 
 def read_postmortem(output: Path) -> PostMortem | None:
-    """Read postmortem.json; None if no training run has ended badly here."""
+    """Read postmortem.json; None if it is unreadable, or if no training run has ended badly here."""
     return read_or_none(output / paths.POSTMORTEM, PostMortem)
 
 

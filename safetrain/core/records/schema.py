@@ -34,7 +34,7 @@ def choice(*values: str | int) -> Any:
 
 @dataclass(kw_only=True)
 class Model:
-    """The base model. ``create`` is the preset of a new one, which is made if ``path`` does not exist."""
+    """The base model. ``create`` is the preset of a new model, which is made if ``path`` does not exist."""
 
     path: str
     create: str | None = choice("10m", "85m", "400m", "800m")
@@ -108,7 +108,7 @@ class Evaluate:
 
 @dataclass(kw_only=True)
 class Gate:
-    """Thresholds of `safetrain result --gate`, in nats; None: not checked."""
+    """Thresholds of `safetrain result --gate`, losses in nats; None: not checked."""
 
     least_gain: float = number(at_least=-100, at_most=100)
     least_exact_match: float | None = number(at_least=0, at_most=0.99)
@@ -154,7 +154,7 @@ def check_ranges(config: Pipeline) -> None:
     problems = [problem for name, part in sections for problem in _impossible(name, part)]
     train, lora, method = config.train, config.lora, f"train.method = {config.train.method}"
     if lora.targets is not None and not lora.targets:
-        problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
+        problems.append("lora.targets is an empty list; allowed: null (all linear layers), or at least one name")
     if train.method in WHOLE:
         shape = ("rank", "scale", "dropout", "targets", *(("num_layers",) if train.method == PRETRAIN else ()))
         pinned = [key for key in shape if getattr(lora, key) is not None]
@@ -162,10 +162,10 @@ def check_ranges(config: Pipeline) -> None:
         if train.stream_base:
             problems.append(f"train.stream_base is true with {method}, which trains the base")
     if train.optimizer == "adam" and train.weight_decay:
-        problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: use adamw")
+        problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has no weight decay: use adamw")
     like_adam = train.method == PRETRAIN and train.optimizer == "muon"  # its steps are as large as Adam's
     if train.optimizer in NO_RECOMMENDED_RATE and train.learning_rate is None and not like_adam:
-        problems.append(f"train.optimizer = {train.optimizer} has no recommendation: set train.learning_rate")
+        problems.append(f"train.optimizer = {train.optimizer} has no recommended rate: set train.learning_rate")
     _refuse(problems)
 
 
@@ -179,12 +179,12 @@ def _impossible(section: str, part: Any) -> Iterator[str]:
         is_null = value is None and _is_optional(key)
         if not is_null and (is_empty or not in_range or value not in key.metadata.get(CHOICES, (value,))):
             what = "is empty" if is_empty else f"= {value}"
-            yield f"{section}.{key.name} {what}: allowed is {describe_allowed(section, key.name)}"
+            yield f"{section}.{key.name} {what}; allowed: {describe_allowed(section, key.name)}"
 
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        what = "\n  ".join(["The configuration has impossible values:", *problems])
+        what = "\n  ".join(["The configuration has invalid values:", *problems])
         raise ConfigError(what, do="correct them in params.yaml, in the overlay, or on the command line")
 
 

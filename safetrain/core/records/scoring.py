@@ -37,7 +37,7 @@ def evaluation_of(
     decode: Callable[[Sequence[int]], str],
     adapter: str,
 ) -> Evaluation:
-    """Compare two models that answered the same questions. ``vocabulary``: tokens that the model knows."""
+    """Compare two models that answered the same questions. ``vocabulary``: the model's number of tokens."""
     labels, samples = held_out.rows.label_counts, list[Sample]()
     for number in sorted(tuned.answers):
         question = held_out.questions[number]
@@ -104,7 +104,7 @@ def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score
 
 
 def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:
-    """Difference of two mean losses; (rows,) losses summed over each row's labels.
+    """Difference of two mean losses, from losses (rows,) that are summed over each row's labels.
 
     The interval is a jackknife over rows, because the labels of one row are not independent.
     """

@@ -1,4 +1,4 @@
-"""The resolved settings of one training run: the user's keys over the recommendation; the machines of its ranks."""
+"""The resolved settings of one training run: the user's keys over the recommendation, and the machines of its ranks."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ class LoraSettings:
 class TrainSettings:
     """Everything that decides what a training run computes. Steps are optimizer updates."""
 
-    method: str  # lora, dora, full
+    method: str  # lora, dora, full, pretrain
     optimizer: str
     schedule: str
     batch_size: int
@@ -77,7 +77,7 @@ class TrainSettings:
         return f"{self.batch_size} x {self.gradient_accumulation}"
 
     def __str__(self) -> str:
-        """What decides the memory of an update, and changes only rounding and dropout's random numbers."""
+        """Describe the settings that decide the memory of an update."""
         extra = ", blocks recomputed" if self.gradient_checkpointing else ""
         extra += ", base dequantized" if self.dequantize_base else ""
         extra += ", base on disk" if self.stream_base else ""
@@ -125,7 +125,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """recommended_config.json: values at the top level, where DVC tracks them by key, a reason for each, the memory."""
+    """recommended_config.json: values at the top level, where DVC tracks them by key, with reasons, and the memory."""
 
     batch_size: int
     gradient_accumulation: int
@@ -158,7 +158,7 @@ class Recommendation:
     total_seconds: float | None  # time of all steps, validations and the evaluation
     disk_bytes: int  # space for checkpoints and adapter
     measured_peak_bytes: int | None  # peak in the dry run, over the largest steps of several row orders
-    own_order: OwnOrder | None  # the same for the order of train.seed; None: not measured
+    own_order: OwnOrder | None  # largest step and peak in the order of train.seed; None: not measured
     measured_footprint_bytes: int | None  # memory of the dry run's process
     verified: bool  # whether a dry run fits the budget
     max_steps: int | None = None  # steps after which the run ends; None: num_epochs applies
@@ -180,7 +180,7 @@ class Recommendation:
         return dataclasses.replace(settings, method=self.planned_method, optimizer=self.planned_optimizer, **planned)
 
     def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
-        """Whether the dry run holds for a run: the same memory settings, and no larger update."""
+        """Whether the dry run is valid for a run: equal settings for memory, and no larger update."""
         is_larger = any(getattr(largest, key) > getattr(self.largest_update, key) for key in UPDATE)
         return self.planned_settings(settings) == settings and not is_larger
 
@@ -240,23 +240,23 @@ def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: i
 class Rung:
     """One step down the memory ladder."""
 
-    failed: TrainSettings  # that did not fit
+    failed: TrainSettings  # settings that did not fit
     at_step: int
     evidence: str
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """flight/job.json: a resolved training, from the supervisor to the training process.
+    """flight/job.json: a resolved training run, which the supervisor gives to the training process.
 
     The fields after ``planned`` change no results, only how a run survives and what it reports.
     """
 
     base: str
     settings: TrainSettings
-    warmup_is_recommended: bool  # for the planned number of updates, not set by the user
+    warmup_is_recommended: bool  # whether it is the plan's, and not set by the user
     memory_budget: MemoryBudget
-    planned: Recommendation | None  # its dry run; None: use the estimate
+    planned: Recommendation | None  # plan with its dry run; None: use the estimate
     trace: bool = False  # time forward, loss, backward and optimizer separately
     keep_checkpoints: int = 2
     memory_limit_bytes: int | None = None  # of the training process, set by the user
@@ -281,8 +281,8 @@ def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
 def identity_of(settings: TrainSettings) -> str:
     """The settings that decide the results, as text: an unfinished run resumes only with the same ones.
 
-    They exclude how often a run logs or saves; what a bad update is (a run that one stopped may continue with another
-    limit); and what only changes memory, because it changes only rounding and dropout's random numbers.
+    They exclude how often a run logs or saves, the limit for bad updates (after one, a run may continue with another
+    limit), and settings for memory, which change results only by rounding and dropout's random numbers.
     """
     value = dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None))
     identity = {key: setting for key, setting in value.items() if key not in MEMORY_ONLY}
@@ -290,7 +290,7 @@ def identity_of(settings: TrainSettings) -> str:
 
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
-    """Make the training from the user's keys and the recommendation."""
+    """Make the job of a training run from the user's keys and the recommendation."""
     settings = resolve(train, lora, recommendation)
     return TrainJob(
         base=model,
@@ -328,7 +328,7 @@ class Hosts:
         return self.ranks_here == len(self.names)
 
     def backend_on(self, device: str) -> str:
-        """mlx's backend for the ranks: the file's, or NCCL on CUDA, or the ring. JACCL needs several machines."""
+        """mlx's backend for the ranks: the hostfile's, or NCCL on CUDA, or the ring. JACCL needs several machines."""
         backend = self.backend or ("nccl" if device == "cuda" else "ring")
         return "ring" if self.all_here and backend.startswith("jaccl") else backend
 
@@ -339,13 +339,13 @@ def is_here(name: str) -> bool:
 
 
 def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
-    """Find the machines of ``ranks`` ranks; raises ConfigError for a missing, malformed or unfit file."""
+    """Find the machines of ``ranks`` ranks; raises ConfigError for a missing, malformed or unsuitable file."""
     if hostfile is None:
         return Hosts((LOCAL[0],) * ranks)
     hosts = read_hostfile(Path(hostfile))
     if len(hosts.names) != ranks:
         do = f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it"
-        raise ConfigError("train.hostfile has not one entry for each rank.", where=hostfile, do=do)
+        raise ConfigError("train.hostfile does not have one entry for each rank.", where=hostfile, do=do)
     if not is_here(hosts.names[0]):
         what, do = "Rank 0 must be on this machine, which has the run's files.", "put this machine first, as 127.0.0.1"
         raise ConfigError(what, where=hostfile, got=hosts.names[0], do=do)

@@ -1,1 +1,1 @@
-"""Where files are, and how they are written whole or not at all."""
+"""The places of files, and functions that write them whole or not at all."""

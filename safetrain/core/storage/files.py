@@ -1,4 +1,4 @@
-"""Files that are whole or absent: temporary name, flush, fsync, rename. Records as JSON.
+"""Write files whole or not at all (temporary name, flush, fsync, rename), and records as JSON.
 
 A record is a frozen dataclass; the types of its fields say what a JSON list or object becomes.
 """
@@ -26,9 +26,9 @@ from safetrain.core.storage.paths import ERROR
 
 Kind = TypeVar("Kind")
 
-LFS_POINTER = b"version https://git-lfs"  # how a file begins whose content Git LFS has not fetched
-FETCH_LFS = "git lfs install && git lfs pull, in the repository that holds it"
-SPARE_BYTES = 2**20  # that stay free on the disk
+LFS_POINTER = b"version https://git-lfs"  # start of a file whose content Git LFS has not fetched
+FETCH_LFS = "run 'git lfs install && git lfs pull' in the repository that holds the file"
+SPARE_BYTES = 2**20  # stay free on the disk
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the disk, or no quota left
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 MAC_CACHE = Path("Library/Caches/safetrain")  # in a user's home; macOS removes nothing there
@@ -97,7 +97,7 @@ def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
     """Raise DiskFullError, with the message ``what``, unless the disk has ``size_bytes`` and a reserve free."""
     free = shutil.disk_usage(folder).free
     if free < size_bytes + SPARE_BYTES:
-        needed = size_text(size_bytes + SPARE_BYTES)
+        needed = f"{size_text(size_bytes + SPARE_BYTES)} free"
         raise DiskFullError(what, where=str(folder.resolve()), expected=needed, got=f"{size_text(free)} free", do=do)
 
 
@@ -176,7 +176,7 @@ def read_or_none(path: Path, kind: type[Kind]) -> Kind | None:
 
 
 def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
-    """Read the record of a stage; raises ConfigError if it is missing, or unreadable (remedy: ``again``)."""
+    """Read the record of a stage; raises ConfigError if it is missing or unreadable (then ``again`` is the remedy)."""
     try:
         return read_record(path, kind)
     except FileNotFoundError:
@@ -189,7 +189,7 @@ def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
 def from_json(kind: type[Kind], value: Any) -> Kind:
     """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field."""
     if not isinstance(value, dict):
-        raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
+        raise TypeError(f"{kind.__name__} must be a JSON object, not {value!r}")
     hints = get_type_hints(kind)
     return kind(**{name: _field(hints[name], item) for name, item in value.items() if name in hints})
 
@@ -211,9 +211,9 @@ def sha256_of(file: Path) -> str:
 
 
 def keep_text(text: str, folder: Path | None = None) -> str:
-    """Write a traceback that is already text, for example a child process's; returns its path.
+    """Write a traceback that is already text, such as a child process's; returns its path, empty if the disk fails.
 
-    The default folder is the user's cache; a training run passes its flight folder. A failing disk hides no error.
+    The default folder is the user's cache; a training run passes its flight folder.
     """
     path = (folder or cache_directory()) / ERROR
     try:
@@ -224,7 +224,7 @@ def keep_text(text: str, folder: Path | None = None) -> str:
 
 
 def with_traceback(error: SafetrainError, folder: Path | None = None, *, in_one_line: bool = False) -> str:
-    """The error's message, or its first line, and the path of the traceback of a library's error that caused it."""
+    """The error's message or its first line, with the path of the traceback if a library's error caused it."""
     message, cause = error.what if in_one_line else str(error), error.__cause__
     if cause is None or isinstance(cause, SafetrainError):
         return message

@@ -20,9 +20,9 @@ POINTER = "training_state.json"
 CHECKPOINTS = "checkpoint_epoch_*_step_*"
 BAD_UPDATES = "bad_updates"
 FLIGHT = "flight"  # recorder, stacks, job: of the last training process
-JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in there
-JOURNAL = "journal.jsonl"  # there too: events of this training run and earlier attempts, for people
-ERROR = "error.txt"  # there too: the traceback of a library's error, whose message is ours
+JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in FLIGHT
+JOURNAL = "journal.jsonl"  # in FLIGHT: events of this training run and earlier attempts, for people
+ERROR = "error.txt"  # in FLIGHT: the traceback of a library's error that we report in our words
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
 REPLACED = ".*-old-*"  # an old folder during its replacement (files.replace_directory)
@@ -38,5 +38,5 @@ def shipped(name: str) -> Path:
 
 
 def rank_folder(flight: Path, rank: int) -> Path:
-    """Return a rank's flight folder; rank 0 uses the training's."""
+    """Return a rank's flight folder; rank 0 uses ``flight`` itself."""
     return flight / f"rank_{rank}" if rank else flight
