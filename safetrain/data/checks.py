@@ -63,7 +63,7 @@ EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  
 def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
     """Run all checks on a row; yields the findings' ids and details.
 
-    FOREIGN-MARKERS leaves out stop tokens, which are STOP-IN-TEXT, and the tokenizer's own tokens in bare text.
+    FOREIGN-MARKERS leaves out stop tokens, which STOP-IN-TEXT reports, and the tokenizer's own tokens in bare text.
     """
     words = row.text or "\n\n".join([message.content for message in row.messages])
     own_markers = controls.tokens if row.format == "text" else None
@@ -75,7 +75,7 @@ def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
             yield identifier, detail
     others = [*(message.details for message in row.messages), row.tools]  # thinking, calls and tools
     for key in secrets("\n\n".join([words, *(text.replace("\\n", "\n") for text in others)])):
-        yield "SECRETS", f"a key ({key[:5]}…, {len(key)} characters)"
+        yield "SECRETS", f"a secret key ({key[:5]}…, {len(key)} characters)"
     if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
         yield "EMPTY-MESSAGE", ""
     if row.messages and row.messages[-1].role == "user":
@@ -150,7 +150,7 @@ def _invisible_in(text: str) -> re.Pattern[str]:
 
 
 def secrets(text: str) -> list[str]:
-    """Find API keys that look real: not like an example in documentation, nor a name with dashes."""
+    """Find API keys that look real, unlike examples in documentation and names with dashes."""
     found = list[str]()
     for key in KEY.findall(text) if any(part in text for part in KEY_PARTS) else ():
         value = key.rpartition("-----")[2]

@@ -31,9 +31,9 @@ FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # of a repaired copy
 CHANGES = {  # in the log, in the order of the summary
     "form": "rows converted to the usual form, without unused keys",
     "mojibake": "wrongly decoded texts repaired",
-    "invisible": "texts without invisible and control characters, and terminal escapes",
+    "invisible": "texts cleared of invisible characters, control characters and terminal escapes",
     "duplicate": "exact repeats of an earlier row left out",
-    "finding": "rows with the findings in --drop left out",
+    "finding": "rows with a finding named by --drop left out",
     "dropped": "DROPPED: rows that cannot be read, or have nothing to train on",
 }
 
@@ -64,7 +64,7 @@ def report(paths: Sequence[Path], model: Path, settings: DataSettings, show_mask
 def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, drop: str, *, drop_bad: bool) -> int:
     """Write a repaired copy of the file in ``paths`` and print the changes; returns the exit code.
 
-    The copy has no rows with the findings in ``drop``, and with ``drop_bad`` no rows that cannot be read. Raises
+    The copy leaves out rows with the findings in ``drop`` and, with ``drop_bad``, rows that cannot be read. Raises
     ConfigError for an unknown finding.
     """
     if len(paths) != 1 or paths[0].is_dir():
@@ -79,7 +79,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
 
 
 def refuse_idle(options: Mapping[str, object], when: str) -> None:
-    """Raise ConfigError if any of these options is set, because ``when`` --fix it would be ignored."""
+    """Raise ConfigError if an option is set that has no effect ``when`` ("With" or "Without") --fix."""
     idle = [name for name, value in options.items() if value]
     if idle:
         raise ConfigError(f"{when} --fix, {', '.join(idle)} does nothing.", do="leave it out")
@@ -120,9 +120,9 @@ def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
     print_text(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
     if validation.documents and trained:
-        print_text(f"{validation.label_bytes / trained:.2f} bytes of text per token; for train.method=pretrain")
+        print_text(f"{validation.label_bytes / trained:.2f} bytes of text per token; to train: train.method=pretrain")
     if validation.tokens:
-        context = f"; its context is {validation.context} tokens" if validation.context else ""
+        context = f"; the model's context is {validation.context} tokens" if validation.context else ""
         print_text(f"tokenizer: {model}{context}")
 
 
@@ -136,9 +136,9 @@ def _masked(row: ReadRow) -> str:
 
 @dataclass
 class Repair:
-    """A repaired copy of a file, in the format of its name, and its log; made when it is constructed.
+    """Writes a repaired copy of a file, in the format that the copy's name ends with, and a log; the constructor does.
 
-    It lacks the ``dropped`` rows, each with its finding. Rows that cannot be read are an error, unless ``drop_bad``.
+    ``dropped`` maps rows to leave out to their findings. Rows that cannot be read are an error, unless ``drop_bad``.
     """
 
     source: Path
@@ -148,14 +148,14 @@ class Repair:
     drop_bad: bool = False
 
     def __post_init__(self) -> None:
-        """Write the log of ``into`` and then ``into``.
+        """Write the log and then the copy.
 
-        Raises ConfigError if ``into`` or its log exists already or has an unknown suffix, DataError for bad rows.
+        Raises ConfigError if one of them exists or ``into`` has an unknown suffix, DataError for rows that are bad.
         """
         into = self.into
         if into.suffix not in FORMATS:
             expected = f"a name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-            raise ConfigError("A copy cannot be written in the format of this name.", got=str(into), expected=expected)
+            raise ConfigError("The name of the copy ends in no known format.", got=str(into), expected=expected)
         self.log = into.with_name(f"{into.name}.log.jsonl")
         do = f"choose another name; a log without {into.name} was left by an interrupted repair: remove it"
         for path in (into, self.log):

@@ -4,7 +4,7 @@ A row takes about 70 bytes of memory, and 4 more for each run of five words in i
 near-duplicates if the Jaccard similarity of their runs reaches a threshold. Two sets with a similarity of 0.8 share a
 member among the first fifth of each, in any fixed order of members. So the search sorts the rarest runs first; texts
 that share one of these are candidates. It compares each pair of candidates in full, unless both are in one cluster
-already: so the clusters are exact.
+already, so the clusters are exact.
 """
 
 import hashlib
@@ -43,14 +43,14 @@ COUNTER_BITS = 22
 BLOCK = 2**20  # runs, or candidates, that are processed together
 LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
-LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # words; of all rows; rows
+LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # in words; a share of all rows; in rows
 
 
 class RowFacts:
     """Collects the digests and the place of each row that can be trained on, and finds duplicate questions.
 
-    ``groups`` (rows,) has for each row the first row with the same question, ``clusters`` (rows,) the first row with
-    nearly the same.
+    ``groups`` and ``clusters`` have shape (rows,): the index of the first row with the same question as each row, and
+    of the first row in its cluster of near-duplicates.
     """
 
     def __init__(self, files: Sequence[Path], findings: Findings) -> None:
@@ -74,11 +74,11 @@ class RowFacts:
         self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
 
     def column(self, name: str) -> np.ndarray:
-        """One column of NUMBERS; (rows,)."""
+        """Return one column of NUMBERS, with shape (rows,)."""
         return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
 
     def tell(self, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = "") -> None:
-        """Add a finding about ``rows``, each with its partner: the row that it matches, if that is a different one."""
+        """Add a finding about ``rows``; ``partners`` are the rows that they match, or the rows themselves."""
         most = self.findings.most_places
         pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
         spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
@@ -90,7 +90,7 @@ class RowFacts:
         return Spot(str(self._files[file]), Place(*place), beside)
 
     def asked_in_context(self) -> np.ndarray:
-        """Hash each row's question together with its context; (rows,)."""
+        """Hash each row's question together with its context; returns shape (rows,)."""
         return mixed(self.column("asked") + mixed(self.column("contexts")))
 
     def find_duplicates(self, similarity: float) -> None:
@@ -104,7 +104,7 @@ class RowFacts:
 
 
 def compare(facts: RowFacts, parts: np.ndarray) -> None:
-    """Run every check that needs all rows; ``parts``: the index into SPLITS of each row, (rows,)."""
+    """Run every check that needs all rows; ``parts`` (rows,): the split of each row, as an index into SPLITS."""
     train = np.flatnonzero(parts == TRAIN)
     firsts = train[first_alike(facts.column("identities")[train])]
     facts.tell("REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
@@ -151,13 +151,13 @@ def _answers(facts: RowFacts) -> None:
 
 
 def first_alike(keys: np.ndarray) -> np.ndarray:
-    """Find the first row with the same key, for each row; (rows,)."""
+    """Find, for each row, the index of the first row with the same key; returns shape (rows,)."""
     _, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
     return np.asarray(firsts[places])
 
 
 def digests(words: Words) -> np.ndarray:
-    """Hash the words of each text, in order; (texts,), 0 for a text without words."""
+    """Hash each text's words in their order; returns shape (texts,), with 0 for a text without words."""
     values = np.zeros(len(words.counts), dtype=np.uint64)
     some = words.counts > 0
     values[some] = hashed(words.hashes, words.bounds[:-1][some], TEXT_BASE) | np.uint64(1)
@@ -224,7 +224,7 @@ class Shingles:
         self._ends.extend((begin + bounds[1:]).tolist())
 
     def clusters(self, similarity: float) -> tuple[np.ndarray, str]:
-        """The first text of each text's cluster, (texts,), and why some pairs were not compared, or ""."""
+        """Return the first text in each text's cluster, (texts,), and the reason if some pairs were not compared."""
         if len(self) > MOST_TEXTS:
             return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only identical questions were found"
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
@@ -232,7 +232,7 @@ class Shingles:
 
 
 def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct runs of each text as sorted 32-bit hashes, and bounds (texts + 1,); a short text is one run."""
+    """Each text's distinct runs as sorted 32-bit hashes, and their bounds (texts + 1,); a short text is one run."""
     counts = words.counts
     runs = np.where(counts > 0, np.maximum(counts - SHINGLE_WORDS + 1, 1), 0)
     of_text = np.repeat(np.arange(len(counts)), runs)
@@ -265,7 +265,7 @@ class _CandidateSearch:
             for some in np.array_split(at, len(at) // BLOCK + 1):
                 budget -= self._compare(texts[some], texts[some + distance])
             if budget <= 0:
-                return self._labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
+                return self._labels, f"only {MOST_CANDIDATES:,} pairs of similar questions were compared"
             if distance.bit_count() == 1:  # a large group soon becomes one cluster: no need to compare it further
                 own = self._labels[texts]
                 several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
@@ -321,7 +321,7 @@ class _CandidateSearch:
 
 
 def batches(sizes: np.ndarray, most: int) -> Iterator[slice]:
-    """Yield slices whose sizes add up to at most ``most``, or of one larger member."""
+    """Yield slices of members whose ``sizes`` add up to at most ``most``; a larger member gets its own slice."""
     ends, start = np.cumsum(sizes), 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0
@@ -336,5 +336,5 @@ def _inside(sizes: np.ndarray) -> np.ndarray:
 
 
 def _joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """Two 32-bit numbers as one."""
+    """Join two 32-bit numbers into one of 64 bits."""
     return np.asarray((high.astype(np.uint64) << HALF) | low.astype(np.uint64))

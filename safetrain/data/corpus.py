@@ -57,7 +57,7 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     if is_damaged or size not in (2 * tokens, 4 * tokens):
         what = "A token file and its index do not match: one is damaged, cut off, or belongs to a different file."
         expected = "ends of documents as ascending numbers of 8 bytes, and 2 or 4 bytes for each token"
-        got = f"an index of {index_size} bytes, which ends at {tokens}, and {size} bytes of tokens"
+        got = f"an index of {index_size} bytes that ends at token {tokens}, and {size} bytes of tokens"
         raise DataError(what, where=str(path), expected=expected, got=got, do=do)
     width = size // tokens if tokens else 2
     return TokenFile(str(path), tokens, width, sampled_digest(path)), np.concatenate([[0], ends])
@@ -66,8 +66,8 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
 def _deal(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
     """Deal blocks of neighbouring documents to splits in a fixed random order; returns the split of each document."""
     if len(lengths) <= len(shares):
-        expected = f"at least {len(shares) + 1}"
-        raise DataError("Too few documents to split.", expected=expected, got=str(len(lengths)))
+        expected, got = f"at least {len(shares) + 1} documents", counted(len(lengths), "document")
+        raise DataError("Too few documents to split.", expected=expected, got=got)
     total = int(lengths.sum())
     targets = {name: min(share * total, MOST_TOKENS) for name, share in shares.items()}
     blocks = min(len(lengths), int(RUNS * total / min(targets.values())) + 1)
@@ -140,7 +140,7 @@ class CorpusReader:
         if not sizes:
             return splits, "using the given train, valid and test files"
         listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
-        return splits, f"{listed} split off train: runs of neighbours from many places, always the same"
+        return splits, f"{listed} split off train: neighbouring documents from many places, the same in every run"
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
         state, stretches, kept, label_bytes = hashlib.blake2b(digest_size=16), list[Stretch](), list[np.ndarray](), 0

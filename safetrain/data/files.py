@@ -33,7 +33,7 @@ PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
-BATCH_ROWS = 256  # converted to Python values at a time
+BATCH_ROWS = 256  # rows to convert to Python values at a time
 JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
 BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
@@ -43,13 +43,13 @@ CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # many of these: a bina
 SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
-BEFORE = re.compile(r"\s*\[\s*(?P<end>\]\s*\Z)?")  # an array's first value
-AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]\s*\Z))")  # every value
+BEFORE = re.compile(r"\s*\[\s*(?P<end>\]\s*\Z)?")  # text before an array's first value
+AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]\s*\Z))")  # text after each value
 TEXT_END = "<|endoftext|>"  # a line with only this separates the documents in plain text
 
 
 def rows_of(path: Path, *, documents: bool = False) -> Iterator[Placed]:
-    """Yield the rows of ``path`` in order; raises DataError if it has none or is damaged.
+    """Yield the rows of ``path`` in order; raises DataError if the file has no rows or is damaged.
 
     With ``documents``, a plain text file is read as documents.
     """
@@ -57,7 +57,7 @@ def rows_of(path: Path, *, documents: bool = False) -> Iterator[Placed]:
     for place, value in _texts(path) if documents and suffix_of(path) in PLAIN else _rows(path):
         yield place, value
     if place is None:
-        do = "write rows into it: JSON objects, one on each line, or a table below its header; or remove the file"
+        do = "write rows into it: JSON objects, one on each line, or a table with a header; or remove the file"
         raise DataError("The data file has no rows.", where=str(path), do=do)
 
 
@@ -94,14 +94,14 @@ def _texts(path: Path) -> Iterator[Placed]:
             parts.append(line)
             size += len(line)
             if size > MOST_ROW_BYTES:
-                do = f"separate the documents with {TEXT_END} lines, or split it into several files"
+                do = f"separate the documents with {TEXT_END} lines, or split this one"
                 raise DataError("A document is longer than 16 MiB.", where=f"{path}:{first}", do=do)
         else:
             first = number + 1
 
 
 def _start(path: Path) -> tuple[bytes, str]:
-    """A file's first bytes, decompressed, and its encoding, empty for a columnar table; raises DataError for others."""
+    """A file's first bytes, decompressed, and its encoding ("" for Parquet and Arrow); raises DataError if not text."""
     with _opened(path) as (_, stream):
         head = stream.read(HEAD_BYTES)
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
@@ -140,7 +140,7 @@ def _separator(start: str, first: str, path: Path) -> str:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file as it is, and decompressed; raises DataError if it is missing, damaged or cannot be read."""
+    """Open a file, and a stream of its decompressed bytes; raises DataError if it is missing or cannot be read."""
     if not path.is_file():
         what = "The data file does not exist, or is not a regular file."
         raise DataError(what, where=str(path), do="correct data.path in params.yaml")
@@ -160,7 +160,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
-    """Yield each line with its end, or ``in_pieces`` if it is longer than a row may be; raises DataError."""
+    """Yield each line with its line end; with ``in_pieces``, split lines longer than 16 MiB. Raises DataError."""
     number, size = 1, 0
     try:
         with _opened(path) as (file, stream), io.TextIOWrapper(stream, encoding, newline="\n") as text:
@@ -297,7 +297,7 @@ def _batches(path: Path, head: bytes) -> Iterator[Any]:
 
 
 def _as_text(value: object) -> str | None:
-    """A value that JSON lacks: a time, a decimal, or bytes, which are read as UTF-8."""
+    """Convert a value that JSON lacks: times and decimals to text, bytes as UTF-8, or to None if they are not UTF-8."""
     if not isinstance(value, bytes):
         return str(value)
     try:

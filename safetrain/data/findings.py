@@ -36,7 +36,7 @@ KINDS = {
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "FILES-UNREAD": Kind(
         WARNING, "in the data folder, {detail}",
-        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True),
+        "name it after a split (train, valid, test), merge it into a file that is read, or remove it", by_detail=True),
     "ROW-UNREADABLE": Kind(
         ERROR, "{rows} cannot be read: {detail}",
         f"correct these rows, or leave them out: {FIX} --drop-bad",
@@ -61,14 +61,14 @@ KINDS = {
         "use a model whose template writes it, or remove these rows", by_detail=True),
     "TEXT-LOST": Kind(
         WARNING, "the model's chat template leaves out {detail} in {rows}",
-        "use a model whose template writes it, or remove it; ignore for earlier answers' thinking", by_detail=True),
+        "use a model whose template writes it, or remove it; ignore for thinking in earlier answers", by_detail=True),
     "THINKING-EMPTY": Kind(
         WARNING, "the chat template writes empty thinking into answers of {rows}: the model would learn not to think",
         "give the rows their thinking; ignore if the model should not think"),
     "STOP-MISSING": Kind(
         WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to stop",
-        "ignore: a stop token is trained on after the last answer", by_detail=True),
-    "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become one", DROP),
+        "ignore: safetrain adds a stop token after the last answer", by_detail=True),
+    "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} contains the text {detail}, which becomes a stop token", DROP),
     "OPENING-DIFFERS": Kind(
         WARNING, "the generation prompt begins an answer with {detail} in {rows}",
         "ignore: ask, chat and serve leave it out, as training does"),
@@ -78,14 +78,14 @@ KINDS = {
         "remove them from train or from test, or give one file and let safetrain split it"),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{rows} in {detail}",
-        "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
+        "remove them from one split, or give one file: safetrain then keeps them in one split", by_detail=True),
     "NEAR-COPIES": Kind(NOTE, "{rows} in train with nearly the same question as another row{detail}", IGNORE),
     "REPEATED-ROWS": Kind(
-        WARNING, "{rows} in train identical to an earlier one", f"{FIX} keeps one of each"),
+        WARNING, "{rows} in train identical to an earlier row", f"{FIX} keeps one of each"),
     "ANSWERS-DIFFER": Kind(
-        WARNING, "an earlier question has a different answer in {rows}",
+        WARNING, "an earlier question is repeated with a different answer in {rows}",
         "keep one answer for each question, or ignore if several are right"),
-    "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of them"),
+    "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of these"),
     # text of rows
     "REFUSALS": Kind(WARNING, "an answer in {rows} is a refusal, or speaks 'as an AI model'", DROP),
     "FOREIGN-MARKERS": Kind(
@@ -106,7 +106,7 @@ KINDS = {
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",
-        "use the model with this tokenizer, or tokenize the corpus with this model's"),
+        "use the model whose tokenizer made the corpus, or tokenize it with this model's tokenizer"),
     "DOCUMENTS-OPEN": Kind(
         WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to stop",
         "tokenize the corpus with the model's end token (datatrove: eos_token)"),
@@ -120,7 +120,7 @@ class Place(NamedTuple):
     row: int = 0
 
     def of(self, name: str, column: int = 0) -> str:
-        """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``; or only the name."""
+        """Format as ``a.jsonl:3`` (editors open this), ``a.csv, row 2 (line 3)``, ``a.parquet, row 2`` or ``a.csv``."""
         if self.row:
             return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
         return ":".join([name, *(str(number) for number in (self.line, column) if number)])
@@ -135,13 +135,13 @@ class Spot(NamedTuple):
     column: int = 0  # position in the line, if known
 
     def text(self) -> str:
-        """``a.jsonl:62 matches a.jsonl:61``; ``a.jsonl:62:14``."""
+        """Format as ``a.jsonl:62:14``, or with the matching row: ``a.jsonl:62 matches a.jsonl:61``."""
         own = self.place.of(self.file, self.column)
         return own if self.beside is None else f"{own} matches {self.beside.text()}"
 
 
 def checked_downgrade(names: Iterable[str]) -> tuple[str, ...]:
-    """data.downgrade, which makes an error a warning and a warning a note.
+    """Check data.downgrade, which turns errors into warnings and warnings into notes.
 
     Raises ConfigError for an unknown name, and for an error that cannot be downgraded.
     """
@@ -209,13 +209,13 @@ class Findings:
         self.add(error.id, str(error), where=[spot._replace(column=error.column)], remedy=error.do)
 
     def found(self) -> dict[Finding, list[Spot]]:
-        """All findings with their places: errors, warnings, then notes, each by name, so that reports are equal."""
+        """All findings with their places, sorted by severity and id, so that equal data gives equal reports."""
         grades = {name: ORDER.index(kind.severity) + (name in self.downgrade) for name, kind in KINDS.items()}
         keys = sorted((min(grades[key[0]], 2), key) for key in self.tallies)
         return {self.tallies[key].finding(key[0], ORDER[grade]): self.tallies[key].where for grade, key in keys}
 
     def refuse_errors(self) -> None:
-        """Raise one DataError that lists all errors, if there are any and they may be raised."""
+        """Raise one DataError that lists all errors, if there are any and ``may_refuse`` is set."""
         errors = [finding for finding in self.found() if finding.severity == ERROR]
         if errors and self.may_refuse:
             what = f"The data has errors:\n{summary(errors, 'correct these first')}"

@@ -25,7 +25,7 @@ SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 class DataFiles:
     """The files of a data set in the order of their splits. Several files of one split are read as one."""
 
-    names: tuple[str, ...]  # the split of each
+    names: tuple[str, ...]  # the split of each file
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # files that look like data but are in no split
 
@@ -42,8 +42,8 @@ class _File(NamedTuple):
 def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     """Find the files of a data set, which is a file or a folder; raises DataError.
 
-    With ``documents``, a folder of plain text without files of rows is a data set too. File names give splits only if
-    all of them do, so that a book whose name ends in test is not the test split.
+    With ``documents``, a folder of plain text without files of rows is a data set too. Its files belong to train unless
+    all of them are named after splits, so that a book whose name ends in test is not the test split.
     """
     if source.is_file():
         return DataFiles(("train",), (source,))
@@ -89,7 +89,7 @@ def corpus_of(source: Path) -> list[tuple[str, Path]]:
     files = _files_in(source, (TOKENS,))
     unnamed = [file.path for file in files if not file.split]
     if unnamed and any(file.split == "train" for file in files):
-        what, do = "Some token files are named train, and others have no split.", "put them all into a folder train"
+        what, do = "Some token files are named train, and others name no split.", "put all of train in a folder train"
         raise DataError(what, where=str(unnamed[0]), do=do)
     return sorted(((file.split or "train", file.path) for file in files), key=lambda pair: SPLITS.index(pair[0]))
 
@@ -113,7 +113,7 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield files that are not hidden, shard 2 before 10. Raises DataError for broken links and links to folders."""
+    """Yield files that are not hidden, shard 2 before shard 10; raises DataError for broken links, links to folders."""
     try:
         there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
@@ -150,7 +150,7 @@ def _split_of(path: Path) -> tuple[str, Path]:
 def _require_there(source: Path) -> None:
     if not source.exists():
         expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
-        do = similar_path(source) or "correct the path (of the pipeline: data.path in params.yaml)"
+        do = similar_path(source) or "correct the path (for the pipeline: data.path in params.yaml)"
         raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
 
 
@@ -173,7 +173,7 @@ def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
         return source if source in folders else folders[0]
     if folders:
         got = shown(", ".join(folder.relative_to(source).as_posix() for folder in folders))
-        do = f"name one: {override('data.path', folders[0])}"
+        do = f"choose one: {override('data.path', folders[0])}"
         raise DataError("The data folder has several data sets.", where=str(source), got=got, do=do)
     do = "name the training rows train.jsonl, or name the file itself"
     if len(files) == 1:
@@ -189,11 +189,11 @@ def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
 
 
 def _require_whole(split: str, files: Sequence[_File]) -> None:
-    """Raise DataError if a split exists twice, or lacks some of the shards that its file names count."""
+    """Raise DataError if a split exists twice, or if shards are missing, by the numbers in its file names."""
     kinds = {file.kind: file.path for file in reversed(files)}
     if len(kinds) > 1:
         names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
-        what, do = f"The data folder has {split} more than once.", f"keep one; or put all into a folder {split}"
+        what, do = f"The data folder has {split} more than once.", f"keep one, or put all in a folder {split}"
         raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
     shards = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in shards), sorted({int(match[2]) for match in shards})
@@ -203,6 +203,6 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
             f"Shards of {split} are missing, or belong to two data sets.",
             where=str(files[0].path.parent),
             expected=f"{' or '.join(map(str, totals))} files, each number once",
-            got=shown(", ".join(map(str, numbers))),
+            got=f"numbers {shown(', '.join(map(str, numbers)))}",
             do="fetch the missing shards, or remove old ones",
         )

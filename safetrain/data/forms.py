@@ -1,4 +1,4 @@
-"""Finds the messages, the question and answer, or the text of a row: under the usual keys or by data.columns."""
+"""Finds the messages, the question and answer, or the text of a row, under the usual keys or those in data.columns."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, RowError, dump, kind
 
 Columns = Mapping[str, str]  # from a part of a row to the key that holds it
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
-ASKING, CONTEXTS = QUESTIONS[:5], ("input", "context")  # ASKING: always questions; the others only alone
+ASKING, CONTEXTS = QUESTIONS[:5], ("input", "context")  # keys not in ASKING: questions only if an answer is there
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 PAIR = {"prompt": ASKING, "completion": ANSWERS}
 FORMS = (  # the required parts of a row, and the optional ones
@@ -27,11 +27,11 @@ MOST_NAMES = 12  # keys in an error
 EMPTY: tuple[object, ...] = (None, "", [], {})
 CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
-    **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
+    **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; keep only the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
     "input_ids": "token ids are not supported; give the texts",
-    "weight": "rows cannot be weighted; remove this key (weight: 0 in an assistant message leaves out its answer)",
+    "weight": "rows cannot be weighted; remove this key (an assistant message with weight: 0 is not trained on)",
 }
 
 
@@ -54,7 +54,7 @@ def checked_columns(columns: object) -> Columns | None:
 
 def _look_at(*ways: Columns) -> str:
     """The remedy: settings that would read the row, for params.yaml or the command line."""
-    lines = ["if all rows look like this, set the keys; else leave them out with --fix OUT.jsonl --drop-bad:"]
+    lines = ["leave these rows out (--fix OUT.jsonl --drop-bad), or if all rows are like this, choose their keys:"]
     for columns in ways:
         keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
         lines.append(f"{'':12}data.columns={{{keys}}}")
@@ -88,7 +88,7 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """The values under the keys of ``columns``, with numbers as text; raises RowError if a key is missing."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        message = f"no key {_names(missing)}, which data.columns names; the row has: {_names(value)}"
+        message = f"no key {_names(missing)}, which data.columns names; the row's keys: {_names(value)}"
         raise RowError(message, do="set --columns, or data.columns in params.yaml, to keys that the rows have")
     items = {part: [value[key]] if _is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
@@ -201,7 +201,7 @@ def _unknown(value: dict[str, Any]) -> RowError:
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
         return RowError(f"unknown keys ({_names(value)})", do=HEADER)
     if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, "category", "task", "id", "system", "tools"}:
-        return RowError(f"{questions[0]} has no answer next to it: expected {', '.join(ANSWERS[:4])}")
+        return RowError(f"{questions[0]} has no answer next to it: expected a key like {', '.join(ANSWERS[:4])}")
     texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")

@@ -78,7 +78,7 @@ class _Marker:
         self.placeholders: list[Placeholder] = []
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
-        """One message with its words replaced."""
+        """Copy a message with its words replaced by placeholders."""
         copy = dict(message)
         thinking = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
         if thinking:
@@ -89,7 +89,7 @@ class _Marker:
         return copy
 
     def _content(self, index: int, content: str) -> str:
-        pieces = self._control.split(content)  # each second one is a control
+        pieces = self._control.split(content)  # every second piece is a control string
         ends = [place for place in range(1, len(pieces), 2) if END_OF_THINKING.fullmatch(pieces[place])]
         for place in range(0, len(pieces), 2):
             kind = "thinking" if place < max(ends, default=0) else "content"
@@ -167,7 +167,7 @@ class Turn:
     end: int  # where the labels end, in literals[last + 1]
     closing: str  # the token that closes it; empty if none does
     prompt_opening: str  # how the generation prompt ends, if this turn begins differently
-    own_opening: str  # how this turn begins in its place
+    own_opening: str  # how this turn begins instead
 
 
 def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
@@ -221,7 +221,7 @@ class TurnFinder:
     def _opening(self, message: int, first: int, before: str) -> tuple[int, str, str]:
         """Find where a turn's header ends in the text before it, and how prompt and turn continue if they differ.
 
-        The text is compared with the generation prompt for this answer, or without a usable one, with the usual header.
+        The text is compared with the generation prompt for this answer; if that is unusable, with the usual header.
         """
         prompt, shared, prompt_end = self._prefix(message, prompt=True), 0, ""
         if prompt is not None and prompt.places[-1:] == self.skeleton.places[:first][-1:]:
@@ -236,9 +236,9 @@ class TurnFinder:
         return start, prompt_end[shared:], before[shared:start]
 
     def _end_of_call(self, message: int, last: int) -> tuple[int, str]:
-        """The end of a call: a token that ends plain answers, or else where the text begins to depend on later turns.
+        """Find where the turn of a call ends in the text after it, and its closing token.
 
-        The control strings that belong to a call do not end the turn.
+        It ends at a token that ends plain answers, not at the call's own, or where the text depends on later turns.
         """
         after, plain = self.skeleton.literals[last + 1], self.plain
         ends = plain.controls.stops | plain.closings()
@@ -258,7 +258,7 @@ class TurnFinder:
         return len(tail), closing
 
     def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
-        """The skeleton of only the first messages; None if the template refuses them."""
+        """Render only the first ``count`` messages to a skeleton; None if the template refuses them."""
         text = written_by(self.template, self.messages[:count], self.tools, prompt=prompt) if count else None
         return None if text is None else skeleton_of(text)
 

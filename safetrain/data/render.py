@@ -25,8 +25,8 @@ from safetrain.data.masks import Chat, Placeholder, Turn, TurnFinder, align, cha
 from safetrain.data.rows import Message, Row, RowError
 
 KEPT = 4096  # layouts in the cache
-NOTHING_WRITTEN = "the chat template writes nothing of its answers"
-WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # of lower-case JSON, without its escapes
+NOTHING_WRITTEN = "the chat template leaves out every answer"
+WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # words in lower-case JSON, without escapes
 Remark = tuple[str, str]  # a finding's id and detail
 Tools = Sequence[Any] | None
 
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class PlacedChat(NamedTuple):
-    """A chat as text. What stands before the placeholders is the layout of all chats of its shape."""
+    """A chat as text. The fields before ``placeholders`` are its layout, which all chats of one shape share."""
 
     form: ChatForm
     skeleton: Skeleton
@@ -145,7 +145,7 @@ class Renderer:
         )
 
     def _plain_of(self, tools: Tools) -> PlainAnswers:
-        """What the template writes around plain answers in rows with or without tools."""
+        """The template's text around plain answers; it may depend on whether a row has tools."""
         source = self._template.source(tools)
         if source not in self._plain:
             self._plain[source] = plain_answers(self._template, self._controls, tools)
@@ -205,7 +205,7 @@ class Renderer:
 
 
 def _hint(row: Row, fault: str) -> str:
-    """The most frequent cause of such a refusal, for templates whose message does not name it."""
+    """Guess the cause of a refusal, for templates whose own message does not name it."""
     if not row.tools and "'NoneType'" in fault:
         return " (perhaps because the row has no list of tools)"
     roles = {"tool" if message.calls_tools else message.role for message in row.messages}

@@ -1,6 +1,6 @@
-"""A training row, messages or bare text: read from OpenAI's and ShareGPT's forms, written in OpenAI's current one.
+"""A training row (messages or bare text): read in OpenAI's or ShareGPT's format, written in OpenAI's current format.
 
-JSON is read strictly: no NaN, no repeated keys, no half surrogate pairs. What cannot be read is a RowError.
+JSON is read strictly: no NaN, no repeated keys, no half surrogate pairs. A row that cannot be read is a RowError.
 """
 
 import collections
@@ -59,7 +59,7 @@ _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 
 
 def value_at(text: str, start: int) -> tuple[object, int]:
-    """Decode the JSON value that begins at ``start`` to the value or a RowError, and its end.
+    """Decode the JSON value that begins at ``start``; returns the value, or a RowError, and where its text ends.
 
     Raises JSONDecodeError if the text is not JSON or the value is incomplete, ValueError, RecursionError.
     """
@@ -101,7 +101,7 @@ def dump(value: object, place: str) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # 1e999, which Python reads as infinity
-        raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+        raise RowError(f"{place} contains a number that is too large for most JSON readers") from None
     require_unicode(text, place)
     return text
 
@@ -111,7 +111,7 @@ def require_unicode(text: str, place: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RowError(f"{place} holds half a surrogate pair, which is not a character") from None
+        raise RowError(f"{place} contains half a surrogate pair, which is not a character") from None
 
 
 def shown(value: object) -> str:
@@ -121,7 +121,7 @@ def shown(value: object) -> str:
 
 
 def kind(value: object) -> str:
-    """The JSON type of ``value``, with its article."""
+    """The JSON type of ``value`` in words, such as "a list"."""
     return KINDS.get(type(value), type(value).__name__)
 
 
@@ -195,7 +195,7 @@ class Row:
 
 
 def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
-    """Make a row from messages, from prompt and completion, or from text; ``keys``: names of these parts for errors."""
+    """Make a row from messages, from prompt and completion, or from text; ``keys`` name these parts in errors."""
     if "text" in parts:
         return Row("text", text=_text(parts["text"], keys["text"]))
     is_chat = "messages" in parts
@@ -250,7 +250,7 @@ def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, 
     if messages[0].role not in ("system", "developer"):
         return (system, *messages)
     if messages[0] != system:
-        raise RowError("two different system prompts: next to messages and in messages[0]; keep one")
+        raise RowError("two different system prompts, next to messages and in messages[0]: keep one")
     return messages
 
 

@@ -37,12 +37,12 @@ def split_off(
 ) -> tuple[np.ndarray, str]:
     """Assign a split to each row, as an index into SPLITS, and describe how.
 
-    ``names`` are the splits of the files, ``parts`` (rows,) those of the rows' files; ``clusters`` (rows,) is a row's
-    number, equal for rows that must stay together; ``digests`` (rows,) uint64 hashes their questions. Only a split
+    ``names`` are the splits that have files. The arrays have shape (rows,): ``parts`` has the split of each row's file,
+    ``clusters`` equal numbers for rows that must stay together, ``digests`` uint64 hashes of questions. Only a split
     without a file takes its share of train. A cluster stays in train if a given file has some of its rows, unless too
-    few are left. Its split depends only on its smallest digest and on the shares, so other rows never move it. Rows
-    move only to fill a split that would be empty, and the text says so. Raises DataError if there are too few clusters;
-    ``path`` is named in it.
+    few clusters are left. Its split depends only on its smallest digest and on the shares, so other rows never move it.
+    Rows move only to fill a split that would be empty, and the text says so. Raises a DataError that names ``path`` if
+    there are too few clusters.
     """
     parts = parts.copy()
     missing = {name: share for name, share in shares.items() if name not in names}
@@ -52,8 +52,8 @@ def split_off(
     there, of_row = np.unique(clusters[in_train], return_inverse=True)  # clusters, and the index of each row's
     if len(there) < MIN_GROUPS:
         what, expected = "Too few different rows to split.", f"at least {MIN_GROUPS} rows with different questions"
-        do = "add rows (lines of <|endoftext|> divide a text), or name a folder with train, valid and test files"
-        raise DataError(what, where=str(path), expected=expected, got=str(len(there)), do=do)
+        do = "add rows (lines of <|endoftext|> separate documents), or name a folder with train, valid and test files"
+        raise DataError(what, where=str(path), expected=expected, got=f"{len(there)} different", do=do)
     smallest = np.full(len(there), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
     np.minimum.at(smallest, of_row, digests[in_train])
     free = ~np.isin(there, clusters[~in_train])  # clusters without a row in a given file
@@ -65,12 +65,12 @@ def split_off(
     sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), 'row')})" for name in missing]
     text = f"{' and '.join(sizes)} split off train by content"
     if changed:
-        text += f"; {' and '.join(changed)} would have been empty and got the nearest rows; adding rows can move these"
+        text += f"; {' and '.join(changed)} would have been empty and got another split's rows; more data may move them"
     return parts, text
 
 
 def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, list[str]]:
-    """Split the groups, (groups,), by place (uint64); also return the splits whose size differs from their share.
+    """Split groups by their ``places``, (groups,) uint64; also return the splits that are larger than their share.
 
     Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows.
     """
@@ -88,7 +88,7 @@ def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, 
 
 
 def split_report(lengths: Sequence[np.ndarray], labels: int, label_bytes: int) -> SplitReport:
-    """Statistics of a split from the ``lengths`` of its rows, at least one, and the UTF-8 bytes of its answers."""
+    """Statistics of a split with at least one row; ``lengths`` are in tokens, ``label_bytes`` in UTF-8."""
     tokens = np.concatenate(lengths)
     quantiles = np.quantile(tokens, QUANTILES, weights=np.ones(len(tokens)), method="inverted_cdf")
     spread = LengthQuantiles(*map(int, (*quantiles, tokens.max())))
@@ -103,7 +103,7 @@ class StoredRow(NamedTuple):
 
     line: str  # canonical JSON
     file: int
-    number: int  # of its line or its row in the file, whichever is greater
+    number: int  # the number of its line or of its row in the file, whichever is greater
     label_bytes: int  # UTF-8 bytes of its answers
     prompt: Prompt | None
     tokens: TokenRow

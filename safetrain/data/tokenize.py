@@ -1,4 +1,4 @@
-"""Reads rows and turns them into tokens with labels, block by block, and collects findings; its settings."""
+"""Reads rows, turns them into tokens with labels, and collects findings, block by block; also the data settings."""
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class DataSettings:
 
     downgrade: tuple[str, ...] = ()  # kinds of findings that are one severity lower
     columns: Columns | None = None
-    similarity: float = 0.8  # from this value on, two questions are near-duplicates; 1: never
+    similarity: float = 0.8  # two questions at least this similar are near-duplicates; 1: only identical ones
     shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # split off train
     documents: bool = False  # for pretraining: rows are documents, which the context does not truncate
 
@@ -74,7 +74,7 @@ class RowReader:
     """Reads a data set for one model. The tokenizer library works on all cores while the next block is rendered."""
 
     def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
-        """Raises ModelError."""
+        """Raises ModelError if the model cannot be used."""
         self.rows = 0  # including those that cannot be trained on
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained on
         self.formats: set[str] = set()
@@ -195,10 +195,10 @@ class RowReader:
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """The finding's id and detail if a row cannot be trained on, or only in part."""
         if not any(last > 0 for _, last in runs):  # a row's first token is never a label
-            return "NO-LABELS", "nothing in it is an answer"
+            return "NO-LABELS", "no answer was found"
         size, last = self._vocabulary, int(tokens.ids.max())
         if size is not None and last >= size:
-            return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {size})"
+            return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} (id {last}, of {size} embeddings)"
         limit = self.context or len(tokens)
         if runs[0][0] >= limit:
             return "NO-LABELS", f"the answer begins beyond the model's context ({limit} tokens)"
@@ -206,7 +206,7 @@ class RowReader:
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
-    """Ids and labels of a rendered row, from the tokenizer library's ``encoding`` of its text."""
+    """Take a rendered row's ids and labels from the tokenizer library's ``encoding`` of its text."""
     ids = np.array(encoding.ids, dtype=np.uint32)
     trained = np.zeros(len(ids), dtype=np.bool_)
     runs: Runs = []

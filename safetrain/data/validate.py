@@ -1,4 +1,4 @@
-"""Entry points of safetrain.data: validate data and write its splits, read a test file, read texts for a tokenizer.
+"""Entry points of safetrain.data: validate data and write splits, read a test file, and read texts for a tokenizer.
 
 A row goes from its file (files) to a Row (forms), to text with labels (render), to tokens (tokenize), and to a split
 and its token store (split). It is read once, and waits in a scratch file until all rows are known and a hash of its
@@ -80,9 +80,9 @@ def validate(
 ) -> Validation:
     """Validate all data in ``paths``, files or folders, for ``model``; raises DataError for missing files, ModelError.
 
-    With ``into``, the one path is a data set: canonical rows and a token store of each split are written there, all or
-    nothing, and errors in the data raise DataError. Without it, errors are findings, the files are compared as the
-    splits they are, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
+    With ``into``, there is one path, a data set. Canonical rows and a token store of each split are written into the
+    folder ``into``, all or nothing, and errors in the data raise DataError. Without it, errors are findings, file names
+    give the splits, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
     """
     findings = Findings(settings.downgrade, most_places, may_refuse=into is not None)
     if len(paths) == 1 and paths[0].exists() and corpus_of(paths[0]):
@@ -117,7 +117,7 @@ def today() -> date:
 def _validate_rows(
     paths: Sequence[Path], model: Path, settings: DataSettings, into: Path | None, findings: Findings, shown_rows: int
 ) -> Validation:
-    """Read, compare and split rows of data or documents."""
+    """Read, compare and split rows or documents."""
     if into is not None:
         files = data_files_of(paths[0], documents=settings.documents)
     else:
@@ -200,7 +200,7 @@ def _report(
 ) -> DataReport:  # fmt: skip
     listed, opening = tuple(findings.found()), "the generation prompt matches the training format"
     if form == FORMAT:
-        opening = "as a text that continues"
+        opening = "prompts are texts to continue"
     elif made.asked:
         opening = f"prompts leave out the generation prompt's {made.asked!r}, as in training"
     elif made.opening:
@@ -224,7 +224,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 @contextlib.contextmanager
 def written(into: Path | None) -> Iterator[Path]:
-    """An empty folder that replaces ``into`` at the end, or is deleted if ``into`` is None.
+    """Yield an empty folder that replaces ``into`` at the end, or is deleted if ``into`` is None.
 
     Raises DiskFullError if the disk is too full for what is written into it.
     """
@@ -248,7 +248,7 @@ def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[s
             do = "safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus"
             raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=str(source), do=do)
         files = data_files_of(source, documents=True)
-        for path in files.paths[: files.names.count("train")]:  # the first ones
+        for path in files.paths[: files.names.count("train")]:  # they come first
             for place, value in rows_of(path, documents=True):
                 try:
                     row = parse_row(value, columns)

@@ -30,7 +30,7 @@ KEYS = [  # in two parts, so that no scanner takes this file for a leak
     "hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU",
 ]
 PLANTED = [
-    (chat("Which key?", f"It is {KEYS[1]}."), "SECRETS", "a key (ghp_a…, 40 characters)"),
+    (chat("Which key?", f"It is {KEYS[1]}."), "SECRETS", "a secret key (ghp_a…, 40 characters)"),
     (chat("How many?", "She sold 48/2 = <<48/2=24>>24."), "CALCULATOR-MARKS", "<<48/2=24>>"),
     (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
     (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
@@ -157,7 +157,7 @@ def test_refusals_are_told_from_answers() -> None:
 def test_a_key_is_found_wherever_it_is_and_not_shown(key: str) -> None:
     ((identifier, detail),) = faults(f"Not {'AKIA' + 'IOSFODNN7EXAMPLE'}, use {key} for it")
     assert identifier == "SECRETS"
-    assert detail.startswith(f"a key ({key[:5]}…, ")
+    assert detail.startswith(f"a secret key ({key[:5]}…, ")
     assert key[12:30] not in detail
     call = {"type": "function", "function": {"name": "look", "arguments": {"key": [f"a\n{key}"]}}}
     for answer in ({"reasoning_content": f"With {key}.", "content": "a"}, {"content": "", "tool_calls": [call]}):

@@ -131,7 +131,7 @@ def test_rows_beyond_the_context_and_tokens_without_an_embedding_are_named(write
     model = model_with(tmp_path / "model", template, special=["<|im_start|>"], config={"vocab_size": 2048})
     rows = [chat(f"q{n}", "a") for n in range(9)]
     path = write_jsonl("a.jsonl", rows)
-    with pytest.raises(DataError, match=r"no embedding for the token '<\|im_start\|>' \(2048 of 2048\) in 9 rows"):
+    with pytest.raises(DataError, match=r"'<\|im_start\|>' \(id 2048, of 2048 embeddings\) in 9 rows"):
         gate(path, tmp_path, model=model)
     write_jsonl("a.jsonl", [*rows, chat("q", "Fe " * 60)])
     (found,) = gate(path, tmp_path, context=32).warnings

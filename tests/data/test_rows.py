@@ -142,7 +142,7 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
     (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained on) or 1"),
     (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
     (calling({"name": "f", "parameters": {}}), "tool_calls[0] must be {"),
-    (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] holds half a surrogate pair"),
+    (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] contains half a surrogate pair"),
     ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, not an object"),
     ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
     ({**chat("q", "a"), "weight": 2}, "weight: rows cannot be weighted; remove this key"),
@@ -190,7 +190,7 @@ def test_columns_name_what_is_taken(columns: dict[str, str | None], value: objec
 
 
 @pytest.mark.parametrize(("value", "says"), [
-    ({"a": "a"}, "no key q, which data.columns names; the row has: a"),
+    ({"a": "a"}, "no key q, which data.columns names; the row's keys: a"),
     ({"q": EARLIER[:1], "i": "more", "a": "b"}, "i is a string; this key and the prompt must be strings"),
     ({"q": "q", "i": "", "a": " "}, "a is empty"),
 ])  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_large_family_of_near_copies_is_one_cluster() -> None:
 def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{n} one two three four five six seven eight nine ten {n}" for n in "abcdefgh"]
     monkeypatch.setattr(compare, "MOST_CANDIDATES", 5)
-    assert "pairs of questions resemble" in found_in(texts, 0.5)[1]
+    assert "pairs of similar questions" in found_in(texts, 0.5)[1]
     monkeypatch.setattr(compare, "MOST_TEXTS", 5)
     clusters, left_out = found_in(texts, 0.5)
     assert "only identical questions were found" in left_out

@@ -49,7 +49,7 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
     done = run()
     assert done.exit_code == 0, done.stderr
     assert "1,980 rows" in done.stdout
-    assert "tokenizer: models/encyclopedia-3m; its context is 512 tokens" in done.stdout
+    assert "tokenizer: models/encyclopedia-3m; the model's context is 512 tokens" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -244,7 +244,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     for name in (Path(), tmp_path / "b.xlsx"):
-        with pytest.raises(ConfigError, match=r"cannot be written in the format(.|\n)*\.tsv or \.parquet"):
+        with pytest.raises(ConfigError, match=r"ends in no known format(.|\n)*\.tsv or \.parquet"):
             Repair(tmp_path / "a.jsonl", name)
     for content, says in (("{}\n", "No row is left"), ("%PDF-1", "a binary file")):
         (tmp_path / "a.jsonl").write_text(content)
