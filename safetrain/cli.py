@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """End as the stages do on SIGTERM, and quietly when stdout is closed, as in `… | head`."""
+    """Exit like the stages on SIGTERM, and quietly when stdout is closed, as in `… | head`."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and flush its output."""
@@ -51,7 +51,7 @@ app = Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, 
 
 
 def _tell_version(asked: bool) -> None:
-    """Print the version and end."""
+    """Print the version and exit."""
     if asked:
         print(f"safetrain {version('safetrain')}")
         raise Exit
@@ -63,7 +63,7 @@ def options(
         bool, Option("--version", callback=_tell_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """Options before a command; the version has been printed by then."""
+    """Declare the options before a command; the callback of --version does its work."""
 
 
 for panel, commands in COMMANDS.items():

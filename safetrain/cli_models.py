@@ -1,4 +1,4 @@
-"""The commands of `safetrain` that make a model's folder or file, and those that talk with one: ask, chat, serve."""
+"""Commands of `safetrain` that write a model or an adapter, or talk with a model (ask, chat and serve)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer, Messages, Prompts
     from safetrain.engine.tuned import ExportJob
 
-export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
+export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
 import_ = Typer(no_args_is_help=True, help="Import an adapter trained with PEFT.")
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 OutFolder = Annotated[Path, Argument(help="folder to write; must not exist yet")]
 AdapterFolder = Annotated[Path, Option(help="adapter folder")]
-BaseFolder = Annotated[Path | None, Option(help="base model folder; default: the adapter's own")]
+BaseFolder = Annotated[Path | None, Option(help="base model folder; default: the adapter's base")]
 MayLose = Annotated[float, Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
 GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in lower case
 BaseOption = Annotated[bool, Option("--base", help="without the adapter, e.g. for a fused model (--model)")]
@@ -40,7 +40,7 @@ def fetch(
     from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)
-    print_text(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")
+    print_text(f"{folder} is complete. To use it, set model.path: {folder} in params.yaml")
 
 
 def convert(
@@ -63,12 +63,12 @@ def convert(
 
     with still_working(f"quantizing {source}"):
         quantize(source, target, bits, group_size)
-    print_text(f"{target} is written. Use it: model.path: {target} in params.yaml")
+    print_text(f"{target} is written. To use it, set model.path: {target} in params.yaml")
 
 
 def fuse(
     out: OutFolder,
-    bits: Annotated[int | None, Option(help="of the trained matrices; default: the base's, 8 or float")] = None,
+    bits: Annotated[int | None, Option(help="bits of trained matrices; default: the base's, else 8 or float")] = None,
     as_float: Annotated[bool, Option("--float", help="quantize nothing")] = False,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
@@ -76,8 +76,8 @@ def fuse(
 ) -> None:
     """Merge the adapter into the base model, for any MLX program.
 
-    Tries the base's own bits, then 8 bits, then float. Each is written, loaded and compared with the base and
-    tuned models on validation rows. The first that keeps the improvement wins.
+    Tries the base's own bits, then 8 bits, then float. Each merged model is written, loaded and compared with the base
+    and tuned models on validation rows. The first that keeps the improvement is kept.
     """
     from safetrain.watch.progress import still_working
 
@@ -99,7 +99,7 @@ def fuse(
 
 def card(
     folder: Annotated[Path, Argument(help="a fused or exported model, or an adapter")],
-    adapter: Annotated[Path | None, Option(help="that FOLDER was made from; default: the pipeline's")] = None,
+    adapter: Annotated[Path | None, Option(help="adapter that FOLDER was made from; default: the pipeline's")] = None,
     model: BaseFolder = None,
     replace: Annotated[bool, Option("--replace", help="overwrite README.md")] = False,
 ) -> None:
@@ -138,10 +138,10 @@ def export_peft(
         report = export_peft(job, name, print_text)
     bits = read_model_files(job.base).quantization_bits
     same = f"the same answer on {round(report.written.same_answers * report.rows)} of {report.rows} rows"
-    measured_on = f", for the {bits}-bit base, dequantized" if bits is not None else ""
-    print_text(f"{out} is written and read again: {same}{measured_on}")
+    measured_on = f", with the {bits}-bit base dequantized" if bits is not None else ""
+    print_text(f"{out} is written. Loaded again, it gives {same}{measured_on}.")
     if bits is not None and base_name is None:
-        print_text(f"PEFT cannot open a quantized MLX model, and the base is {name}. Name the float one: --base-name")
+        print_text(f"PEFT cannot open the base {name}, a quantized MLX model. Name the float model: --base-name NAME")
     else:
         print_text(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
 
@@ -149,7 +149,7 @@ def export_peft(
 @export.command("gguf")
 def export_gguf(
     out: Annotated[Path, Argument(help="file to write, NAME.gguf; must not exist yet")],
-    kind: Annotated[GgufType, Option("--type", help="of the weights; K types need llama-quantize")] = GgufType.Q8_0,
+    kind: Annotated[GgufType, Option("--type", help="type of weights; K types need llama-quantize")] = GgufType.Q8_0,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
@@ -224,7 +224,7 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
 
 @dataclass(frozen=True)
 class TalkOptions:
-    """The model that a command talks to. ``adapter``: None for the base; ``context``: tokens, or None."""
+    """The model that a command talks to. ``adapter`` is None for the base, ``context`` (tokens) if unknown."""
 
     folder: Path
     adapter: Path | None
@@ -236,7 +236,7 @@ class TalkOptions:
 
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
-    """Read everything but the weights, so that mistakes are found at once; raises SafetrainError."""
+    """Read everything except the weights, so that mistakes are found at once; raises SafetrainError."""
     from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
     from safetrain.core.memory.system import host_room_bytes, read_memory
     from safetrain.core.model.files import read_model_files
@@ -249,14 +249,14 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     tokenizer = ChatTokenizer(folder)
     prompts = Prompts(tokenizer, read_prompt_format(folder if base else adapter))
     if system and not prompts.writes_system(system):
-        raise ConfigError("This model's chat template has no system prompt.", where=str(folder), do="without it")
+        raise ConfigError("The chat template has no system prompt.", where=str(folder), do="leave out --system")
     chosen = prompts.system if system is None else system
     room = host_room_bytes(read_memory())
     stream = files.static_bytes > room
     if stream:
         print_text(
-            f"The model ({size_text(files.static_bytes)}) does not fit into the available memory ({size_text(room)}): "
-            "its weights stay on disk, and each token of an answer reads them once.", sys.stderr,
+            f"The model ({size_text(files.static_bytes)}) does not fit into the available memory ({size_text(room)}), "
+            "so its weights stay on disk and are read once for each token of an answer.", sys.stderr,
         )  # fmt: skip
     return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions, stream)
 
@@ -266,12 +266,12 @@ def ask(
     base: Annotated[bool, Option("--base", help="also show what the base model answers")] = False,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="longest answer")] = 256,
+    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
 ) -> None:
     """Ask the tuned model a question.
 
-    Prompts are as in training, with the system prompt shared by all training rows. A model trained only on documents
-    continues the text.
+    Prompts are built as in training, with the system prompt if all training rows share one. A model trained only on
+    documents continues the text.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.engine.cpu.blas import load_fast_blas
@@ -298,24 +298,24 @@ def ask(
 
 def chat(
     base: BaseOption = False,
-    compare: Annotated[bool, Option("--compare", help="answers from base and tuned")] = False,
+    compare: Annotated[bool, Option("--compare", help="show base and tuned answers")] = False,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
     system: SystemOption = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="longest answer")] = 256,
+    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
     temperature: Annotated[float, Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-    top_p: Annotated[float, Option(min=0.01, max=1.0, help="total probability of the sampled tokens")] = 1.0,
+    top_p: Annotated[float, Option(min=0.01, max=1.0, help="nucleus sampling: probability mass; 1: all tokens")] = 1.0,
     seed: Annotated[int | None, Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
 
-    Ctrl-C stops an answer, Ctrl-D ends the chat; /system TEXT, /reset, /help, /exit. In a pipe each line is a question,
-    and stdout has only answers.
+    Ctrl-C stops an answer, and Ctrl-D ends the chat. Its commands are /system TEXT, /reset, /help and /exit. In a pipe,
+    each line is a question, and stdout has only answers.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
     if base and compare:
-        raise ConfigError("Use either --base or --compare.", do="--compare shows the base beside the tuned model")
+        raise ConfigError("Use either --base or --compare.", do="--compare shows both models, --base only the base")
     asked = _asked(model, adapter, system, base=base)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.generation import Conversation
@@ -344,13 +344,13 @@ def serve(
     model: BaseFolder = None,
     system: SystemOption = None,
     host: Annotated[str, Option(help="0.0.0.0: open to the network, without a password")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="port; 0: a free one")] = 8080,
-    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens; a request may set it")] = 512,
+    port: Annotated[int, Option(min=0, max=65535, help="port; 0: any free port")] = 8080,
+    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens, unless a request sets it")] = 512,
 ) -> None:
     """Serve the tuned model to any OpenAI client.
 
-    Runs mlx-lm's server; Ctrl-C ends it. The tuned model answers, whatever name a request has for it; greedily unless
-    the request sets a temperature. A chat without a system prompt gets the one shared by all training rows.
+    Runs mlx-lm's server; Ctrl-C ends it. The tuned model answers, whatever model a request names. Decoding is greedy
+    unless the request sets a temperature. A chat without a system prompt gets the one that all training rows share.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 
@@ -367,7 +367,7 @@ def serve(
 
     name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
     if asked.system:
-        print_text(f"system prompt of chats that have none: {asked.system}")
+        print_text(f"system prompt for chats without one: {asked.system}")
     stop_ids = asked.prompts.stop_ids
     job = ServeJob(name, asked.folder, asked.adapter, stop_ids, ids_of, max_new_tokens, host, port, asked.stream)
     serve_model(job, print_text)

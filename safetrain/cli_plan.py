@@ -1,4 +1,4 @@
-"""Commands of `safetrain` to run before training: info, validate, preflight, estimate, selftest, create."""
+"""Commands of `safetrain` to run before training: info, validate, preflight, estimate, selftest and create."""
 
 import subprocess
 import sys
@@ -27,14 +27,14 @@ def info(
 
 
 def validate(
-    files: Annotated[list[Path] | None, Argument(help="files or folders of data; default: data.path")] = None,
+    files: Annotated[list[Path] | None, Argument(help="data files or folders; default: data.path")] = None,
     model: Annotated[Path | None, Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[int | None, Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, Option("--json", help="print one JSON object")] = False,
     fix: Annotated[Path | None, Option(help="write a repaired copy, a .jsonl file")] = None,
     drop: Annotated[list[str] | None, Option(help="--fix leaves out rows with these findings")] = None,
     drop_bad: Annotated[bool, Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
-    columns: Annotated[list[str] | None, Option(help="your own column, e.g. prompt=frage; repeatable")] = None,
+    columns: Annotated[list[str] | None, Option(help="your column name, e.g. prompt=frage; repeatable")] = None,
 ) -> None:
     """Check a data file row by row; --fix writes a repaired copy.
 
@@ -42,8 +42,8 @@ def validate(
 
     Plain text (.txt, .md) and tokens (.ds) are documents. With train.method=pretrain, every file is read as documents.
 
-    params.yaml, if present, sets labels, severities and your own column names (data.columns).
-    --columns prompt=frage --columns completion=antwort sets the keys for one run.
+    params.yaml, if present, sets severities (data.downgrade) and your own column names (data.columns).
+    --columns prompt=frage --columns completion=antwort sets the column names for one run.
 
     With --fix: exit 0 if the copy is written, 1 if rows cannot be read (see --drop-bad).
     """
@@ -71,7 +71,7 @@ def validate(
 
 def preflight(
     level: Annotated[str | None, Option(help="quick, probe or certify; default: preflight.level")] = None,
-    downgrade: Annotated[list[str] | None, Option(help="check that only warns, e.g. DISK-FREE")] = None,
+    downgrade: Annotated[list[str] | None, Option(help="check whose failure only warns, e.g. DISK-FREE")] = None,
     as_json: Annotated[bool, Option("--json", help="print only preflight_report.json")] = False,
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
@@ -96,7 +96,7 @@ def preflight(
 def estimate(
     model: Annotated[Path | None, Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
-    macos_26: Annotated[bool, Option("--macos-26", help="plan for macOS 26, with more memory")] = False,
+    macos_26: Annotated[bool, Option("--macos-26", help="plan for macOS 26, which allows more memory")] = False,
     memory_gb: Annotated[float | None, Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
     batch_size: Annotated[int, Option(min=1, help="rows in a micro-batch")] = 1,
     tokens: Annotated[int, Option(min=8, help="tokens in the longest row")] = 512,
@@ -105,13 +105,13 @@ def estimate(
     method: Annotated[str, Option(help="lora, dora, full or pretrain")] = "lora",
     num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
     optimizer: Annotated[str, Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
-    compute_dtype: Annotated[str | None, Option(help="float32, bfloat16, float16; default: as trained")] = None,
-    pretrain: Annotated[str | None, Option(help="from scratch: 10m, 85m, 400m, 800m or a model folder")] = None,
-    all_machines: Annotated[bool, Option("--all-machines", help="--pretrain on every known machine")] = False,
+    compute_dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16; default: as in training")] = None,
+    pretrain: Annotated[str | None, Option(help="pretrain from scratch: 10m … 800m, or a model folder")] = None,
+    all_machines: Annotated[bool, Option("--all-machines", help="with --pretrain: for every known machine")] = False,
 ) -> None:
     """Estimate memory and time, for this machine or another.
 
-    Exit 1: it does not fit. No weights are read.
+    Exit 1: training does not fit. The command reads no weights.
     """
     from safetrain.core.model.files import read_model_plan
     from safetrain.plan import estimate as estimates
@@ -140,7 +140,7 @@ def estimate(
 
 def selftest(
     model: Annotated[Path, Argument(help="model folder")] = Path("models/encyclopedia-3m"),
-    report: Annotated[bool, Option("--report", help="measure this machine; print text to paste")] = False,
+    report: Annotated[bool, Option("--report", help="measure this machine; print a report for an issue")] = False,
 ) -> None:
     """Check that this machine computes correctly; --report measures it.
 
@@ -168,16 +168,16 @@ def selftest(
 def create(
     preset: Annotated[str, Argument(help="10m, 85m, 400m or 800m")],
     folder: Annotated[Path, Argument(metavar="DIR", help="folder to write; must not exist")],
-    text: Annotated[list[Path] | None, Option(help="text or rows for the tokenizer; repeatable")] = None,
+    text: Annotated[list[Path] | None, Option(help="text or rows to train the tokenizer; repeatable")] = None,
     tokenizer: Annotated[Path | None, Option(help="copy the tokenizer of this model instead")] = None,
-    vocabulary: Annotated[int | None, Option(min=1, help="tokens; default: from model and text")] = None,
-    context: Annotated[int | None, Option(min=8, help="in tokens; default: 1024; 2048 from 50m up")] = None,
+    vocabulary: Annotated[int | None, Option(min=1, help="number of tokens; default: from model and text")] = None,
+    context: Annotated[int | None, Option(min=8, help="tokens; default: 1024, or 2048 from 50m up")] = None,
     columns: Annotated[list[str] | None, Option(help="name of your text column, e.g. text=content")] = None,
     seed: Annotated[int, Option(min=0, help="seed of the initial weights")] = 42,
 ) -> None:
     """Make a new, untrained model for pretraining.
 
-    PRESET is the number of parameters, with embeddings. The command prints the shape with reasons.
+    PRESET is the number of parameters, including embeddings. The command prints the model's shape with reasons.
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts

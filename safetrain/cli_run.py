@@ -1,4 +1,4 @@
-"""The commands of `safetrain` about the training: run, stage, repro, exp, result, diagnose, discard."""
+"""The commands of `safetrain` that train or explain a run: run, stage, repro, exp, result, diagnose and discard."""
 
 import os
 import shlex
@@ -19,13 +19,13 @@ STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate",
 
 def run(
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. experiment=minimal")] = None,
-    data: Annotated[str | None, Option(help="first write data.path into params.yaml")] = None,
-    model: Annotated[str | None, Option(help="first write model.path into params.yaml")] = None,
+    data: Annotated[str | None, Option(help="data file or folder, written into params.yaml first")] = None,
+    model: Annotated[str | None, Option(help="model folder, written into params.yaml first")] = None,
 ) -> None:
     """Run the whole pipeline once, from data to charts.
 
-    Runs the six stages in order, without DVC: safetrain run experiment=minimal. With --data and --model in a folder
-    without a project, a project is made first.
+    Runs the six stages in order, without DVC: safetrain run experiment=minimal. In a folder without a project, --data
+    and --model make one first.
     """
     from safetrain.plan.child import run_to_its_end
 
@@ -33,7 +33,7 @@ def run(
         _set_values({"data.path": data, "model.path": model})
     params()  # an unreadable file is reported once
     require_current()
-    os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # messages after a crash name it
+    os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # messages after a crash name this command
     for name in STAGES:
         print(f"\n== {name}", flush=True)
         code = run_to_its_end([sys.executable, "-m", stage_module(name), *(overrides or [])])
@@ -73,14 +73,14 @@ def stage(
 
 
 def repro(words: Annotated[list[str] | None, Argument(help="options of dvc repro")] = None) -> None:
-    """Run what has changed, and keep it: dvc repro."""
+    """Rerun what has changed, and keep the results: dvc repro."""
     from safetrain.core.model.files import read_model_files
     from safetrain.data.folders import data_files_of
 
     config = params()
     data, model = Path(config.data.path), Path(config.model.path)
     if not data.exists() and not Path(f"{data}.dvc").is_file():
-        data_files_of(data)  # raises an error with a remedy, which DVC's own has not
+        data_files_of(data)  # raises an error with a remedy, which DVC's own error lacks
     if not model.exists() and not Path(f"{model}.dvc").is_file() and config.model.create is None:
         read_model_files(model)
     _start_dvc("repro", words)
@@ -94,7 +94,7 @@ def exp(
 
 
 def _start_dvc(command: str, words: list[str] | None) -> None:
-    """Run the DVC that came with safetrain; its stages find this safetrain first."""
+    """Run the DVC that came with safetrain; on its PATH, this safetrain comes first."""
     params()  # an unreadable file is our error, not DVC's
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
@@ -105,8 +105,8 @@ def result(
 ) -> None:
     """Show what the run learned, and what to try next.
 
-    With --gate, exit 0: better than its base model; 1: not better; 2: it forgets, or this could not be determined. The
-    thresholds are in the gate section of params.yaml.
+    With --gate, exit 0: the tuned model is better than its base; 1: not better; 2: it forgets too much, or this could
+    not be determined. The gate section of params.yaml has the thresholds.
     """
     from safetrain.core.records.schema import gate_of
     from safetrain.core.run_folder import read_run

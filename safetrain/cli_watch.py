@@ -1,4 +1,4 @@
-"""The commands of `safetrain` that look at a run or measure a model: monitor, report, track, evaluate."""
+"""The commands of `safetrain` that look at a run or measure a model: monitor, report, track and evaluate."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Look = Callable[[], MonitorView]
     LineOf = Callable[[MonitorView], str]
 
-GONE_LOOKS = 3  # in a row without a training run before it has ended: two processes or stages have a gap between them
+GONE_LOOKS = 3  # readings in a row without a process mean that the run has ended: there are gaps between processes
 COMPARISON = paths.OUTPUT / "compare.html"
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
@@ -39,9 +39,9 @@ Tracker = StrEnum("Tracker", "WANDB MLFLOW TENSORBOARD")  # the values are in lo
 
 def monitor(
     refresh: Annotated[float, Option(min=0.2, max=3600, help="seconds between readings")] = 5.0,
-    plain: Annotated[bool, Option("--plain", help="a line of text for each reading, for a log")] = False,
-    as_json: Annotated[bool, Option("--json", help="a line of JSON for each reading, for a script")] = False,
-    once: Annotated[bool, Option("--once", help="read once, and end")] = False,
+    plain: Annotated[bool, Option("--plain", help="print a line of text per reading, for a log")] = False,
+    as_json: Annotated[bool, Option("--json", help="print a line of JSON per reading, for a script")] = False,
+    once: Annotated[bool, Option("--once", help="read once, and exit")] = False,
     output: Annotated[Path, Option(help="folder of the run")] = paths.OUTPUT,
 ) -> None:
     """Watch a training run from a second terminal, or see how it ended.
@@ -75,7 +75,7 @@ def monitor(
 
 
 def _print_lines(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
-    """Print a line for each look, until the training has ended; that is the last line."""
+    """Print a line for each reading until the training has ended; the last line says so."""
     gone = GONE_LOOKS - 1
     while True:
         view = look()
@@ -88,7 +88,7 @@ def _print_lines(look: "Look", line_of: "LineOf", refresh: float, once: bool) ->
 
 
 def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "Console") -> None:
-    """Draw until the user leaves; once, if nothing runs."""
+    """Draw until the user leaves, or only once if nothing is running."""
     from rich.live import Live
 
     from safetrain.watch.monitor_screen import MonitorScreen
@@ -109,11 +109,11 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "
 
 def report(
     out: Annotated[Path | None, Option(help="write here; default: checkpoints_qlora/report.html")] = None,
-    compare: Annotated[list[str] | None, Option(help="compare with a commit or experiment; twice: both")] = None,
+    compare: Annotated[list[str] | None, Option(help="commit or experiment to compare with; at most twice")] = None,
 ) -> None:
     """Write a page about the last run, or about two runs side by side.
 
-    The page is one file that loads nothing. --compare writes checkpoints_qlora/compare.html instead.
+    The page is one self-contained file. --compare writes checkpoints_qlora/compare.html, with two runs side by side.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.watch.report import compare as write_comparison
@@ -137,15 +137,15 @@ def report(
 
 def track(
     tracker: Annotated[Tracker, Argument(help="wandb, mlflow or tensorboard")],
-    project: Annotated[str, Option(help="of wandb; default: $WANDB_PROJECT, else safetrain")] = "",
-    uri: Annotated[str, Option(help="of mlflow; default: $MLFLOW_TRACKING_URI, else a database file here")] = "",
-    into: Annotated[str, Option(help="folder of tensorboard; default: below checkpoints_qlora/trackers")] = "",
+    project: Annotated[str, Option(help="W&B project; default: $WANDB_PROJECT, else safetrain")] = "",
+    uri: Annotated[str, Option(help="MLflow server; default: $MLFLOW_TRACKING_URI, else a local database file")] = "",
+    into: Annotated[str, Option(help="TensorBoard folder; default: in checkpoints_qlora/trackers")] = "",
     name: Annotated[str, Option(help="name of the run; default: the tracker's choice")] = "",
 ) -> None:
     """Send a run to W&B, MLflow or TensorBoard.
 
-    Sends steps, settings and scores, but no rows or answers. Each time, the tracker gets a new run. WANDB_MODE=offline
-    needs no account.
+    Sends steps, settings and scores, but no rows or answers. Each call makes a new run in the tracker. With
+    WANDB_MODE=offline, W&B needs no account.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.watch.trackers import export
@@ -159,18 +159,18 @@ def track(
 
 def evaluate(
     model: Annotated[Path | None, Option(help="model folder; default: the adapter's own base")] = None,
-    adapter: Annotated[Path | None, Option(help="adapter folder, compared with the model without it")] = None,
+    adapter: Annotated[Path | None, Option(help="adapter folder; compares the model with and without it")] = None,
     base: Annotated[Path | None, Option(help="model folder to compare with")] = None,
     data: Annotated[Path | None, Option(help="a data file; default: the project's test rows")] = None,
     as_json: Annotated[bool, Option("--json", help="print all figures as one JSON object")] = False,
     max_examples: Annotated[int | None, Option(min=1, help="use only the first N rows")] = None,
-    max_questions: Annotated[int | None, Option(min=1, help="questions; default: half a minute's worth")] = None,
+    max_questions: Annotated[int | None, Option(min=1, help="questions to answer; default: 30 s of answers")] = None,
     max_new_tokens: Annotated[int, Option(min=1, max=4096, help="longest answer, in tokens")] = 48,
 ) -> None:
     """Measure any model, and compare it with its base.
 
     Measures the loss on rows and on general text, and scores answers. Rows are truncated as in training, or at 2,048
-    tokens.
+    tokens if there was none.
 
     With --adapter, a model is compared with itself without the adapter; with --base, with that base. The command reads
     the project's test rows, their length and the data section of params.yaml; it writes no file.
@@ -239,7 +239,7 @@ def _figures(
 
 
 def _rows(data: Path | None, model: Path, max_examples: int | None, length: int) -> "HeldOut":
-    """Rows of the project's token store if it has this tokenizer; otherwise, read and tokenize them."""
+    """Take the rows from the project's token store if this tokenizer made it; otherwise, read and tokenize them."""
     from safetrain.core.data.store import open_split, read_made, store_path
     from safetrain.core.data.training_rows import held_out_in
     from safetrain.core.model.files import tokenizer_hash
@@ -250,20 +250,20 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     if made is not None and made.tokenizer == tokenizer_hash(model):
         return held_out_in(open_split("test", model), max_examples, length)
     settings = settings_of(params().data if Path("params.yaml").is_file() else None)
-    if data is None:  # these have the usual keys
+    if data is None:  # the project's test rows have the usual keys
         settings = replace(settings, columns=None)
     return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)
 
 
 def _subjects(model: Path | None, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
-    """One model, or base and tuned; raises ConfigError if tokenizers differ, ModelError if the adapter's base does."""
+    """One model, or base and tuned. Raises ConfigError if tokenizers differ, ModelError for another base's adapter."""
     from safetrain.core.model.files import make_same_tokens, read_model_files
     from safetrain.core.records.adapter_files import base_of, require_base
 
     if adapter is not None:
         if base is not None:
             do = "leave --base out: a model with an adapter is compared with itself without it"
-            raise ConfigError("--adapter and --base are two ways to compare.", do=do)
+            raise ConfigError("--adapter and --base cannot be combined.", do=do)
         folder = model or base_of(adapter)
         require_base(adapter, folder, read_model_files(folder).fingerprint)
         return ("base", folder, None), ("tuned", folder, adapter)

@@ -1,7 +1,7 @@
 """A project folder: what is in one, what `safetrain init` puts there, and what `update` renews after an upgrade.
 
-A project holds only what belongs to its owner: values, data, models, overlays. The program is elsewhere, so instead of
-the program's folders, each stage in dvc.yaml depends on a hash of the code that decides its result. These hashes are in
+A project holds only what belongs to its owner: values, data, models and overlays. The program is elsewhere, so instead
+of its folders, each stage in dvc.yaml depends on a hash of the code that decides its result. These hashes are in
 .safetrain/program.json, with hashes of the files that init wrote, so that update knows which the owner has changed.
 """
 
@@ -54,7 +54,7 @@ README = """# A safetrain project
     safetrain run --data data/mine.csv    train, evaluate and draw: checkpoints_qlora/report.html
     safetrain fetch HUB_ID                download a model into models/; then --model models/NAME
     safetrain monitor                     watch a training run from another terminal
-    safetrain chat --compare              talk with the model before and after
+    safetrain chat --compare              talk with the model before and after training
 
 `params.yaml` has every value that you decide, each with a comment; `null` means that the program recommends one.
 DVC keeps every run, to compare and to come back to: `safetrain repro`, `safetrain exp run -S train.seed=7`,
@@ -109,7 +109,7 @@ def console() -> "Console":
 
 
 def init(
-    folder: Annotated[Path, Argument(help="created if missing")] = Path(),
+    folder: Annotated[Path, Argument(help="project folder; created if missing")] = Path(),
     example: Annotated[bool, Option("--example", help="with the example data and the small model")] = False,
 ) -> None:
     """Make a project folder for your settings, data and models.
@@ -125,13 +125,13 @@ def init(
 def update() -> None:
     """Update the project's files after an upgrade.
 
-    Files that you have changed stay; their new version is written to NAME.new.
+    Files that you have changed stay as they are; their new version is written to NAME.new.
     """
     params()  # an unreadable file is an error with its line
     print("\n".join(update_project()) or "The project is up to date.")
 
 
-def cache(clear: Annotated[bool, Option("--clear", help="delete it")] = False) -> None:
+def cache(clear: Annotated[bool, Option("--clear", help="delete these files")] = False) -> None:
     """Show what safetrain keeps outside projects.
 
     These are measurements and a prepared BLAS; deleted files are made again when needed.
@@ -164,7 +164,7 @@ def make_project(folder: Path, *, example: bool) -> None:
     texts, folders = project_files(example=example), EXAMPLE if example else ()
     for name in (*texts, *folders):
         if (folder / name).exists():
-            do = "choose another folder, or move it away; in a project: safetrain update"
+            do = f"choose another folder, or move {name} away; to update a project: safetrain update"
             raise ConfigError(f"{name} already exists.", where=str(folder / name), do=do)
     for name in ("data", "models"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ def pipeline_text() -> str:
 
 
 def stage_hashes() -> dict[str, str]:
-    """For each stage, a hash of the code that the program's dvc.yaml names: it can change the stage's result."""
+    """Hash, for each stage, the code that can change its result: its dependencies in the program's dvc.yaml."""
     import yaml
 
     stages = yaml.safe_load(shipped("dvc.yaml").read_text(encoding="utf-8"))["stages"]
@@ -273,7 +273,7 @@ def _read_program() -> Program:
 
 
 def _with_own_values(text: str, mine: str) -> str:
-    """The new params.yaml with the owner's values of the keys that it has."""
+    """Return the new params.yaml ``text`` with the owner's values, for the keys that it still has."""
     import yaml
 
     own, new = yaml.safe_load(mine), yaml.safe_load(text)

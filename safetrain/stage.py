@@ -27,7 +27,7 @@ ConfigStore.instance().store(name="schema", node=Pipeline)
 
 
 def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
-    """Make ``function`` a command: its errors become messages with exit codes, everything else stays a traceback."""
+    """Make ``function`` a command: its errors become messages with exit codes; other exceptions print a traceback."""
 
     @wraps(function)
     def command() -> None:
@@ -73,7 +73,7 @@ def to_pipeline(config: DictConfig) -> Pipeline:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turn an error from Hydra or OmegaConf into one with the key's full name and what is allowed there."""
+    """Turn an error from Hydra or OmegaConf into one with the key's full name and its allowed values."""
     text = "\n".join(str(part) for part in (error, error.__cause__) if part)
     key_match = re.search(r"full_key: (\S+)", text)
     if key_match is None:

@@ -1,4 +1,4 @@
-"""The six stages. Each reads its configuration, calls the library, writes its records."""
+"""The six stages. Each reads its configuration, calls the library and writes its records."""
 
 import importlib.util
 import sys

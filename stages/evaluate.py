@@ -1,4 +1,4 @@
-"""Stage 5: compare the base and tuned models on the test file, unused by training and adapter selection."""
+"""Stage 5: compare the base and tuned models on test rows, which neither training nor adapter selection has used."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def main(config: Pipeline) -> None:
     settings, base = config.evaluate, Path(config.model.path)
     run = read_result(paths.SUMMARY, RunShape)
     seconds = evaluation_seconds(run.elapsed_seconds)
-    tokens = seconds * run.tokens_per_second  # that training processes in that time
+    tokens = seconds * run.tokens_per_second  # tokens that training processes in that time
     store, most = open_split("test", base), int(TEST_ROWS * tokens)
     held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, most)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)

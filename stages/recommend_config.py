@@ -43,7 +43,7 @@ def main(config: Pipeline) -> None:
 def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, train: Train) -> Iterator[str]:
     """Lines that `recommend_config` prints: values with reasons, memory and time, and truncated rows.
 
-    A pinned key is printed with its pinned value, although recommended_config.json does not depend on every such value.
+    A key that the user has set is printed with that value, even if recommended_config.json has a different one.
     """
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
@@ -74,7 +74,7 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
         if not cut.cut_rows:
             continue
         lost = 100 * cut.lost_labels / max(1, int(before.label_counts.sum(dtype=np.int64)))
-        yield f"{name}: {length} tokens truncate {cut.cut_rows} of {len(before)} rows; {lost:.2f} % of labels are lost"
+        yield f"{name}: {cut.cut_rows} of {len(before)} rows truncated to {length} tokens; {lost:.2f} % of labels lost"
 
 
 if __name__ == "__main__":

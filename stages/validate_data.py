@@ -48,7 +48,7 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
     if folder.exists():
         parameters = read_model_files(folder).parameters
         print_text(
-            f"using the existing model {folder}: {parameters:,} parameters; to create it anew, remove that folder"
+            f"using the existing model {folder}: {parameters:,} parameters; to create a new one, remove this folder"
         )
         return
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns))

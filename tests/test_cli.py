@@ -236,9 +236,9 @@ def test_an_adapter_goes_out_and_comes_back(tuned: Callable[[int], Path]) -> Non
     (base / ".hub_id").write_text(f"owner/base-4bit\n{'f' * 40}\n")
     said = invoke("export", "peft", "out")
     assert "on 9 validation rows" in said
-    assert "for the 4-bit base, dequantized" in said
-    assert "Name the float one: --base-name" in said
-    assert "the base is owner/base-4bit" in said
+    assert "with the 4-bit base dequantized" in said
+    assert "Name the float model: --base-name" in said
+    assert "PEFT cannot open the base owner/base-4bit" in said
     assert "the same answer on 9 of 9 rows" in said
     assert read_record(Path("out") / EXPORT_REPORT, ExportReport).rows == 9
     with pytest.raises(ConfigError, match="already exists"):
@@ -348,7 +348,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
     for arguments, error, text in (
         ((), ConfigError, "nothing to measure"),
         (("--model", base), DataError, "does not exist"),
-        (("--model", base, "--adapter", adapter, "--base", other), ConfigError, "two ways to compare"),
+        (("--model", base, "--adapter", adapter, "--base", other), ConfigError, "cannot be combined"),
         (("--model", other, "--adapter", adapter, "--data", data), ModelError, "trained on another base"),
         (("--model", tmp_path / "none", "--data", data), ModelError, "none"),
         (("--model", base, "--data", tmp_path / "none.jsonl"), DataError, "does not exist"),

@@ -78,7 +78,7 @@ def test_its_pipeline_is_the_programs_own() -> None:
 
 def test_a_folder_with_a_project_is_left_as_it_is(project: Path) -> None:
     before = (project / "params.yaml").read_text()
-    with pytest.raises(ConfigError, match=r"already exists\.(.|\n)*in a project: safetrain update"):
+    with pytest.raises(ConfigError, match=r"already exists\.(.|\n)*to update a project: safetrain update"):
         make_project(project, example=True)
     assert (project / "params.yaml").read_text() == before
     (other := project.parent / "other").mkdir()

@@ -97,7 +97,7 @@ def test_a_model_that_does_not_fit_into_memory_answers_the_same_from_disk(
     said = run("chat", "--compare", "--adapter", str(adapter), "--max-new-tokens", "8", lines=QUESTION)
     base, tuned = (expected(each, QUESTION, most=8)[0] for each in (None, adapter))
     assert [line for line in said.out.splitlines() if "cut off" not in line] == [f"base:  {base}", f"tuned: {tuned}"]
-    assert "its weights stay on disk, and each token of an answer reads them once" in said.err
+    assert "so its weights stay on disk and are read once for each token of an answer" in said.err
 
 
 def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(

@@ -53,7 +53,7 @@ def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace)
     before = read_model_files(folder).fingerprint
     again = workspace.stage("validate_data", *NEW, "model.create=85m", "train.seed=8").stdout
     assert "using the existing model models/new: 9," in again
-    assert "to create it anew, remove that folder" in again
+    assert "to create a new one, remove this folder" in again
     assert read_model_files(folder).fingerprint == before
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"  # these alone
