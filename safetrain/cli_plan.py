@@ -150,7 +150,7 @@ def selftest(
     from safetrain.plan import selftest as tests
 
     if report:
-        print("This takes less than a minute. Please paste the block below into an issue.", file=sys.stderr)
+        print("This takes less than a minute. Paste the block below into an issue.", file=sys.stderr)
         for line in tests.report_lines(PROBE, model):
             print(line, flush=True)
         return

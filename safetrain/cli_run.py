@@ -122,7 +122,7 @@ def result(
 
 def diagnose(
     as_json: Annotated[bool, Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
-    bundle: Annotated[Path | None, Option(help="write a zip for a bug report, without your text")] = None,
+    bundle: Annotated[Path | None, Option(help="write a zip for a bug report, with no text of yours")] = None,
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock

@@ -65,7 +65,7 @@ def to_pipeline(config: DictConfig) -> Pipeline:
     """Convert to the schema's dataclasses and check ranges; raises ConfigError."""
     pipeline = OmegaConf.to_object(config)
     if not isinstance(pipeline, Pipeline):
-        raise ConfigError("The configuration is not built on the schema.", where="conf/config.yaml")
+        raise ConfigError("The configuration does not follow the schema.", where="conf/config.yaml")
     check_ranges(pipeline)
     model = replace(pipeline.model, path=str(Path(pipeline.model.path)))
     data = replace(pipeline.data, path=str(Path(pipeline.data.path)))

@@ -120,7 +120,7 @@ def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
     print_text(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
     if validation.documents and trained:
-        print_text(f"{validation.label_bytes / trained:.2f} bytes of text per token; to train: train.method=pretrain")
+        print_text(f"{validation.label_bytes / trained:.2f} bytes per token; to train on it, set train.method=pretrain")
     if validation.tokens:
         context = f"; the model's context is {validation.context} tokens" if validation.context else ""
         print_text(f"tokenizer: {model}{context}")
@@ -136,7 +136,7 @@ def _masked(row: ReadRow) -> str:
 
 @dataclass
 class Repair:
-    """Writes a repaired copy of a file, in the format that the copy's name ends with, and a log; the constructor does.
+    """Writes a repaired copy of a file, and a log, when constructed. The copy's suffix decides its format.
 
     ``dropped`` maps rows to leave out to their findings. Rows that cannot be read are an error, unless ``drop_bad``.
     """

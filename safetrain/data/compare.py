@@ -175,7 +175,7 @@ def strict_digest(text: str) -> int:
 
 
 def _compared_text(row: Row) -> str:
-    """Everything the user asks in a row, or else its last answer; the whole of a bare text."""
+    """The text to compare: all that the user asks in a row, or else its last answer; all of a bare text."""
     question = "\n".join([message.content for message in row.messages if message.role == "user"])
     return row.text or ("" if question.isspace() else question) or _answer_text(row)
 

@@ -78,7 +78,7 @@ KINDS = {
         "remove them from train or from test, or give one file and let safetrain split it"),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{rows} in {detail}",
-        "remove them from one split, or give one file: safetrain then keeps them in one split", by_detail=True),
+        "remove them from one split, or give one file: safetrain then keeps them together", by_detail=True),
     "NEAR-COPIES": Kind(NOTE, "{rows} in train with nearly the same question as another row{detail}", IGNORE),
     "REPEATED-ROWS": Kind(
         WARNING, "{rows} in train identical to an earlier row", f"{FIX} keeps one of each"),

@@ -89,7 +89,7 @@ def corpus_of(source: Path) -> list[tuple[str, Path]]:
     files = _files_in(source, (TOKENS,))
     unnamed = [file.path for file in files if not file.split]
     if unnamed and any(file.split == "train" for file in files):
-        what, do = "Some token files are named train, and others name no split.", "put all of train in a folder train"
+        what, do = "Some token files are named train, and others are not.", "put all training files in a folder train"
         raise DataError(what, where=str(unnamed[0]), do=do)
     return sorted(((file.split or "train", file.path) for file in files), key=lambda pair: SPLITS.index(pair[0]))
 
@@ -193,7 +193,7 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
     kinds = {file.kind: file.path for file in reversed(files)}
     if len(kinds) > 1:
         names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
-        what, do = f"The data folder has {split} more than once.", f"keep one, or put all in a folder {split}"
+        what, do = f"The data folder has {split} more than once.", f"keep one, or put all of them in a folder {split}"
         raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
     shards = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in shards), sorted({int(match[2]) for match in shards})

@@ -238,7 +238,7 @@ class TurnFinder:
     def _end_of_call(self, message: int, last: int) -> tuple[int, str]:
         """Find where the turn of a call ends in the text after it, and its closing token.
 
-        It ends at a token that ends plain answers, not at the call's own, or where the text depends on later turns.
+        The first token that ends plain answers ends it; else it ends where the text begins to depend on later turns.
         """
         after, plain = self.skeleton.literals[last + 1], self.plain
         ends = plain.controls.stops | plain.closings()
