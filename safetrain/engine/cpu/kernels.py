@@ -50,9 +50,10 @@ def _entropy_forward(logits: mx.array, targets: mx.array) -> Arrays:
 
 def _entropy_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
     """Gradient of the losses; the softmax, a second output, gets none."""
-    logits, targets = primals
-    hit = mx.arange(logits.shape[-1]) == targets[:, None]
-    return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
+    _logits, targets = primals
+    label = targets[:, None]
+    at_label = mx.take_along_axis(outputs[1], label, axis=-1) - 1.0
+    return mx.put_along_axis(outputs[1], label, at_label, axis=-1) * cotangents[0][:, None], mx.zeros_like(targets)
 
 
 _swiglu = with_gradient(_swiglu_forward, _swiglu_backward)
