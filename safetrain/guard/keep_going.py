@@ -1,7 +1,7 @@
 """Trains to the end: supervises the process, explains its death, and restarts it with safer settings if there are any.
 
-After running out of memory, the new settings use less, rung by rung, for the same rows per update; after the GPU
-watchdog, shorter GPU work.
+If the process ran out of memory, the next settings need less memory for the same rows per update; each such change is
+one rung of the memory ladder. If the GPU watchdog ended it, the GPU work comes in shorter pieces.
 """
 
 import os
@@ -44,9 +44,9 @@ SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx'
 RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
 # From macOS 26 on, the system ends GPU work that keeps the screen waiting (mlx#3267). Shorter pieces help on some
 # machines (ltx-2-mlx#75); the driver's variable helps on most, and the screen stutters (ltx-2-mlx#78).
-GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as variables for the training process
+GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as environment variables of the training process
     ("shorter pieces of GPU work", SHORTER),
-    ("a GPU driver that waits longer: the screen will stutter meanwhile", {**SHORTER, **RELAXED}),
+    ("a longer timeout of the GPU driver: the screen will stutter", {**SHORTER, **RELAXED}),
 )
 
 
@@ -56,8 +56,8 @@ class PlannedUpdate:
 
     backend: str
     largest_update: LargestUpdate
-    ranks_here: int = 1  # that share this machine's memory
-    is_quantized: bool = False  # the base
+    ranks_here: int = 1  # ranks that share this machine's memory
+    is_quantized: bool = False  # whether the base model is
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def command_again() -> str:
 
 
 def _dvc_command() -> str:
-    """Return dvc's own command line: without its -f, dvc might only restore a cached result."""
+    """Return the command line that dvc was started with: without its -f, dvc might only restore a cached result."""
     starter, words = who_started_us(), list[str]()
     with suppress(psutil.Error):  # it has ended
         words = starter.cmdline() if starter is not None else []
@@ -216,7 +216,7 @@ def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
 
 
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
-    """Read the ladder of a run; None if it is for other settings or less memory."""
+    """Read the ladder of a run; None if it was made for other settings or for a smaller memory limit."""
     ladder = read_or_none(output / LADDER, Ladder)
     is_same = ladder is not None and ladder.asked == settings and limit_bytes <= ladder.limit_bytes
     return ladder if is_same else None
@@ -238,7 +238,7 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
         return change(settings, gradient_checkpointing=True)
     if quantized and settings.dequantize_base:
         return change(settings, dequantize_base=False)
-    if settings.stream_base or settings.method in WHOLE:  # on disk already, or trained
+    if settings.stream_base or settings.method in WHOLE:  # the base is already on disk, or is trained itself
         return None
     return change(settings, stream_base=True, dequantize_base=False)
 
@@ -251,13 +251,13 @@ def next_gpu_rung(count: int) -> str | None:
 
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of the first ``count`` GPU rungs; those already set in ``ours`` stay."""
+    """Return the environment variables of the first ``count`` GPU rungs, without those that ``ours`` sets already."""
     environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
     return {name: value for name, value in environment.items() if name not in ours}
 
 
 def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
-    """Take the job down the ladder if it needs more memory than is free; raises MachineError at the bottom.
+    """Take the job down the ladder if it needs more memory than is free; raises MachineError if no rung fits.
 
     This does not check a CUDA device's memory; preflight does.
     """
@@ -281,9 +281,9 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
 
 
 def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> tuple[int, str, str]:
-    """The free memory within train.memory_limit_gb, divided by the ranks here: bytes, in words, and how to get more.
+    """Return the memory that a rank may use now, within train.memory_limit_gb: bytes, words, and how to get more.
 
-    On a Mac it is the budget, unless macOS reports critical pressure: free memory says nothing there.
+    On a Mac, where free memory says little, that is the planned budget, or 0 at critical memory pressure.
     """
     remedy = f"close other programs, or plan for the free memory: {run_again()}"
     if backend == "metal":
@@ -293,8 +293,8 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
     else:
         free = host_room_bytes(host) // ranks_here
     own = within_data_limit(free, job.memory_limit_bytes)
-    if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
-        raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
+    if own < min(free, NEARLY * job.memory_budget.total_bytes):  # otherwise the plan was made with that limit
+        raise_it = f"raise {OWN_LIMIT}, or plan with this limit: set it in params.yaml, then {run_again()}"
         return own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it
     if ranks_here > 1:
         each = f"{ranks_here} ranks share this machine, and each has only {size_text(free)}"

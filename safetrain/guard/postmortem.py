@@ -64,7 +64,7 @@ def explain(output: Path, ending: Ending, command: str) -> PostMortem:
 def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
     """Judge a training run that died together with its supervisor (reboot, panic, kill); None if there is none.
 
-    The next command is the training's own, or ``default_command`` if unknown.
+    The next command is the one that started the training, or ``default_command`` if unknown.
     """
     if not (output / FLIGHT / MARKER).is_file():
         return None
@@ -91,7 +91,7 @@ def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
 def exit_code_of(ending: Ending, cause: Cause) -> int:
     """Choose the stage's exit code: the child's own, 128 plus a signal, 124 for a hang, 137 beyond a limit; never 0.
 
-    Python ends with 1 for every uncaught exception, even for a failed allocation.
+    Python ends with 1 for every uncaught exception: if memory was the cause, EngineError's code replaces it.
     """
     if ending.ended_by_us == "hang":
         return 124
@@ -105,7 +105,7 @@ def exit_code_of(ending: Ending, cause: Cause) -> int:
 
 
 def _with_traces(ending: Ending, folder: Path) -> Ending:
-    """Add what the process and the system wrote."""
+    """Add the flight record, the stacks and the kernel's log lines about the process."""
     flight = read_flight(folder / RECORDER)
     last = flight.last if flight.header is not None and flight.header.pid == ending.pid else None
     stacks = folder / STACKS
@@ -121,7 +121,7 @@ def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
     """Find out why a training run ended together with its supervisor."""
     started = marker.started_seconds if marker is not None else (flight / MARKER).stat().st_mtime
     panics = tuple(
-        f"{path.name} was written since" for path in system.reports_since("*.panic", started, system.REPORTS)
+        f"{path.name} is newer than its start" for path in system.reports_since("*.panic", started, system.REPORTS)
     )
     if panics:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
@@ -156,7 +156,7 @@ def _kernel_log(
 def _assemble(
     output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, command: str, **known: Any
 ) -> PostMortem:
-    """The verdict as a record; ``known``: its fields about exit code and ranks."""
+    """Return the verdict as a record; ``known`` are its fields about exit code and ranks."""
     checkpoint, remarks = None, tuple[str, ...]()
     try:
         checkpoint = None if is_finished(output) else newest_whole(output)

@@ -31,7 +31,7 @@ from safetrain.core.storage.paths import RECORDER
 
 MACHINE = "the machine's memory"
 HANG_TIMES_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
-HANG_FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
+HANG_FIRST_TIME = 15.0  # times the shortest time limit, the first time: loading, compiling, the first evaluation
 RECENT_SECONDS = 10.0  # readings this long before the end count as evidence
 TAIL_BYTES = 64 * 1024
 RING_PREFIX = b"[ring] "  # mlx prints such lines when another rank is gone, which the supervisor knows already
@@ -53,7 +53,7 @@ class WatchSettings:
     ranks: int = 1
     backend: str = "ring"  # mlx's backend for the exchange between ranks
     hostfile: Path | None = None  # for mlx.launch, if some ranks are on other machines
-    launcher: tuple[str, ...] = ()  # its command
+    launcher: tuple[str, ...] = ()  # mlx.launch's command
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class MemoryReadings:
 
     footprint_bytes: int = 0  # resident memory; on macOS the system's footprint, with Metal's buffers
     data_bytes: int = 0  # private writable memory; the footprint if unknown
-    available_bytes: int = 2**63  # on the machine, the lowest
+    available_bytes: int = 2**63  # free memory of the machine, the lowest
     pressure_level: int = 0  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
-    oom_kills: int = 0  # the kernel's count, or how much it grew in that time
+    oom_kills: int = 0  # the kernel's count of kills for lack of memory, or its growth in that time
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ class Ending:
     memory: MemoryReadings
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
-    record: FlightRecord | None = None  # the last one
+    record: FlightRecord | None = None  # the last flight record
     kernel_log: tuple[str, ...] = ()  # lines of the kernel's or the system's log that name the process
     stack: str = ""  # where Python was, as faulthandler wrote it
     total_memory_bytes: int = 0  # of the machine
     rank: int | None = None  # rank that ended the run; None: a single process, or the same reason for all
     ranks: int = 1
-    host: str = ""  # of the rank; empty: this machine
+    host: str = ""  # the rank's machine; empty: this one
 
 
 class Heartbeat:
@@ -112,7 +112,7 @@ class Heartbeat:
         self._longest: dict[tuple[Phase, Edge], float] = {}
         self._last: FlightRecord | None = None
         self._since = time.monotonic()
-        self._pause = 0.0, 0.0  # start and end of the last one
+        self._pause = 0.0, 0.0  # start and end of the last pause
 
     def feed(self, records: list[FlightRecord]) -> None:
         """Process new records, oldest first."""
@@ -123,7 +123,7 @@ class Heartbeat:
             self._last, self._since = record, record.monotonic_seconds
 
     def forgive(self, start_seconds: float, end_seconds: float) -> None:
-        """Ignore a period in which the process or the supervisor was stopped; it may be seen twice, or in parts.
+        """Ignore a period in which the process or the supervisor was stopped. It may be reported twice, or in parts.
 
         A record from before the pause may arrive after it, because it waits in the ring.
         """
@@ -147,7 +147,7 @@ class Heartbeat:
         return waited if allowed is not None and waited > allowed else 0.0
 
     def _paused_seconds(self, until_seconds: float) -> float:
-        """The last pause, as far as it is after the last record."""
+        """Seconds of the last pause that lie between the last record and ``until_seconds``."""
         start, end = self._pause
         return max(0.0, min(end, until_seconds) - max(start, self._since))
 
@@ -185,7 +185,7 @@ class Sampler:
             self._readings.popleft()
 
     def recent(self) -> MemoryReadings:
-        """Maxima and minima of the kept readings."""
+        """Return the highest use and the lowest free memory of the kept readings."""
         kept = [readings for _, readings in self._readings]
         kills = oom_kills(self._groups) - (kept[0].oom_kills if kept else self._kills)
         if not kept:
@@ -196,7 +196,7 @@ class Sampler:
 
 
 def limit_now(own: int | None) -> Limit:
-    """The smallest of the machine's memory, the container's limit, and ``own``."""
+    """Return the smallest of the machine's memory, the container's limit and ``own``, in bytes."""
     total, group = psutil.virtual_memory().total, memory_limit_bytes(memory_groups())
     candidates = [Limit(total, MACHINE)]
     candidates += [Limit(group, "the limit of this container or service")] if group else []
@@ -249,7 +249,7 @@ class WatchedProcess:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the rank ended because another one was gone. SIGKILL comes from outside."""
+        """Whether the rank ended because another one was gone; never after SIGKILL, which comes from outside."""
         if self.return_code == -signal.SIGKILL:
             return False
         return self.waits_for_others or (self.failed is not None and PEER_LOST in self.failed.message)
@@ -287,7 +287,7 @@ class WatchedProcess:
         return events
 
     def send(self, number: int) -> None:
-        """Send a signal to the whole process group, so that no child stays."""
+        """Send a signal to the whole process group, so that no child is left behind."""
         with suppress(ProcessLookupError, PermissionError):  # it has just ended
             os.killpg(self.process.pid, number)
 
@@ -364,9 +364,9 @@ class WatchedProcess:
 
 
 def culprit(ended: list[WatchedProcess]) -> WatchedProcess | None:
-    """Find the rank that ended the training among those that ended by themselves; None if all had the same reason.
+    """Find the rank that ended the training among those that ended by themselves; None if all had one reason.
 
-    A rank that ended because another one was gone is not the cause; of the others, the first one is.
+    A rank that ended only because another was gone is not the cause; the first of the remaining ranks is.
     """
     if not ended:
         return None

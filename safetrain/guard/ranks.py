@@ -1,8 +1,8 @@
-"""Starts a training run's processes: one, several ranks on this machine, or ranks on several machines by mlx.launch.
+"""Starts the processes of a training run: a single one, or ranks on this machine or (mlx.launch) on several machines.
 
 Ranks on this machine get mlx.launch's environment, but are children of the supervisor, which therefore knows their exit
-status, output and memory. On several machines mlx.launch is one process here: rank 0 is its child and is watched; the
-others run behind ssh, and only their output is known.
+status, output and memory. For several machines, mlx.launch is the only child. Its own child, rank 0, is watched; the
+other ranks run over ssh, and only their output is known.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ HOSTS = "hosts.json"  # in the flight folder: the hostfile as mlx.launch underst
 EVENTS = "events"  # in the flight folder: the FIFO that rank 0 writes to
 LOOPBACK = "127.0.0.1"
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
-THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU; engine/backend.py also takes its streams from it
+THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU; engine/backend.py also derives its number of streams
 PASSED_ON = ("PYTHONPATH",)  # environment variables for ranks on other machines
 PARENT = "0"  # the worker's argument: its parent is its supervisor
 RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 RANK_KILLED = re.compile(rb"Node with rank \d+ was killed")
 REFUSED = BadUpdateError.exit_code  # also the code of a rank that lost the others
 ENDS_RANK_0 = (SIGINT, SIGTERM)
-TO_RANK_0 = (*ENDS_RANK_0, SIGUSR1)  # SIGUSR1 writes its stacks; these would end mlx.launch itself
-ENDS_ALL = (REFUSED, 128 + SIGINT, 128 + SIGTERM)  # after these rank 0 still writes
+TO_RANK_0 = (*ENDS_RANK_0, SIGUSR1)  # SIGUSR1 makes it write its stacks; any of these would end mlx.launch
+ENDS_ALL = (REFUSED, 128 + SIGINT, 128 + SIGTERM)  # exit codes after which rank 0 still writes
 READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first port
 
@@ -126,7 +126,7 @@ def cores_of_each(ranks: int) -> dict[str, str]:
 
 
 class LaunchedRanks(WatchedProcess):
-    """The ranks started by mlx.launch: watches its process as rank 0, and the output of ranks on other machines."""
+    """Ranks started by mlx.launch: watches rank 0 on this machine, and learns from mlx.launch how the others ended."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], fifo: Path, hosts: Sequence[str], settings: WatchSettings
@@ -135,7 +135,7 @@ class LaunchedRanks(WatchedProcess):
         self._reading = True
         self._failed_elsewhere: Failed | None = None  # the first failure that a rank on another machine reported
         self._pending_signal = 0  # to send to rank 0 as soon as it has started
-        self._codes: list[tuple[int, int]] = []  # rank and exit code of those that ended badly, in order
+        self._codes: list[tuple[int, int]] = []  # rank and exit code of each rank that ended badly, in order
         super().__init__(0, settings.flight, process, fifo, settings)
 
     @property
@@ -152,8 +152,8 @@ class LaunchedRanks(WatchedProcess):
     def others_have_gone(self) -> bool:
         """Whether a rank has failed while others have not.
 
-        After a bad update all ranks stop, and rank 0 goes on alone to measure its rows. If rank 0 waits for others
-        instead, one of them has died.
+        After a bad update all ranks stop, and rank 0 continues alone to measure the update's rows. If rank 0 waits for
+        other ranks instead, one of them has died.
         """
         bad = any(code not in ENDS_ALL or (code == REFUSED and self.waits_for_others) for _, code in self._codes)
         return bad and not self.ended_with_all
@@ -193,7 +193,7 @@ class LaunchedRanks(WatchedProcess):
         return not (end or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
 
     def read_events(self, source: int | Path) -> None:
-        """Read from each process that opens the FIFO, one after another: each waits for a reader."""
+        """Read events from every process that opens the FIFO, one after another: opening it waits for a reader."""
         while self._reading:
             super().read_events(source)
 
@@ -229,7 +229,7 @@ class LaunchedRanks(WatchedProcess):
         return living_process(self.flight.header.pid) if self.flight.header is not None else None
 
     def _first(self) -> tuple[int | None, int]:
-        """Find the first rank that ended badly; ranks that may have ended because of another come last.
+        """Find the first rank that ended badly, and its exit code; ranks that may only have followed another come last.
 
         mlx.launch checks once a second, so it may report two ends in the wrong order.
         """
@@ -266,7 +266,7 @@ def _start_launched(settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
 
 
 def first_port(count: int) -> int:
-    """Find the first of ``count`` consecutive free ports, from mlx.launch's default on."""
+    """Find the first of ``count`` consecutive free ports, starting at mlx.launch's default."""
     for first in range(FIRST_PORT, FIRST_PORT + 100 * PORT_STEP, PORT_STEP):
         with suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):

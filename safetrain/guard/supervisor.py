@@ -19,13 +19,13 @@ from safetrain.guard.process import Ending, WatchedProcess, WatchSettings, culpr
 from safetrain.guard.ranks import start_ranks
 
 POLL_SECONDS = 0.05
-LATE_SECONDS = 1.0  # between two rounds: the supervisor itself was stopped
+LATE_SECONDS = 1.0  # a longer gap between two rounds means that the supervisor itself was stopped
 SAMPLE_SECONDS = 0.25
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
-LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: a killed one may leave wired GPU memory (omlx#2184)
+LIMIT_SECONDS = 4.0  # for a process above its memory limit to end: a kill may leave GPU memory wired (omlx#2184)
 OTHERS_SECONDS = 1.0  # for ranks to end by themselves when one has died, and again after SIGTERM
-LAST_SECONDS = 5.0  # the same after rank 0 has finished
+LAST_SECONDS = 5.0  # for ranks to end by themselves after rank 0 has finished
 ORPHAN_SECONDS = 4.0  # to save and end after the program that started us has died
 SECOND_SECONDS = 0.5  # a second signal within this time counts as the first one, sent twice
 SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # dvc runs a stage in a shell
@@ -56,14 +56,14 @@ def supervise(settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
 
 
 class _Watch:
-    """The state of one supervised training."""
+    """State of one supervised training run."""
 
     def __init__(self, ranks: list[WatchedProcess], settings: WatchSettings, starter: psutil.Process | None) -> None:
         self._ranks, self._settings, self._starter = ranks, settings, starter
         self._next_sample = 0.0
         self._looked_at, self._was_stopped = time.monotonic(), False
         self._ended_by_us, self._overdue = "", 0.0
-        self._culprit: WatchedProcess | None = None  # the rank because of which we ended all
+        self._culprit: WatchedProcess | None = None  # the rank that made us end all of them
         self._ended_first: list[WatchedProcess] = []  # ranks that ended before we ended the others
         self._end_others_at: float | None = None
         self._kill_at: float | None = None
@@ -106,9 +106,9 @@ class _Watch:
                 show(event)
 
     def pass_on(self, number: int) -> None:
-        """Pass the first signal on, so that the process saves and ends; a second one by hand kills it.
+        """Pass the first signal on, so that the process saves and ends; a second one kills it.
 
-        A closing terminal sends SIGHUP more than once, and some programs repeat the terminal's signals.
+        Repeats do not count: a closing terminal sends SIGHUP more than once, and some programs repeat its signals.
         """
         if self._signal:
             if number != SIGHUP and time.monotonic() - self._signal_at > SECOND_SECONDS:
@@ -251,7 +251,7 @@ def who_started_us() -> psutil.Process | None:
     if not (os.environ.get("DVC_STAGE") or os.environ.get(RUN)):
         return None
     parent = None
-    with suppress(psutil.Error):  # it has just ended, or is not ours to look at
+    with suppress(psutil.Error):  # it has just ended, or belongs to another user
         parent = psutil.Process().parent()
         while parent is not None and parent.name() in SHELLS and "-c" in parent.cmdline():
             parent = parent.parent()

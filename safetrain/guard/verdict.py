@@ -16,8 +16,8 @@ from safetrain.guard.process import Ending
 
 NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of memory (Ray's monitor warns there)
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in the readings
-LITTLE_LEFT = 0.03  # of the machine's memory
-LAST_LINES = 20  # of stderr are evidence; earlier ones were not the reason
+LITTLE_LEFT = 0.03  # share of the machine's memory; with less, it counts as full
+LAST_LINES = 20  # lines of stderr that are evidence; earlier ones were not the reason
 CRASHES = (SIGSEGV, SIGBUS, SIGABRT)
 SSH_FAILED = 255  # ssh(1), exit status
 JOIN_TIMEOUT = re.compile(r"Timeout \(\d+:\d\d:\d\d\)!")  # faulthandler, armed where ranks join (engine/ranks.py)
@@ -39,13 +39,13 @@ class Cause:
 OUT_OF_MEMORY = "killed by the system: out of memory"
 WATCHDOG = (
     "memory was not the cause: macOS ended GPU work that kept the screen waiting. Let the display sleep or "
-    "use another machine's screen, and close programs that draw; a smaller train.batch_size makes each piece shorter"
+    "work over SSH, and close other programs that use the GPU; a smaller train.batch_size makes each piece shorter"
 )
 SHORTER = "a smaller train.batch_size or train.max_seq_length makes each piece of GPU work shorter"
 OTHER_PROGRAM = "run the same command again; if it happens again, close the program that used the GPU"
 LARGER = "use fewer, larger buffers: a larger train.batch_size, or fewer adapted layers (lora.targets)"
 BY_WATCHDOG, TOO_LONG = "the GPU watchdog ended it", "the GPU took too long for one piece of work"
-MESSAGES = {  # of mlx, the driver or the C library: their causes, without evidence
+MESSAGES = {  # pattern of a message from mlx, the driver or the C library: its cause, without evidence
     # The first four are Metal's names for how a command buffer failed (mlx raises or aborts with them).
     r"ImpactingInteractivity|Impacting Interactivity": Cause("gpu_watchdog", BY_WATCHDOG, advice=WATCHDOG),
     r"kIOGPUCommandBufferCallbackError(Timeout|Hang)|GPU Timeout": Cause("gpu_timeout", TOO_LONG, advice=SHORTER),
@@ -54,7 +54,7 @@ MESSAGES = {  # of mlx, the driver or the C library: their causes, without evide
     ),
     # The watchdog's code before macOS 26 (mlx#1335, mlx-examples#664, #866)
     r"0000000e:Internal Error": Cause("gpu_watchdog", BY_WATCHDOG, LIKELY, advice=WATCHDOG),
-    r"Resource limit \(\d+\)": Cause("resource_limit", "mlx ran out of buffer handles, not of bytes", advice=LARGER),
+    r"Resource limit \(\d+\)": Cause("resource_limit", "mlx ran out of buffer handles, not memory", advice=LARGER),
     # Messages of the allocators themselves, in an exception or an abort
     r"ErrorOutOfMemory|Insufficient Memory|\[malloc|\[metal::malloc\]|maximum allowed buffer size|cudaMalloc\w*\(.*"
     r"out of memory|std::bad_alloc|^[\w.]*MemoryError|Memory allocation (?:still )?failed": Cause(
@@ -66,7 +66,7 @@ MESSAGES = {  # of mlx, the driver or the C library: their causes, without evide
 }
 # Any program may print these for other reasons: they count only if memory readings agree.
 MENTIONS_MEMORY = r"(?i:out of memory|unable to allocate|cannot allocate memory)"
-# No thread was started, no library loaded: under a limit on private memory, for lack of it.
+# A thread or a library could not be loaded: under a limit on private memory, for lack of memory.
 NO_ROOM = r"Resource temporarily unavailable|failed to map segment from shared object"
 
 
@@ -134,7 +134,7 @@ def _text_says(ending: Ending) -> Cause | None:
     if failed is not None:
         first, *rest = failed.message.splitlines()
         traceback = [line.strip() for line in rest if line.strip().startswith("traceback:")]
-        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *traceback))
+        return Cause("engine_error", "an error in mlx", CONFIRMED, (first, *traceback))
     return None
 
 
@@ -146,7 +146,7 @@ def _killed(ending: Ending) -> Cause | None:
     readings, log = _memory_readings(ending), ending.kernel_log
     if ending.memory.oom_kills > 0:
         kills = counted(ending.memory.oom_kills, "kill")
-        count = f"the kernel counted {kills} for lack of memory in this memory group in the last seconds"
+        count = f"the kernel counted {kills} for lack of memory in this cgroup in the last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
     if log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True)
@@ -178,7 +178,7 @@ def _crashed(ending: Ending) -> Cause | None:
 
 
 def _ssh_failed(ending: Ending) -> Cause | None:
-    """Explain ssh's own exit code: mlx.launch hides ssh's message (LogLevel=QUIET)."""
+    """Explain an end with ssh's own exit code: mlx.launch hides ssh's message (LogLevel=QUIET)."""
     if not ending.host or ending.return_code != SSH_FAILED or ending.failed is not None:
         return None
     advice = f"run 'ssh {ending.host} true' to see why; safetrain preflight checks every machine of train.hostfile"
@@ -191,7 +191,7 @@ def _python_error(ending: Ending) -> Cause | None:
         return None
     if (timeout := next((line for line in lines if JOIN_TIMEOUT.match(line)), None)) is not None:
         advice = "check the addresses in train.hostfile and the firewalls; safetrain preflight tests every machine"
-        return Cause("ranks_apart", "the ranks did not reach each other", LIKELY, (timeout,), advice=advice)
+        return Cause("ranks_apart", "the ranks could not reach each other", LIKELY, (timeout,), advice=advice)
     advice = "the traceback is above"
     return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice)
 
@@ -243,6 +243,6 @@ def _name_of(number: int) -> str:
 
 
 def _line_with(pattern: str, text: str) -> str:
-    """The first line with this pattern; empty without one."""
+    """Return the first line that matches the pattern; empty if none does."""
     found = re.search(rf"^.*(?:{pattern}).*$", text, re.MULTILINE)
     return found[0].strip()[:300] if found else ""
