@@ -142,7 +142,7 @@ def test_commands_are_no_questions_and_an_empty_or_cut_answer_is_called_so(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helped = run("chat", "--adapter", str(adapter), lines="/help\n")
-    assert (helped.out, "/reset starts a new chat, /exit ends]" in helped.err) == ("", True)
+    assert (helped.out, "/reset starts a new chat, /exit ends it]" in helped.err) == ("", True)
     refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input="/sytem You are brief.\n")
     assert "Unknown command /sytem" in str(refused.exception)
     monkeypatch.setattr("safetrain.engine.upstream.generation.Conversation.answer", lambda *_: iter(()))

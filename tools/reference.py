@@ -102,7 +102,7 @@ def commands() -> str:
     shared = [line for line, count in counted.items() if count >= SHARED and not line.startswith("- `--help")]
     parts = [
         "# Commands",
-        "`safetrain COMMAND --help` describes every option; this page explains only those whose names are not "
+        "`safetrain COMMAND --help` describes every option; this page explains those that are not "
         "self-explanatory. An output folder or file must not already exist. [Exit codes](exit_codes.md).",
         "Shared options:",
         "\n".join(shared),
@@ -176,8 +176,8 @@ def keys() -> str:
     comments = _comments()
     parts = [
         "# Keys of params.yaml",
-        "In brackets: the shipped value. `null` means the recommended value, which `recommended_config.json` gives "
-        "with its reason; where it says so, no limit. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
+        "In brackets: the shipped value. Unless the key says otherwise, `null` means the recommended value, which "
+        "`recommended_config.json` gives with its reason. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
         "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
         "after `-S` of `dvc exp run`. A changed value reruns the stages named below and those that depend on them.",
     ]
@@ -215,7 +215,7 @@ def findings() -> str:
     """Every check of preflight; the findings in data have a page that people write."""
     packages = [f"`{each.id}`" for each in named_checks() if each.id.startswith("DEP-")]
     others = [each for each in named_checks() if not each.id.startswith("DEP-")]
-    lines = [f"- `{each.id}`{f': {cell(each.remedy)}' if each.remedy else ''}" for each in others]
+    lines = [f"- `{each.id}`{f': {cell(each.remedy)}' if each.remedy not in ('', 'see …') else ''}" for each in others]
     return "\n\n".join([
         "# Findings and checks",
         "**Findings in the data**, from `validate_data` and `safetrain validate`: [each with its remedy](../data.md).",
@@ -256,7 +256,7 @@ def records() -> str:
         "# Fields of the records",
         "For programs that read the files in `checkpoints_qlora/` ([what each file is for](files.md)). A value that "
         "was not measured is null, or empty in the CSV file. Losses are in nats per label, intervals 95 %. Settings "
-        "are named as in [params.yaml](keys.md). Self-explanatory fields are listed together on one line.",
+        "are named as in [params.yaml](keys.md).",
     ]
     for name, classes in RECORDS.items():
         parts.append(f"## {name}")

@@ -35,7 +35,7 @@ CAUSES = (  # names of causes in a post-mortem
 )  # fmt: skip
 VERSION, BACKEND, DTYPE = r"\d+(\.\w{1,8}){0,4}", "cpu|metal|cuda", "float32|float16|bfloat16"
 CHIP = r"(Apple|Intel|AMD|ARM|Ampere|NVIDIA|Tesla|GeForce|Quadro)\b[\w ()@.+-]{0,50}"
-WORDS = {  # field: its texts that may leave the machine
+WORDS = {  # by field: the texts that may leave the machine
     **{key.name: "|".join(map(str, key.metadata[CHOICES])) for key in fields(Train) if CHOICES in key.metadata},
     "targets": r"all-linear|(self_attn\.|mlp\.)?(q|k|v|o|gate|up|down)_proj",
     "compute_dtype": DTYPE, "quantized_compute_dtype": DTYPE, "basis": "closed form|dry run",
@@ -67,7 +67,7 @@ def write_bundle(out: Path, run: Run) -> list[str]:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    """The run's records in numbers; of a long run, only a part of its steps."""
+    """Return the run's records as numbers; of a long run, only some of its steps."""
     stride, last = max(1, len(run.steps) // MOST_STEPS), len(run.steps) - LAST_STEPS
     steps = tuple(step for place, step in enumerate(run.steps) if place % stride == 0 or place >= last)
     journal = run.journal[-LAST_EVENTS:]
@@ -77,7 +77,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _numbers(value: Any, name: str = "") -> Any:
-    """A record's numbers, and texts that are in WORDS for their field; everything else is left out."""
+    """Keep a record's numbers, and the texts that WORDS allows for their field; leave out everything else."""
     if is_dataclass(value):
         parts = {field.name: _numbers(getattr(value, field.name), field.name) for field in fields(value)}
         return {name: part for name, part in parts.items() if part is not None}
@@ -103,6 +103,6 @@ def _machine() -> dict[str, Any]:
 
 
 def _number(text: str) -> str:
-    """The number at the start of a version."""
+    """Return the number that a version begins with; empty if there is none."""
     found = re.match(VERSION, text)
     return found[0] if found else ""

@@ -40,7 +40,7 @@ Points = tuple[tuple[float, float], ...]  # x ascending
 
 
 def pictures(run: Run) -> dict[str, bytes]:
-    """Draw every picture that the run has records for, by the name of its file."""
+    """Draw every picture that the run has records for, keyed by file name."""
     if not run.steps:
         return {}
     drawn = {
@@ -49,13 +49,13 @@ def pictures(run: Run) -> dict[str, bytes]:
     }
     for name, (title, unit, field) in CURVES.items():
         if points := points_of(run.steps, field):
-            curve = partial(_plot, points=points, colour=BLUE, label="each record", smooth=field != "learning_rate")
+            curve = partial(_plot, points=points, colour=BLUE, label="recorded", smooth=field != "learning_rate")
             drawn[name] = _draw(title, unit, curve)
     return drawn
 
 
 def comparison(first: Run, second: Run) -> bytes:
-    """Draw the losses of two runs over each other."""
+    """Draw the losses of two runs in one picture."""
 
     def add(axes: Any) -> None:
         for run, colour in ((first, BLUE), (second, ORANGE)):
@@ -69,7 +69,7 @@ def comparison(first: Run, second: Run) -> bytes:
 
 
 def write_pictures(drawn: Mapping[str, bytes], folder: Path) -> None:
-    """Write each as a PNG file, and remove those of an earlier run that this one does not have."""
+    """Write each picture as a PNG file, and remove the pictures that only an earlier run had."""
     for name in NAMES:
         path = folder / f"{name}.png"
         if name in drawn:
@@ -79,7 +79,7 @@ def write_pictures(drawn: Mapping[str, bytes], folder: Path) -> None:
 
 
 def points_of(steps: Sequence[StepRecord], field: str) -> Points:
-    """(step, value) of the records that have a finite value in this field of StepRecord.
+    """Return (step, value) of each record whose value in this field of StepRecord is finite.
 
     The learning rate of step 0 and the first speed, which includes compiling, are left out.
     """
@@ -91,7 +91,7 @@ def points_of(steps: Sequence[StepRecord], field: str) -> Points:
 
 
 def smoothed(points: Points) -> Points:
-    """The exponential moving average, corrected for its start; empty for few points."""
+    """Return the bias-corrected exponential moving average; empty for few points."""
     if len(points) < LEAST_SMOOTHED:
         return ()
     decay = 1 - 1 / (1 + SMOOTHING_SHARE * len(points))
@@ -103,28 +103,28 @@ def smoothed(points: Points) -> Points:
 
 
 def rungs_of(run: Run) -> tuple[str, ...]:
-    """The settings that the run changed for memory, in words: ``step 7: 2 x 2 rows per update …: out of memory``."""
+    """Describe the settings that ran out of memory, as in ``step 7: 2 x 2 rows per update …: out of memory``."""
     if run.summary is not None:
         return run.summary.memory_rungs
     return rungs_of_job(run.job) if run.job is not None else ()
 
 
 def rungs_of_job(job: TrainJob) -> tuple[str, ...]:
-    """The same, of a job."""
+    """Describe the settings of a job that ran out of memory."""
     return tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs)
 
 
 def predicted_peak(run: Run) -> int:
-    """Predicted peak memory of mlx: of the finished run, or the plan's dry run, or its estimate; 0: unknown."""
+    """Return mlx's predicted peak memory in bytes: from the finished run, or from the plan; 0 if unknown."""
     if run.summary is not None:
         return run.summary.predicted_peak_bytes
     return (run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes) if run.plan is not None else 0
 
 
 def _add_loss(run: Run, axes: Any) -> None:
-    """Training and validation loss; the best validation is named, each continuation is marked."""
+    """Add the training and validation loss, the best validation to the legend, and a line at each continuation."""
     valid = points_of(run.steps, "valid_loss")
-    tuned = [(loss, step) for step, loss in valid if step]  # before the first update it is the base
+    tuned = [(loss, step) for step, loss in valid if step]  # before the first update it is the base's loss
     best = f", best {min(tuned)[0]:.4g} at step {min(tuned)[1]:,.0f}" if tuned else ""
     _plot(axes, points_of(run.steps, "train_loss"), BLUE, "training", smooth=True)
     _plot(axes, valid, ORANGE, f"validation{best}")
@@ -135,7 +135,7 @@ def _add_loss(run: Run, axes: Any) -> None:
 
 
 def _add_memory(run: Run, axes: Any) -> None:
-    """mlx's peak and the process's memory next to the prediction."""
+    """Add mlx's peak, the process's memory, and the predicted peak."""
     curves = ("footprint_bytes", BLUE, "process"), ("peak_memory_bytes", ORANGE, "mlx's peak so far")
     for field, colour, label in curves:
         points = points_of(run.steps, field)
@@ -145,7 +145,7 @@ def _add_memory(run: Run, axes: Any) -> None:
 
 
 def _plot(axes: Any, points: Points, colour: str, label: str, dashes: str = "-", *, smooth: bool = False) -> None:
-    """A curve, with dots where it has few points; many are faint behind their moving average if ``smooth``."""
+    """Add a curve, with dots if it has few points; if ``smooth``, many points are faint behind their moving average."""
     average = smoothed(points) if smooth else ()
     style: Any = {"linewidth": 0.8, "alpha": 0.45} if average else {"linewidth": 1.8}
     style |= {"marker": "o", "markersize": 4} if len(points) <= FEW_POINTS else {}
@@ -156,14 +156,14 @@ def _plot(axes: Any, points: Points, colour: str, label: str, dashes: str = "-",
 
 
 def _draw(title: str, unit: str, add: Callable[[Any], None]) -> bytes:
-    """Draw what ``add`` adds to the axes: from zero up, with a legend where more than one line has a name."""
+    """Draw a PNG picture of what ``add`` adds to the axes, from zero up; several lines get a legend."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its import reports that it made a font cache
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # letters that its own font lacks
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # characters that its own font lacks
         figure, buffer = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained"), io.BytesIO()
         axes = figure.subplots()
         axes.set(title=title, xlabel="step", ylabel=unit)

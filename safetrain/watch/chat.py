@@ -1,4 +1,4 @@
-"""A chat in a terminal or a pipe: lines in, answers out. The models are given."""
+"""A chat in a terminal or a pipe: reads lines and prints answers. The caller loads the models."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.signals import Terminated, handling
 
-HELP = "Ctrl-C stops an answer; /system TEXT sets the system prompt, /reset starts a new chat, /exit ends"
+HELP = "Ctrl-C stops an answer; /system TEXT sets the system prompt, /reset starts a new chat, /exit ends it"
 REMARKS = {  # by how an answer ended
     "stopped": "stopped",
     "context": "the model's context is full. /reset begins a new chat",
@@ -29,7 +29,7 @@ class Side:
     messages: list[Mapping[str, Any]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        """A remark on this side."""
+        """Print a remark about this side."""
         say(f"{self.label}: {text}" if self.label else text)
 
 
@@ -52,7 +52,7 @@ class Chat:
         of a pipe counts the answers.
         """
         if self._in_terminal:
-            with suppress(ImportError):  # some builds of Python have no arrow keys and earlier lines
+            with suppress(ImportError):  # some builds of Python lack it: no arrow keys and earlier lines
                 import readline  # noqa: F401
         while (line := self._line()) is not None:
             word, _, rest = line.strip().partition(" ")
@@ -72,10 +72,10 @@ class Chat:
                 self._turn(line.strip())
 
     def _line(self) -> str | None:
-        """The next line; None at the end."""
+        """Return the next line; None at the end."""
         try:
             line = self._typed() if self._in_terminal else sys.stdin.readline() or None
-            (line or "").encode()  # Python lets half characters in where the locale is C
+            (line or "").encode()  # in the C locale, Python lets incomplete characters through
         except UnicodeError as error:
             raise DataError(f"The input is not UTF-8: {error}", do="convert it, e.g. with iconv") from None
         return line
@@ -97,7 +97,7 @@ class Chat:
             return ""
 
     def _refuse(self, text: str) -> None:
-        """A remark in a terminal, an error in a pipe."""
+        """Print a remark in a terminal; raise an error in a pipe."""
         if not self._in_terminal:
             raise DataError(f"{text} This line gets no answer.", do="correct the line, or put /reset before it")
         say(text)
@@ -124,7 +124,7 @@ class Chat:
                     self._answer(side, message, prompt)
 
     def _prompt(self, side: Side, message: Mapping[str, Any]) -> list[int] | None:
-        """The tokens of the chat with this question; None if it cannot be asked."""
+        """Return the tokens of the chat with this question; None if it cannot be asked."""
         messages = [message] if self._prompts.continues else [*side.messages, message]
         try:
             prompt = self._prompts.ids(self._prompts.with_system(messages, self._system))
@@ -158,5 +158,5 @@ class Chat:
 
 
 def say(text: str) -> None:
-    """A remark that is not an answer."""
+    """Print a remark, which is not an answer, to stderr."""
     print_text(f"[{text}]", sys.stderr)

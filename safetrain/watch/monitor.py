@@ -1,4 +1,4 @@
-"""What a run is doing or how it ended, and what the monitor shows of it: phase, time left, losses, memory, as JSON."""
+"""Finds out what a run is doing or how it ended, for screen and JSON: state, phase, time left, losses, memory."""
 
 import enum
 import json
@@ -81,14 +81,14 @@ class MonitorView:
 
     run: Run
     state: State
-    stage: str  # stage of the pipeline that runs instead
-    phase: dict[str, Any] | None  # what phase_of says
+    stage: str  # stage of the pipeline that runs instead of training
+    phase: dict[str, Any] | None  # from phase_of
     left_seconds: float | None
     available_bytes: int  # on the machine
 
     @property
     def step(self) -> int:
-        """Updates made. The recorder knows before the metrics do."""
+        """Number of updates made. The recorder is ahead of the metrics."""
         recorded = [record.work.step - (record.phase in IN_UPDATE) for record in self.run.flight[-1:]]
         return max([0, *recorded, *(record.step for record in self.run.steps[-1:])])
 
@@ -113,17 +113,17 @@ class MonitorView:
 
 
 def look_at(reader: RunReader) -> MonitorView:
-    """The run now; if none is in progress, the stage of the pipeline that is."""
+    """Read the run as it is now; if it is not in progress, find the stage of the pipeline that is."""
     run, output = reader.read(), reader.output or paths.OUTPUT
     stage = "" if run.is_running else running_stage(output.resolve().parent)
     return view_of(run, stage, psutil.virtual_memory().available)
 
 
 def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
-    """What is shown of a run. ``stage``: what running_stage says; ``available_bytes``: free memory of the machine."""
+    """Return what the monitor shows of a run. ``stage``: from running_stage; ``available_bytes``: free memory."""
     state = state_of(run, stage)
     is_before = state is State.STAGE and stage in BEFORE_TRAINING
-    if is_before or state is State.STARTING:  # the recorder still has another process
+    if is_before or state is State.STARTING:  # the recorder still has an earlier process
         run = replace(run, flight=(), header=None)
     marks = [entry.event for entry in run.journal if isinstance(entry.event, Started | Begun)]
     if is_before or (marks and isinstance(marks[-1], Started)):  # so do the metrics
@@ -135,7 +135,7 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
 
 
 def running_stage(project: Path) -> str:
-    """The stage of the pipeline that a process runs in this project; empty without one."""
+    """Find the stage of the pipeline that is running in this project; empty if none is."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's
             module = next((word for word in process.cmdline() if STAGE_MODULE.fullmatch(word)), "")
@@ -154,7 +154,7 @@ def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 
 
 def memory_of(run: Run) -> dict[str, int]:
-    """Memory sizes in bytes, 0 if unknown. The process is that of rank 0."""
+    """Memory sizes in bytes, 0 if unknown. The process is rank 0."""
     last, limit = run.flight[-1] if run.flight else None, run.marker or run.postmortem
     peaks = [record.peak_bytes for record in run.flight]
     return {
@@ -169,7 +169,7 @@ def memory_of(run: Run) -> dict[str, int]:
 
 
 def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Numbers of the newest record of metrics."""
+    """Speed, epoch, learning rate and gradient norm from the newest metrics record; None if unknown."""
     if not steps:
         return dict.fromkeys(("epoch", "step_seconds", "labels_per_second", "learning_rate", "grad_norm"))
     before, last = steps[-2:][0], steps[-1]
@@ -185,7 +185,7 @@ def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 
 
 def batch_parts(job: TrainJob) -> tuple[str, ...]:
-    """``batch size 2 x accumulation 8 (planned 4 x 4)``, then what did not fit."""
+    """Describe the batch, ``batch size 2 x accumulation 8 (planned 4 x 4)``, and the settings that did not fit."""
     shape, planned = job.settings, f"planned {job.rungs[0].failed.window}" if job.rungs else "as planned"
     now = f"batch size {shape.batch_size} x accumulation {shape.gradient_accumulation} ({planned})"
     return (now, *rungs_of_job(job)[-1:], *job.gpu_rungs[-1:])
@@ -198,7 +198,7 @@ def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
 
 
 def json_line(view: MonitorView) -> str:
-    """One object; null for what is unknown."""
+    """Return the view as one JSON object in one line; unknown values are null."""
     run, job, header, checkpoint = view.run, view.run.job, view.run.header, view.run.checkpoint
     limit, total = run.marker or run.postmortem, run.begun.total_steps if run.begun else None
     left = {"seconds": view.left_seconds} if view.left_seconds is not None else None
@@ -262,15 +262,15 @@ def _running_state(run: Run) -> State:
 
 
 def since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
-    """The entries of the newest process."""
+    """Return the entries of the newest training process."""
     starts = [number for number, entry in enumerate(journal) if isinstance(entry.event, Started)]
     return journal[starts[-1] :] if starts else journal
 
 
 def phase_of(run: Run) -> dict[str, Any]:
-    """The newest phase over all its micro-batches: its work, since when it runs, and its longest time so far.
+    """Describe the newest phase, over all its micro-batches: its work, its time, and the longest time so far.
 
-    ``age_seconds``: None if it has ended; ``longest_seconds``: None for its first time.
+    ``age_seconds``: time since it began, None if it has ended; ``longest_seconds``: None the first time.
     """
     last = run.flight[-1]
     starts = [next(records) for _, records in groupby(run.flight, lambda record: (record.phase, record.work.step))]

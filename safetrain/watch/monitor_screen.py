@@ -18,7 +18,7 @@ from safetrain.watch.progress import clock_text, time_left_text
 LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
 EARLY_SHARE, MANY_POINTS = 0.1, 20  # of many points, the first tenth does not stretch the axis
 MARK = "◆"  # a validation
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter: 4 rows of 2
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: 4 rows of 2
 MARK_STYLE = "bold magenta"
 LOOK, WRONG = "look: ", "!! "  # in front of what needs attention
 BAD = (State.DIED, State.GONE, State.ENDING)
@@ -37,7 +37,7 @@ SPEEDS = {
 
 
 def rows_of(view: MonitorView) -> list[tuple[str, str]]:
-    """Names and texts, the most important first."""
+    """Names and texts of the screen's rows, the most important first."""
     if view.state is State.NOTHING:
         return [("next", "nothing has been trained here yet: safetrain run")]
     run, saved, rows = view.run, view.run.checkpoint, list[tuple[str, str]]()
@@ -70,7 +70,7 @@ def _phase_text(phase: dict[str, Any]) -> str:
 
 
 def _numbers(forms: dict[str, str], numbers: dict[str, float | None]) -> str:
-    """The known numbers in words."""
+    """Format the numbers that are known."""
     return ", ".join(form.format(**numbers) for name, form in forms.items() if numbers[name] is not None)
 
 
@@ -88,14 +88,14 @@ def _memory_rows(view: MonitorView) -> list[tuple[str, str]]:
 
 
 def _sign(used: int, limit: int) -> str:
-    """The mark in front of memory; a limit of 0 is unknown."""
+    """Return the mark for memory in use near or above its limit; a limit of 0 is unknown."""
     if used > limit > 0:
         return WRONG
     return LOOK if used > 0.9 * limit > 0 else ""
 
 
 def place_lines(view: MonitorView) -> list[str]:
-    """``step 120 of 312, 38 %, epoch 1.15`` and ``about 3 min left, until 14:32``, where they are known."""
+    """Return ``step 120 of 312, 38 %, epoch 1.15`` and ``about 3 min left, until 14:32``, as far as known."""
     epoch, total = speed_of(view.run.steps)["epoch"], view.run.begun.total_steps if view.run.begun is not None else 0
     parts = [f"step {view.step}"] if view.step else []
     parts = [f"step {view.step} of {total}", f"{100 * view.step / total:.0f} %"] if total else parts
@@ -105,22 +105,22 @@ def place_lines(view: MonitorView) -> list[str]:
 
 
 def plain_line(view: MonitorView) -> str:
-    """One line, the most important first."""
+    """Return the view as one line, the most important first."""
     start = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
     parts = [start, *place_lines(view), *(f"{name}: {text}" for name, text in rows_of(view))]
     return "  ".join(" ".join(part.split()) for part in parts)
 
 
 class MonitorScreen:
-    """Fills a terminal that has braille letters."""
+    """Fills a terminal; braille characters draw the curve."""
 
     def __init__(self, view: MonitorView) -> None:
         self._view = view
         train, valid = (points_of(view.run.steps, name) for name in ("train_loss", "valid_loss"))
-        self._train, self._valid = smoothed(train) or train, valid  # once, not for each frame
+        self._train, self._valid = smoothed(train) or train, valid  # computed once, not for each frame
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The rows first; the curve and the events get the lines that are left."""
+        """Draw the rows first; the curve and the events get the lines that are left."""
         height, free = options.height or console.height, options.update(height=None)
         lines = console.render_lines(self._head(options.max_width), free) + console.render_lines(self._rows(), free)
         spare, events = height - len(lines), events_of(self._view.run.journal)
@@ -163,7 +163,7 @@ class MonitorScreen:
 
 
 def plot_of(curve: Points, marks: Points, width: int, height: int) -> Text:
-    """A curve of braille letters and single points, in so many columns and lines; empty for one point."""
+    """Draw a curve of braille characters, with ``marks`` on it; sizes in columns and lines. Empty for one point."""
     columns, lines, points = width - LABEL_CELLS - 1, height - 2, np.array([*curve, *marks])
     if columns < 8 or len(points) < 2:
         return Text()
@@ -177,7 +177,7 @@ def plot_of(curve: Points, marks: Points, width: int, height: int) -> Text:
 
     line = np.interp(
         np.linspace(first, last, 2 * columns), *np.array(curve or marks).T
-    )  # a letter has 4 rows of 2 dots
+    )  # a character has 4 rows of 2 dots
     bits = np.zeros((lines, columns), np.int64)
     for place, row in enumerate(lines_of(line, 4 * lines)):
         bits[row // 4, place // 2] |= DOTS[row % 4][place % 2]

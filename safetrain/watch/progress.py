@@ -20,14 +20,14 @@ MOST_ENTRIES = 256  # entries for estimating the time left; if more, every secon
 
 
 def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> float | None:
-    """Seconds until updates, validations and the adapter check are over, at ``now_seconds`` of the monotonic clock.
+    """Estimate the seconds until updates, validations and the adapter check are over; ``now_seconds``: monotonic clock.
 
-    0: they take longer than estimated; None: the time of an update is not known yet. Medians leave pauses out.
+    0: they take longer than estimated; None: the time of an update is not known yet. The medians ignore pauses.
     """
     begun, marks = None, list[tuple[float, int, float, int]]()  # of the newest process
     for entry in journal:
         event = entry.event
-        if isinstance(event, Begun):  # a continued run's updates have no time before its first progress
+        if isinstance(event, Begun):  # a continued run has no time of an update before its first progress
             begun, marks = event, [] if event.resumed_from_step else [(entry.monotonic_seconds, 0, 0.0, 0)]
         elif isinstance(event, Progress):
             marks.append((entry.monotonic_seconds, event.step, event.elapsed_seconds, event.validations))
@@ -58,7 +58,7 @@ def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
 
 
 class TrainProgress:
-    """Prints what the training process reports, a plain line each."""
+    """Prints a plain line for each report of the training process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ def say(text: str) -> None:
     """Print; a terminal that is gone must not end the run."""
     try:
         print_text(text)
-    except UnicodeError:  # letters that the terminal does not have
+    except UnicodeError:  # characters that the terminal does not have
         say(text.encode("ascii", "replace").decode())
     except OSError:
         sys.stdout = Path("/dev/null").open("w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
@@ -115,7 +115,7 @@ def show_end(summary: TrainingSummary) -> None:
 
 
 def say_on_terminal(text: str) -> None:
-    """Print what only a waiting person needs: to a terminal on stderr, never to a log or a program."""
+    """Print to stderr for a person who waits: only on a terminal, never to a log or a program."""
     if sys.stderr.isatty():
         with suppress(OSError, UnicodeError):
             print_text(text, sys.stderr)
@@ -129,7 +129,7 @@ class EvaluationProgress:
         self._start_seconds, self._line_seconds, self._start_done = 0.0, 0.0, 0.0  # of this part
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
-        """Report how much of this model's ``work`` (e.g. ``questions answered``) is done; questions begun count too."""
+        """Report how much of this model's ``work`` (e.g. ``questions answered``) is done; begun questions count."""
         now = time.monotonic()
         if (name, work) != self._part:
             self._part, self._start_seconds, self._line_seconds, self._start_done = (name, work), now, now, done
@@ -141,7 +141,7 @@ class EvaluationProgress:
 
 @contextmanager
 def still_working(activity: str) -> Iterator[None]:
-    """Print every ten seconds how long a block without progress reports has run."""
+    """Print every ten seconds how long the block has run, for work that does not report its progress."""
     end, start_seconds = threading.Event(), time.monotonic()
 
     def repeat() -> None:

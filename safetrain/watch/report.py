@@ -1,4 +1,4 @@
-"""report.html and compare.html: one page about a run or about two, which loads nothing. Templates lay records out."""
+"""report.html and compare.html: a page about one run or two, which loads nothing. Templates lay out the records."""
 
 import base64
 import os
@@ -27,7 +27,7 @@ from safetrain.watch.monitor import State, state_of
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
 MOST_LETTERS, MOST_LINES = 600, 40
-STATUSES = {  # in other words than the monitor's
+STATUSES = {  # where the words differ from the monitor's
     State.NOTHING: "not trained yet",
     State.LEFT: "unfinished",
     State.DIED: "ended badly",
@@ -43,7 +43,7 @@ def write_report(run: Run, path: Path) -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """The HTML of a page. Whatever a record holds is text in it."""
+    """Return the HTML of a page. Values from records are text in it, never markup."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
@@ -67,12 +67,12 @@ def render(template: str, **values: Any) -> str:
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
-    """At most ``most`` letters, and how many more there are."""
+    """Shorten to ``most`` characters, and say how many more there are."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more)"
 
 
 def base_of(run: Run) -> str:
-    """Path of the base model; empty where nothing has been planned."""
+    """Path of the base model; empty if nothing has been planned."""
     if run.summary is not None:
         return run.summary.base_model
     return run.plan.planned_model if run.plan is not None else ""
@@ -88,7 +88,7 @@ def status_of(run: Run) -> tuple[str, str]:
     """How far the run is, and a colour for it."""
     if run.summary is not None:
         rungs = len(rungs_of(run)) + len(run.summary.gpu_rungs)
-        return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
+        return ("finished" if not rungs else f"finished, settings lowered {counted(rungs, 'time')}", GOOD)
     state = state_of(run)
     saved = ", saved" if state is State.STOPPED and run.postmortem and run.postmortem.resumes_from_step else ""
     text = "running" if state.is_running else STATUSES.get(state, state.value + saved)
@@ -105,7 +105,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
         answers = [each.tuned.strip() for each in samples.values() if each.expected.strip()]
         if 2 * answers.count("") <= len(answers):
             return f"{describe_loss(scores)}.", tone
-        empty = f"{answers.count('')} of its {len(answers)} recorded answers are empty"
+        empty = f"{answers.count('')} of the tuned model's {len(answers)} recorded answers are empty"
         return f"{describe_loss(scores)}. But {empty}.", OPEN if tone == GOOD else tone
     if run.summary is None:
         return "No result yet: no training run has finished here.", OPEN
@@ -115,7 +115,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
 
 
 def exact_text(score: Score) -> str:
-    """``98.6 % (96.1 to 99.5)``; empty where no question was answered."""
+    """``98.6 % (96.1 to 99.5)``; empty if no question was answered."""
     if score.exact_match is None or score.exact_match_low is None or score.exact_match_high is None:
         return ""
     low, high = 100 * score.exact_match_low, 100 * score.exact_match_high
@@ -123,12 +123,12 @@ def exact_text(score: Score) -> str:
 
 
 def death_of(run: Run) -> PostMortem | None:
-    """Why the run ended; None if it went on."""
+    """Return the post-mortem of a run that died or was stopped; None for other runs."""
     return run.postmortem if run.summary is None and state_of(run) in (State.DIED, State.STOPPED) else None
 
 
 def history_of(run: Run) -> list[str]:
-    """Interruptions, continuations and what was given up, one line each; empty for a run without them."""
+    """Interruptions, continuations and settings that did not fit, one line each; empty for a run without them."""
     lines = [f"{text}; continued with less memory" for text in rungs_of(run)]
     if run.summary is not None:
         lines += run.summary.gpu_rungs
@@ -186,7 +186,7 @@ def configuration_of(run: Run) -> list[Row]:
 
 
 def environment_of(run: Run) -> list[tuple[str, str]]:
-    """The machine and what computes, by name; empty where nothing is known."""
+    """Facts about the machine and the libraries that compute, by name; empty if nothing is known."""
     machine = run.machine
     if machine is None:
         return []
@@ -202,7 +202,7 @@ def environment_of(run: Run) -> list[tuple[str, str]]:
 
 
 def command_of(run: Run) -> str:
-    """The command that trains with exactly these values, whatever params.yaml says; empty before the end of a run."""
+    """Return the command that trains with exactly these values, whatever params.yaml says; empty before a run's end."""
     if run.summary is None:
         return ""
     words = ["safetrain run", override("model.path", run.summary.base_model)]
@@ -250,7 +250,7 @@ class RevisionReader(RunReader):
             raise ConfigError(what, where=f"{revision} has no dvc.lock", do=do)
 
     def file(self, name: str) -> bytes | None:
-        """A file by its name in the run's folder; None where the revision lacks it. Raises ConfigError."""
+        """Read a file of the run; None if the revision lacks it. Raises ConfigError if DVC has no copy."""
         path = (paths.OUTPUT / name).as_posix()
         try:
             content: bytes | None = self._files.read_bytes(path) if self._files.exists(path) else None
@@ -259,7 +259,7 @@ class RevisionReader(RunReader):
         return content
 
     def adapter(self) -> str | None:
-        """Unknown: what DVC recorded together belongs together."""
+        """Return None: DVC recorded the adapter with its evaluation, so no fingerprint has to be compared."""
         return None
 
 
@@ -289,7 +289,7 @@ def _absent(run: Run) -> list[tuple[str, str]]:
 
 
 def _values(run: Run) -> Iterator[tuple[str, str]]:
-    """Results, settings, data and environment of a run, in words by name."""
+    """Yield the name and text of each result, setting and fact about data and environment."""
     scores, summary = run.evaluation, run.summary
     if scores is not None:
         yield "result", describe_loss(scores)
@@ -301,7 +301,7 @@ def _values(run: Run) -> Iterator[tuple[str, str]]:
         yield "tokens per second", f"{summary.tokens_per_second:,.0f}"
         yield "peak of mlx", size_text(summary.peak_memory_bytes)
         yield "peak of the process", size_text(summary.peak_footprint_bytes)
-    yield "steps down for memory", "; ".join(cut(text, 200) for text in rungs_of(run)) or "none"
+    yield "settings lowered for memory", "; ".join(cut(text, 200) for text in rungs_of(run)) or "none"
     settings = summary if summary is not None else run.plan
     values = {"model.path": base_of(run), **values_of(settings)} if settings is not None else {}
     yield from ((key, value_text(value)) for key, value in values.items())

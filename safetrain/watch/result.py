@@ -1,4 +1,4 @@
-"""A finished run's result: in a few lines with the next commands, and as the model card of a folder for the Hub.
+"""The result of a finished run: a few lines with the next commands, and a model card for the Hub.
 
 The card has no rows, and no paths on this machine.
 """
@@ -36,7 +36,7 @@ AGAIN = "fuse or export it again, into another folder"
 
 
 def describe_result(run: Run, command: str = "dvc repro") -> str:
-    """The text for a terminal after ``command`` ran the pipeline; raises ConfigError without an evaluated run."""
+    """Describe the result for a terminal; ``command`` ran the pipeline. Raises ConfigError without an evaluated run."""
     summary, scores = _measured(run)
     pretrained = summary.method == PRETRAIN
     rows = f"{summary.train_rows:,} {'windows' if pretrained else 'rows'}"
@@ -60,7 +60,7 @@ def gate(run: Run, thresholds: Gate) -> Verdict:
 def unmeasured(run: Run) -> str:
     """Why the adapter's quality is unknown, in a line; empty for an evaluated one."""
     if run.state is not None and not run.state.finished:
-        return "the training is not finished: this is its best adapter so far, or that of the training before"
+        return "the training is not finished: this is its best adapter so far, or the adapter of the previous run"
     return "" if run.evaluation is not None else f"this adapter has not been evaluated: '{MEASURE}' measures it"
 
 
@@ -77,7 +77,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
 
 
 def _next(sample: Sample | None, command: str, data: DataReport | None, *, pretrained: bool) -> list[tuple[str, str]]:
-    """Commands for after a run, with or without DVC, each with its purpose."""
+    """Return commands to run next, with or without DVC, each with its purpose."""
     must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
     lines = [("source .venv/bin/activate", "")] if must_activate else []
     if pretrained:
@@ -92,7 +92,7 @@ def _next(sample: Sample | None, command: str, data: DataReport | None, *, pretr
         start = command.removesuffix("repro")
         lines += [(f"{start}exp run -S {change}", "another run"), (f"{start}exp show", "compare the runs")]
     else:
-        lines += [(f"{command} {change}", "replaces these results"), ("safetrain repro", "the same with DVC, kept")]
+        lines += [(f"{command} {change}", "replaces these results"), ("safetrain repro", "the same, kept by DVC")]
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines
@@ -109,8 +109,8 @@ def _can_be_typed(question: str) -> bool:
 def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, *, replace: bool = False) -> list[str]:
     """Write README.md into ``folder``; return remarks on what is missing. Raises ConfigError, ModelError.
 
-    ``adapter``: the one the folder was made from; None for the folder itself or the run's. ``base``: None for the
-    adapter's own. The card has results if the run's evaluation is about this adapter.
+    ``adapter``: the one that the folder was made from; None: the folder itself or the run's adapter. ``base``: None for
+    the adapter's own. The card has results if the run's evaluation is about this adapter.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -153,7 +153,7 @@ def _kind_of(folder: Path) -> str:
         return "gguf"
     if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
         return "mlx"
-    expected = "what 'safetrain fuse' or 'safetrain export' writes, or an adapter folder"
+    expected = "a folder from 'safetrain fuse' or 'safetrain export', or an adapter folder"
     raise ConfigError("This folder has no model.", where=str(folder), expected=expected, do="safetrain fuse OUT")
 
 
@@ -166,7 +166,7 @@ def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str]) -> Path:
-    """The adapter in the folder, checked by the fingerprints in its reports; raises ConfigError for another one."""
+    """Find the adapter that the folder was made from; raises ConfigError if the folder's reports name another one."""
     if kind == "mlx-adapter":
         return folder
     if adapter is None and not all(fingerprints):
@@ -175,12 +175,12 @@ def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: lis
     adapter = adapter or paths.ADAPTERS
     if set(fingerprints) - {"", fingerprint(adapter)}:
         what = "This folder was made from another adapter."
-        raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right one with --adapter")
+        raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right adapter with --adapter")
     return adapter
 
 
 def _license(base: Path) -> str:
-    """The licence in the head of the base model's card; empty where it has none."""
+    """Return the licence named in the head of the base model's card; empty if there is none."""
     path = base / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""

@@ -1,6 +1,6 @@
 """Send a recorded run to W&B, MLflow or TensorBoard, as a new run there: settings, steps, scores; no rows or answers.
 
-The training process knows nothing of it.
+The training process is not involved.
 """
 
 import importlib.util
@@ -34,9 +34,9 @@ Point = tuple[int, float, dict[str, float]]  # step, wall clock in seconds, numb
 
 
 def export(tracker: str, run: Run, place: str = "", name: str = "") -> str:
-    """Send a run, and describe where it is in a line; raises ConfigError.
+    """Send a run; return a line that says where it is now. Raises ConfigError.
 
-    ``place``: project of W&B, address of MLflow, folder of TensorBoard; empty: the usual one. ``name``: of the run.
+    ``place``: W&B project, MLflow address or TensorBoard folder; empty: the default. ``name``: of the run there.
     """
     if importlib.util.find_spec(tracker) is None:
         raise ConfigError(f"{tracker} is not installed.", do=f"pip install -e '.[{tracker}]' -c constraints.txt")
@@ -67,7 +67,7 @@ def _numbers(record: StepRecord) -> dict[str, float]:
 
 
 def _settings(run: Run) -> Iterator[tuple[str, Any]]:
-    """Settings of the training, the base model's name and facts of the machine; no paths."""
+    """Settings of the training, the base model's name and facts about the machine; no paths."""
     yield "base_model", Path(run.summary.base_model if run.summary else run.job.base if run.job else "").name
     values = _fields_of(TrainSettings, run.settings)
     values |= {f"lora.{name}": value for name, value in vars(values.pop("lora")).items()} if values else {}
@@ -76,12 +76,12 @@ def _settings(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _fields_of(kind: type[Any], record: object) -> dict[str, Any]:
-    """The values of the fields that a record has from ``kind``; empty for None."""
+    """Return a record's values for the fields of ``kind``; empty if the record is None."""
     return {field.name: getattr(record, field.name) for field in fields(kind) if record is not None}
 
 
 def _results(run: Run) -> Iterator[tuple[str, float]]:
-    """Final losses of a finished training run, and base and tuned on the test file once they are measured."""
+    """Final losses of a finished run, and the scores of the base and tuned models once they are measured."""
     values: dict[str, Any] = {}
     if run.summary is not None:
         values |= {f"result/{name}": value for name, value in _fields_of(TrainingMetrics, run.summary).items()}
@@ -112,7 +112,7 @@ def _send_wandb(place: str, name: str, settings: Settings, points: Sequence[Poin
         run.finish()
         wandb.teardown()  # finish does not wait until everything is written
     except wandb.errors.Error as error:
-        do = "wandb login, or without an account WANDB_MODE=offline"
+        do = "run 'wandb login'; without an account, set WANDB_MODE=offline"
         raise ConfigError(f"W&B refused the run: {error}", do=do) from error
     return str(where)
 
@@ -140,7 +140,7 @@ def _send_mlflow(place: str, name: str, settings: Settings, points: Sequence[Poi
         client.set_terminated(run_id)
     except MlflowException as error:
         text = CREDENTIALS.sub("//", str(error))
-        failure = ConfigError(f"MLflow refused the run: {text}", where=shown, do="check that the server runs")
+        failure = ConfigError(f"MLflow refused the run: {text}", where=shown, do="check that the server is running")
         raise failure from None  # the traceback has the password
     return f"run {run_id} of {PROJECT!r} in {shown}"
 

@@ -136,7 +136,7 @@ def test_steps_down_for_memory_are_told_and_marked(tmp_path: Path) -> None:
     rung = Rung(SETTINGS, 7, "killed")
     job = TrainJob("tiny", settings, False, MemoryBudget(9, 1), None, rungs=(rung,))
     write_record(output / "flight/job.json", job)
-    for folder, parts in ((tmp_path, ("finished, after 2 steps down", f"{rungs[1]}; continued with less memory",
+    for folder, parts in ((tmp_path, ("finished, settings lowered 2 times", f"{rungs[1]}; continued with less memory",
                                       "the last process continued from step 10")),
                           (tmp_path / "dead", ("step 7: 2 x 2 rows per update, at most 64 tokens each",))):  # fmt: skip
         text = told(folder)
@@ -162,7 +162,7 @@ def test_empty_answers_and_an_evaluation_of_another_adapter_are_named_in_the_ver
     silent = tuple(dataclasses.replace(sample(text, number), tuned=" ") for number, text in enumerate(("A?", "B?")))
     make_run(tmp_path, found=evaluation((*silent, sample("C?", 3))))
     text = told(tmp_path)
-    assert "better by 1.50 ± 0.25 (95 %, 9 rows). But 2 of its 3 recorded answers are empty." in text
+    assert "better by 1.50 ± 0.25 (95 %, 9 rows). But 2 of the tuned model's 3 recorded answers are empty." in text
     assert "(empty answer)" in text
     (tmp_path / paths.ADAPTERS / "adapters.safetensors").write_bytes(b"others")
     assert "This adapter has not been evaluated" in told(tmp_path)
