@@ -110,7 +110,7 @@ def test_the_first_screen_of_readme_stays_one() -> None:
 
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FILES = sorted(set(re.findall(r"`((?:safetrain|stages|tests|benchmarks)/[\w/]+(?:\.py)?)`", TEXT)))
-NAMED = sorted(set(re.findall(r"`((?:safetrain|stages)/[\w/]+\.py)`((?:,? `\w+`)+)", TEXT)))
+NAMED = sorted(set(re.findall(r"`((?:safetrain|stages)/[\w/]+\.py)`((?:,?(?: and)? `\w+`)+)", TEXT)))
 
 
 def defined(file: str) -> set[str]:
@@ -133,7 +133,7 @@ def test_a_file_that_is_named_exists(file: str) -> None:
 
 @pytest.mark.parametrize(("file", "names"), NAMED)
 def test_a_function_that_is_named_exists(file: str, names: str) -> None:
-    missing = set(re.findall(r"\w+", names)) - defined(file)
+    missing = set(re.findall(r"`(\w+)`", names)) - defined(file)
     assert not missing, f"{file} has no {', '.join(sorted(missing))}"
 
 
