@@ -175,9 +175,7 @@ def plot_of(curve: Points, marks: Points, width: int, height: int) -> Text:
     def lines_of(values: np.ndarray, count: int) -> list[int]:
         return [round(share * (count - 1)) for share in np.clip((high - values) / (high - low), 0, 1)]
 
-    line = np.interp(
-        np.linspace(first, last, 2 * columns), *np.array(curve or marks).T
-    )  # a character has 4 rows of 2 dots
+    line = np.interp(np.linspace(first, last, 2 * columns), *np.array(curve or marks).T)
     bits = np.zeros((lines, columns), np.int64)
     for place, row in enumerate(lines_of(line, 4 * lines)):
         bits[row // 4, place // 2] |= DOTS[row % 4][place % 2]

@@ -140,8 +140,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
         why = f"{paths.EVALUATION} is about another adapter" if other else f"no evaluation yet ({dvc()} repro)"
         remarks.append(f"the card has no results: {why}")
     if not all(reports):
-        text = "nothing in the folder shows that it was made from this adapter, or how much of the improvement it keeps"
-        remarks.append(text)
+        remarks.append("no report in the folder shows its adapter, or how much of the improvement it keeps")
     return remarks
 
 

@@ -133,4 +133,4 @@ def test_a_folder_of_another_adapter_is_refused(project: Path, kind: str) -> Non
         card(folder)
     text, remarks = card(folder, paths.ADAPTERS)
     assert "0.75" in text
-    assert "nothing in the folder shows that it was made from this adapter" in remarks[-1]
+    assert "no report in the folder shows its adapter" in remarks[-1]
