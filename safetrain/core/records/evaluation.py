@@ -76,7 +76,7 @@ class Evaluation:
     base: Score
     forgetting: Forgetting
     rows: int
-    rows_available: int  # in the test file; ``rows`` may be an evenly spread sample
+    rows_available: int  # rows in the test file; ``rows`` may be an evenly spread sample
     cut_rows: int  # truncated to the length of the training
     questions: int
     answered: int  # questions that both models answered: all, or a seeded sample

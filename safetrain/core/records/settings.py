@@ -146,7 +146,7 @@ class Recommendation:
     planned_optimizer: str
     planned_model: str
     planned_backend: str
-    reasons: dict[str, str]  # by key; lora.rank and the like for those of the adapter
+    reasons: dict[str, str]  # by key: train keys without a prefix, adapter keys as lora.rank
     predicted_peak_bytes: int
     mlx_limit_bytes: int  # value for mx.set_memory_limit
     memory_terms: tuple[MemoryTerm, ...]
