@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import BinaryIO
 
@@ -112,7 +113,7 @@ class Heartbeat:
         self._longest: dict[tuple[Phase, Edge], float] = {}
         self._last: FlightRecord | None = None
         self._since = time.monotonic()
-        self._pause = 0.0, 0.0  # start and end of the last pause
+        self._pause = -inf, -inf  # start and end of the last pause
 
     def feed(self, records: list[FlightRecord]) -> None:
         """Process new records, oldest first."""
