@@ -62,7 +62,7 @@ class DoraLinear(LoraLinear):
         return self.linear(x) - self.linear["bias"] if "bias" in self.linear else self.linear(x)
 
     def _lengths(self, dtype: mx.Dtype) -> mx.array:
-        """Row lengths of W + scale (A B)^T, (outputs,), a constant for the gradient.
+        """Row lengths of W + scale (A B)^T, shape (outputs,); the gradient treats them as constants.
 
         They come from products with the few columns of A: |w + d|^2 = |w|^2 + 2 w.d + |d|^2.
         """

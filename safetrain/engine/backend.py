@@ -92,10 +92,10 @@ def room_bytes() -> int:
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:
-    """Limit the memory of this process, which measures or tests, as in a training run, and to ``own_limit_bytes``.
+    """Limit this process, which measures or tests, to the memory of a training run and to ``own_limit_bytes``.
 
-    On CPU the limit is the available memory, plus private memory that is reserved but not used. A GPU has its own
-    memory, and on a Mac the process that started this one watches it. A limit set in the shell applies already.
+    On CPU a training run has the available memory, plus private memory that is reserved but not used. A GPU has its own
+    memory, and on a Mac the parent process watches memory. A limit set in the shell applies already.
     """
     room = machine_room_bytes(read_memory()) + DATA_BESIDE_BYTES if device().on_cpu else None
     limit_memory(min((size for size in (room, own_limit_bytes) if size is not None), default=None))

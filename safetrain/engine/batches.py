@@ -43,7 +43,7 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
 
 
 def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
-    """The layout for training on ``batch_size`` of the longest rows at once. ``inputs``: input tokens of each row."""
+    """The layout for training on ``batch_size`` of the longest rows at once. ``inputs``: each row's token count."""
     longest = padded(int(inputs.max())) if model.packs_rows else int(widths_of(inputs.max()))
     return layout_for(model, batch_size * longest)
 
@@ -80,7 +80,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Update:
-    """The micro-batches of one optimizer update, and token counts."""
+    """The micro-batches of one optimizer update, and its token counts."""
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int
@@ -107,7 +107,7 @@ def update_at(
 def update_of_rows(
     data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout, counted: Sequence[int] | None = None
 ) -> Update:
-    """Build an update from groups of rows, one micro-batch per group. ``counted``: the rows of all ranks."""
+    """Build an update from groups of rows, one micro-batch per group. ``counted``: all ranks' rows, for its counts."""
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     rows = np.array([row for rows in groups for row in rows] if counted is None else counted, dtype=np.int64)
     labels, inputs = (int(each.sum(dtype=np.int64)) for each in (data.label_counts[rows], data.inputs(rows)))
@@ -121,7 +121,7 @@ def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
 
 
 def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
-    """Divide ``rows``, sorted longest first, into groups of one row or at most ``most_tokens`` tokens with padding."""
+    """Divide ``rows``, sorted longest first, into groups: one row, or at most ``most_tokens`` tokens with padding."""
     order = np.asarray(rows, dtype=np.int64)
     widths = data.inputs(order)
     ends = np.cumsum(widths, dtype=np.int64)

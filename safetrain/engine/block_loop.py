@@ -79,7 +79,7 @@ class BlockLoop:
     ) -> list[list[Piece]]:
         """Run micro-batches through all blocks; returns the pieces of each micro-batch.
 
-        With ``key_of`` they keep the inputs of trained blocks, and each label weighs ``share``.
+        With ``key_of`` the pieces keep the inputs of trained blocks, and each label weighs ``share``.
         """
         blocks, begun = self._blocks, list[list[Piece]]()
         for batch in batches:
@@ -107,7 +107,7 @@ class BlockLoop:
         return begun
 
     def grouped(self, batches: Iterable[MicroBatch], kept_blocks: int) -> Iterator[list[MicroBatch]]:
-        """Group micro-batches so that inputs of ``kept_blocks`` blocks fit in KEPT_BYTES; a group has at least one."""
+        """Group micro-batches, at least one per group, so that inputs of ``kept_blocks`` blocks fit in KEPT_BYTES."""
         group, kept = list[MicroBatch](), 0
         for batch in batches:
             size = sum(shard.inputs.size for shard in batch.shards) * kept_blocks * self._blocks.state_bytes
@@ -206,7 +206,7 @@ def _at_once(compute: Callable[[Given], Any], each: Sequence[Given]) -> list[Any
 
 
 def computed(model: BaseModel, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield each micro-batch; with the base on disk, after computing its last block, whose outputs ``through`` uses."""
+    """Yield each micro-batch; if the base is on disk, first compute the last block's outputs for ``through`` to use."""
     if model.blocks is None:
         yield from batches
         return

@@ -35,7 +35,7 @@ Subject = tuple[str, Path, Path | None]  # base or tuned, its folder, and an ada
 
 @dataclass(frozen=True)
 class Examination:
-    """The data that models are measured on, and limits of memory, time and answers."""
+    """The data that models are measured on, and the limits: memory, time, questions, and tokens per answer."""
 
     held_out: HeldOut
     general: GeneralText
@@ -46,7 +46,7 @@ class Examination:
     beat: Callable[[str, str, int, float], None]  # model, kind of work, total, done so far
 
     def measure(self, *subjects: Subject) -> list[ModelMeasures]:
-        """Measure models one after the other; later models get the questions that earlier ones answered.
+        """Measure models one after the other; later models get only the questions that all earlier ones answered.
 
         Raises TrainingError if a loss is not a number.
         """
@@ -66,7 +66,7 @@ class Examination:
         return measures
 
     def _open(self, files: ModelFiles) -> tuple[BaseModel, int]:
-        """Open the model, dequantized if memory allows; returns it and mlx's memory limit, the training's or more."""
+        """Open the model, dequantized if memory allows; returns it and mlx's memory limit, at least the training's."""
         run, dequantize = self.run, self.run.dequantize_base
         limit_bytes = run.mlx_limit_bytes
         is_kept = files.quantization_bits is not None and not dequantize and not run.stream_base
@@ -129,7 +129,7 @@ def in_time(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answers:
-    """Answer the ``first`` questions of ``order``, then as many as ``seconds`` allow.
+    """Answer the first ``first`` questions in ``order``, then as many more as fit into ``seconds`` in total.
 
     More questions take at most proportionally longer than the first ones.
     """

@@ -87,7 +87,7 @@ def load_job(asked: TrainJob) -> Job:
 
 
 def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
-    """The largest update of the run, with rows in the order of the run's seed."""
+    """The largest update of the run, with rows in the order that the run's seed gives."""
     settings = job.settings
     return largest_update(
         job.train,

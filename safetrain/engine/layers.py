@@ -40,7 +40,7 @@ def key_of(seed: int, update: int, first_row: int) -> mx.array:
 
 
 class Dropout(nn.Module):
-    """While training, zeroes a share of its inputs and scales up all others."""
+    """While training, zeroes a random share of its inputs and scales up all others."""
 
     def __init__(self, share: float, source: Randomness) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ def inputs_of(layer: Any) -> int:
 
 
 def slices_of(count: int, numbers_each: int) -> list[slice]:
-    """Divide ``count`` rows into slices that are small in float32."""
+    """Divide ``count`` rows of ``numbers_each`` numbers into slices that are small in float32."""
     step = max(1, SLICE_BYTES // (FLOAT32 * numbers_each))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def change_classes(module: Any, kinds: Mapping[type, type]) -> None:
-    """Change the class of every part of ``module`` whose class is a key of ``kinds``; subclasses stay."""
+    """Change the class of every part of ``module`` whose own class, not a base class, is a key of ``kinds``."""
     for _, part in module.named_modules():
         if type(part) in kinds:
             part.__class__ = kinds[type(part)]

@@ -63,14 +63,14 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, content: bytes, step: int = 0) -> list[bytes]:
-        """Collect one message from each rank, of the same length on all."""
+        """Collect one message from each rank; all must have the same length."""
         with self._exchange(step):
             rows = mx.distributed.all_gather(mx.array(np.frombuffer(content, np.uint8))[None], group=self._group)
             mx.eval(rows)
         return [row.tobytes() for row in np.array(rows)]
 
     def total(self, stop: int, step: int, *values: float) -> list[float]:
-        """Sums over all ranks in float64, added in rank order: the same bits on all. Agrees on ``stop``."""
+        """Sum each value over all ranks, in float64 and rank order: the same bits on all. Agrees on ``stop``."""
         contents = self.gather(np.array([stop, *values], dtype=np.float64).tobytes(), step)
         stops, *columns = zip(*(np.frombuffer(each, dtype=np.float64).tolist() for each in contents), strict=True)
         self.stop = int(max(stops))
@@ -91,7 +91,7 @@ class Ranks:
         return np.array(self._sum(mx.array(np.frombuffer(mine, dtype=np.uint8)))).tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Copy rank 0's arrays, which have the same names and shapes on all ranks, bit for bit."""
+        """Copy rank 0's arrays to all ranks, bit for bit; names and shapes must be the same on all."""
         copies = {}
         for name, array in sorted(arrays.items()):
             own = array if self.rank == 0 else mx.zeros_like(array)

@@ -128,7 +128,7 @@ def line_by_line(
 def _tiles_forward(tiles: Tiles, scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
     """Outputs, and each query's base-2 log-sum-exp, (lines, groups, width, 1).
 
-    An extra column in the factors of a product sums each line of powers for free, or adds a number to each score.
+    An extra column in the factors of a product sums each query's powers for free, or adds a number to each score.
     """
     scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
     outputs, peaks = list[mx.array](), list[mx.array]()
@@ -188,7 +188,7 @@ def _hidden(start: int, stop: int, window: int | None) -> mx.array:
 
 
 def _after(before: Sequence[mx.array], *arrays: mx.array) -> Sequence[mx.array]:
-    """Delay arrays until ``before`` is computed: mlx would start many tiles at once, each using memory."""
+    """Delay arrays until ``before`` is computed; otherwise mlx would start many tiles at once, each using memory."""
     return mx.depends(list(arrays), list(before)) if before else arrays
 
 

@@ -57,7 +57,7 @@ Measured = tuple[int, float, int]  # an update: mlx's memory peak in bytes, seco
 
 
 def load(folder: Path) -> dict[str, object]:
-    """Open the model as stored, run one token through it, then a few tokens and their gradient.
+    """Open the model as stored, run one token through it, then compute a gradient on a few tokens.
 
     If possible it runs only some blocks, at least one of each kind, because a large model takes long.
     """
@@ -164,7 +164,7 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
 def _textbook(
     folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, mx.array], data: TokenRows
 ) -> tuple[float, np.ndarray, bool]:
-    """Loss and gradient of mlx-lm's unchanged model and LoRA layers, row by row, and whether they are float32."""
+    """Loss and gradient of mlx-lm's unchanged model and LoRA layers, summed row by row; whether outputs are float32."""
     module = plain_model(folder, lora, keys, in_float32=device().on_cpu)
     module.load_weights(list(weights.items()), strict=False)
     module.train()  # some models have kernels without a gradient, which they use only in evaluation
@@ -296,7 +296,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
 
 
 def _open(job: Job, scratch: Path) -> TrainingRun:
-    """Open the training run with its memory limits, but only the longest validation rows."""
+    """Open the training run with its memory limits, but with only the longest validation rows."""
     output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
     output.mkdir()
     rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size]))

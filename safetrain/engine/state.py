@@ -77,7 +77,7 @@ def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
 
 
 def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> None:
-    """Write a checkpoint with the best adapter so far; then write the pointer and remove old checkpoints.
+    """Write a checkpoint with the best adapter so far; then write the pointer to it and remove old checkpoints.
 
     Raises OSError when a write fails.
     """
@@ -99,7 +99,7 @@ def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: Bl
 
 
 def best_file(job: Job, state: TrainState) -> Path | None:
-    """The file with the best weights so far: the adapter's, or a checkpoint's copy if that was removed.
+    """The file with the best weights so far: in the adapter folder, or a checkpoint's copy if it is gone from there.
 
     None before the first validation. Raises TrainingError if no file has the expected checksum.
     """

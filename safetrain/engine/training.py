@@ -152,7 +152,7 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
 
 
 def record(run: TrainingRun, *, validate: bool) -> None:
-    """Record and report the updates since the last record, after validation if that is due."""
+    """Record and report the updates since the last record; if ``validate``, measure the validation loss first."""
     state, valid_loss = run.state, None
     if validate:
         with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
@@ -231,7 +231,7 @@ def save(run: TrainingRun) -> None:
 def fault_in(summed_loss: float, norm: float, labels: int, recent: Sequence[float], max_jump: float | None) -> str:
     """Describe what is wrong with an update; empty if nothing. ``recent``: earlier losses, in nats per label.
 
-    A jump exceeds all of them: with one row per update, losses of short and long answers may differ widely.
+    A jump is above all ``recent`` losses, and above their median by ``max_jump``: single rows' losses differ widely.
     """
     if not math.isfinite(summed_loss):
         return "the loss is not a number"

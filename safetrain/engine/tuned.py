@@ -98,7 +98,7 @@ class TunedModel:
 
 
 def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int, least_rows: int = 1) -> TokenRows:
-    """Choose evenly spread rows of at most ``most_tokens`` tokens, but ``least_rows`` rows or more if memory allows."""
+    """Choose evenly spread rows, about ``most_tokens`` tokens in all, but at least ``least_rows`` if memory allows."""
     width = files.vocab_size if model.split is None else files.hidden_size
     state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
     kept, read = MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64))
@@ -109,7 +109,7 @@ def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens:
 def _at_labels(
     model: BaseModel, rows: TokenRows, most_tokens: int, tuned: TunedModel | None, beat: Beat
 ) -> list[np.ndarray]:
-    """Keys, losses, greedy tokens, whether these are right, and divergences from ``tuned`` (hidden states if None)."""
+    """Each label's key, loss, greedy token, whether it is right, and divergence from ``tuned`` (None: hidden state)."""
     model.module.eval()
     own = model.head()
     theirs = own if tuned is None or tuned.head is None else tuned.head()  # dequantizes it once at most
@@ -175,7 +175,7 @@ def remember_best(run: TrainingRun) -> TunedModel:
 
 
 def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
-    """Open the base, load the adapter's folder as mlx-lm does, and compare both with the tuned model.
+    """Reopen the base and compare it with the tuned model; then load the adapter as mlx-lm does, and compare again.
 
     Call it after the training's model is freed. Raises TrainingError if the adapter has no effect or differs from the
     tuned model, ModelError if mlx-lm cannot open it, InterruptedRun after a signal.
@@ -225,7 +225,7 @@ def _beat(watcher: Watcher, step: int) -> Beat:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """The trained model, the output path, the rows to measure both models on, and what an export may lose."""
+    """Base and adapter, the output path, the rows to measure models on, and how much improvement an export may lose."""
 
     base: Path
     adapter: Path
@@ -246,7 +246,7 @@ class ExportComparison:
     """Compares written models with the tuned model and its base; shows each in a line."""
 
     def __init__(self, job: ExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
-        """Measure and free both models. Raises ModelError if the adapter has no effect or belongs to another base."""
+        """Measure and free base and tuned model. Raises ModelError if the adapter has no effect or another base."""
         require_base(job.adapter, job.base, files.fingerprint)
         set_limits(job.mlx_limit_bytes)
         self._job, self._files, self._say = job, files, say

@@ -282,7 +282,7 @@ class BlockOptimizer:
         self._mlx.state = state
 
     def init(self, parameters: Tree) -> None:
-        """Reset; call before the first update."""
+        """Create new optimizer state for ``parameters``; call before the first update."""
         self._mlx.init(parameters)
 
     def update(self, module: Any, gradient: Tree, rate: float, scale: float) -> None:

@@ -171,7 +171,7 @@ def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[T
 
 
 def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainSettings | None:
-    """Find the next rung whose micro-batches are smaller than the one that died; None at the bottom."""
+    """Find the next rung whose micro-batches are smaller than the failed micro-batch; None at the bottom."""
     if len(job.rungs) >= MOST_RUNGS:
         return None
     smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
@@ -281,7 +281,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
 
 
 def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> tuple[int, str, str]:
-    """Return the memory that a rank may use now, within train.memory_limit_gb: bytes, words, and how to get more.
+    """Return a rank's available memory, within train.memory_limit_gb: bytes, a description, and how to get more.
 
     On a Mac, where free memory says little, that is the planned budget, or 0 at critical memory pressure.
     """

@@ -89,7 +89,7 @@ def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
 
 
 def exit_code_of(ending: Ending, cause: Cause) -> int:
-    """Choose the stage's exit code: the child's own, 128 plus a signal, 124 for a hang, 137 beyond a limit; never 0.
+    """Choose the stage's exit code, never 0: the child's own, 128 plus a signal, 124 (hang) or 137 (memory limit).
 
     Python ends with 1 for every uncaught exception: if memory was the cause, EngineError's code replaces it.
     """

@@ -126,7 +126,7 @@ class Heartbeat:
     def forgive(self, start_seconds: float, end_seconds: float) -> None:
         """Ignore a period in which the process or the supervisor was stopped. It may be reported twice, or in parts.
 
-        A record from before the pause may arrive after it, because it waits in the ring.
+        A record from before the pause may arrive after it, because it waits in the ring buffer.
         """
         start, end = self._pause
         if start_seconds > end:  # another pause
@@ -365,7 +365,7 @@ class WatchedProcess:
 
 
 def culprit(ended: list[WatchedProcess]) -> WatchedProcess | None:
-    """Find the rank that ended the training among those that ended by themselves; None if all had one reason.
+    """Find the rank that ended the training among those that ended by themselves; None if all had the same reason.
 
     A rank that ended only because another was gone is not the cause; the first of the remaining ranks is.
     """

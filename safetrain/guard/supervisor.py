@@ -77,7 +77,7 @@ class _Watch:
         return bool(running)
 
     def look(self, show: Callable[[Event], None]) -> None:
-        """Do one round: events, records, memory, deadlines."""
+        """Do one round of checks: events, records, memory and deadlines."""
         now = time.monotonic()
         for rank in self._ranks:
             for event in rank.new_events():

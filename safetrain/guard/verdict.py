@@ -197,7 +197,7 @@ def _python_error(ending: Ending) -> Cause | None:
 
 
 def _expected_data_bytes(ending: Ending) -> int:
-    """Estimate the highest private memory: as measured, or at the phase's start plus mlx's predicted growth."""
+    """Estimate peak private memory: as measured or, if higher, at the phase's start plus mlx's predicted growth."""
     last = ending.record
     expected = 0
     if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):

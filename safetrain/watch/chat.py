@@ -142,7 +142,7 @@ class Chat:
         return None
 
     def _answer(self, side: Side, message: Mapping[str, Any], prompt: list[int]) -> None:
-        """Print an answer, which stays in the chat, even the beginning of a stopped one."""
+        """Print an answer and keep it in the chat, even if it was stopped early."""
         print(f"{side.label + ':':<7}" if side.label else "", end="", flush=True)
         answer = AnswerText(self._tokenizer)
         for token in side.speaker.answer(prompt, lambda: self._stopped):

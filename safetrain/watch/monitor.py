@@ -88,7 +88,7 @@ class MonitorView:
 
     @property
     def step(self) -> int:
-        """Number of updates made. The recorder is ahead of the metrics."""
+        """Number of updates made, also from the flight recorder: metrics are written less often."""
         recorded = [record.work.step - (record.phase in IN_UPDATE) for record in self.run.flight[-1:]]
         return max([0, *recorded, *(record.step for record in self.run.steps[-1:])])
 
@@ -154,7 +154,7 @@ def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 
 
 def memory_of(run: Run) -> dict[str, int]:
-    """Memory sizes in bytes, 0 if unknown. The process is rank 0."""
+    """Memory sizes in bytes, 0 if unknown; ``process_bytes`` is measured on rank 0."""
     last, limit = run.flight[-1] if run.flight else None, run.marker or run.postmortem
     peaks = [record.peak_bytes for record in run.flight]
     return {
@@ -192,7 +192,7 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
 
 
 def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
-    """Wall clock and text of the last events."""
+    """Wall-clock time and text of the last events."""
     newest = [entry for entry in journal if type(entry.event) in EVENTS][-MOST_EVENTS:]
     return [(entry.wall_seconds, EVENTS[type(entry.event)].format(**vars(entry.event))) for entry in newest]
 

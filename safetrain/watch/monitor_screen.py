@@ -105,7 +105,7 @@ def place_lines(view: MonitorView) -> list[str]:
 
 
 def plain_line(view: MonitorView) -> str:
-    """Return the view as one line, the most important first."""
+    """Return the view as one line, with the most important values first."""
     start = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
     parts = [start, *place_lines(view), *(f"{name}: {text}" for name, text in rows_of(view))]
     return "  ".join(" ".join(part.split()) for part in parts)

@@ -122,14 +122,14 @@ def say_on_terminal(text: str) -> None:
 
 
 class EvaluationProgress:
-    """Prints every ten seconds how far the evaluation of a model is, and how much time this part still needs."""
+    """Prints every ten seconds how far the evaluation of a model is, and how much time its current part still needs."""
 
     def __init__(self) -> None:
         self._part = ("", "")  # model and work
         self._start_seconds, self._line_seconds, self._start_done = 0.0, 0.0, 0.0  # of this part
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
-        """Report how much of this model's ``work`` (e.g. ``questions answered``) is done; begun questions count."""
+        """Report how much of a model's ``work`` (``questions answered``) is done; begun questions count in part."""
         now = time.monotonic()
         if (name, work) != self._part:
             self._part, self._start_seconds, self._line_seconds, self._start_done = (name, work), now, now, done
@@ -141,7 +141,7 @@ class EvaluationProgress:
 
 @contextmanager
 def still_working(activity: str) -> Iterator[None]:
-    """Print every ten seconds how long the block has run, for work that does not report its progress."""
+    """Print every ten seconds how long the ``with`` block has run, for work that does not report its progress."""
     end, start_seconds = threading.Event(), time.monotonic()
 
     def repeat() -> None:

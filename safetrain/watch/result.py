@@ -58,7 +58,7 @@ def gate(run: Run, thresholds: Gate) -> Verdict:
 
 
 def unmeasured(run: Run) -> str:
-    """Why the adapter's quality is unknown, in a line; empty for an evaluated one."""
+    """Why the adapter's quality is unknown, in a line; empty if it was evaluated."""
     if run.state is not None and not run.state.finished:
         return "the training is not finished: this is its best adapter so far, or the adapter of the previous run"
     return "" if run.evaluation is not None else f"this adapter has not been evaluated: '{MEASURE}' measures it"

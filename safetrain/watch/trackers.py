@@ -36,7 +36,7 @@ Point = tuple[int, float, dict[str, float]]  # step, wall clock in seconds, numb
 def export(tracker: str, run: Run, place: str = "", name: str = "") -> str:
     """Send a run; return a line that says where it is now. Raises ConfigError.
 
-    ``place``: W&B project, MLflow address or TensorBoard folder; empty: the default. ``name``: of the run there.
+    ``place``: W&B project, MLflow address or TensorBoard folder; empty: the default. ``name``: the run's name there.
     """
     if importlib.util.find_spec(tracker) is None:
         raise ConfigError(f"{tracker} is not installed.", do=f"pip install -e '.[{tracker}]' -c constraints.txt")

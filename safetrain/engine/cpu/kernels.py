@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 
 def _swiglu_forward(gate: mx.array, x: mx.array) -> Arrays:
-    """The product and the sigmoid, which the gradient needs."""
+    """silu(gate) * x, and the gate's sigmoid, which the gradient needs."""
     sigmoid = 1.0 / (1.0 + mx.power(2.0, mx.minimum(gate * -LOG2_E, LARGEST_EXPONENT)))
     return gate * sigmoid * x, sigmoid
 
@@ -110,7 +110,7 @@ def _product(layer: Any, x: mx.array) -> mx.array:
 
 
 class LinearDequantizedPerUse(nn.QuantizedLinear):
-    """A quantized linear layer that dequantizes at each use. Made by changing its class, so names and weights stay."""
+    """A quantized linear layer that dequantizes at each use. A layer's class is changed, so names and weights stay."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = _product(self, x)

@@ -159,7 +159,7 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
 
 
 def architecture_of(model_type: str, where: str) -> str:
-    """Look up a model type; raises ModelError if no GGUF files are written for it."""
+    """llama.cpp's name for a model type; raises ModelError if this type cannot be exported as a GGUF file."""
     if model_type not in FAMILIES:
         raise ModelError(
             f"Models of the type {model_type} cannot be exported as GGUF files.",
@@ -172,7 +172,7 @@ def architecture_of(model_type: str, where: str) -> str:
 
 
 def text_model(module: Any) -> Any:
-    """The language model in a module: gemma3 also has one for images."""
+    """The language model in a module: gemma3 also has a vision model."""
     return module.get("language_model", module)
 
 
@@ -245,12 +245,12 @@ class GgufPart:
     added: float  # to every number in the file
 
     def places(self) -> np.ndarray:
-        """Place of each of mlx-lm's rows in the file, (rows,)."""
+        """For each of mlx-lm's rows, its place in the file; shape (rows,)."""
         rows = np.arange(self.shape[0])
         return np.argsort(rows.reshape(self.heads, 2, -1).swapaxes(1, 2).ravel()) if self.heads else rows
 
     def stored_as(self, kind: Kind) -> Kind:
-        """The weight's type in a file of ``kind``: F32 for vectors, Q8_0 for AT_THE_ENDS in a file of Q4_0."""
+        """The weight's type in a file of ``kind``: F32 for vectors, Q8_0 for a name in AT_THE_ENDS if it is Q4_0."""
         if len(self.shape) == 1:
             return Kind.F32
         return Kind.Q8_0 if kind == Kind.Q4_0 and self.name in AT_THE_ENDS else kind

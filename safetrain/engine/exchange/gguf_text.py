@@ -138,7 +138,7 @@ def _unknown(what: str, where: str) -> ModelError:
 def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat | None, size: int) -> None:
     """Write the chat template and its special tokens into the metadata. ``size``: rows of the embedding.
 
-    Raises ModelError without a stop token: llama.cpp would use an arbitrary token.
+    Raises ModelError if there is no stop token: llama.cpp would use an arbitrary one.
     """
     templates = templates_of(tokenizer, form)
     writer.add_chat_template([{"name": name, "template": source} for name, source in templates.items()])

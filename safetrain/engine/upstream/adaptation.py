@@ -64,7 +64,7 @@ def asked(call: Callable[..., Any], *arguments: Any) -> mx.array:
 
 
 def are_close(found: Sequence[mx.array], expected: Sequence[mx.array], share: float = TOLERANCE) -> bool:
-    """Whether numbers agree to within a share of the largest one: TOLERANCE_16_BIT in 16 bits. NaN never agrees."""
+    """Whether numbers agree to within ``share`` (in 16 bits TOLERANCE_16_BIT) of the largest one. NaN never agrees."""
     pairs = [(numbers(one), numbers(other)) for one, other in zip(found, expected, strict=True)]
     share = share if expected[0].dtype == mx.float32 else TOLERANCE_16_BIT
     largest = max(np.abs(other).max() for _, other in pairs)
@@ -257,7 +257,7 @@ class SplitModel:
 
     @property
     def has_slices(self) -> bool:
-        """Whether the head is dequantized, slice by slice."""
+        """Whether the head can be dequantized slice by slice."""
         return type(self.layer) in kernels.PER_USE.values() and "bias" not in self.layer
 
     def slices(self, *, backwards: bool = False) -> Iterator[mx.array]:

@@ -28,7 +28,7 @@ ROUNDING = 1e-4  # relative to the largest number: only the order of sums differ
 class Conversation:
     """A chat with one model. It keeps its cache, and reads a prompt only from the first token that is new.
 
-    ``ended`` says how the last answer ended: stop, length, context or stopped.
+    ``ended`` says how the last answer ended: stop (token), length, context or stopped (by the caller).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Conversation:
         self._ids, self._caches = list[int](), list[Any]()  # the tokens in the caches, and the caches
 
     def answer(self, prompt: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """Yield the answer's tokens without its stop token; ``stopped`` is called after each."""
+        """Yield the answer's tokens without its stop token; True from ``stopped``, called after each token, ends it."""
         most = self._most if self._context is None else min(self._most, self._context - len(prompt))
         self.ended = "length" if most == self._most else "context"
         if most <= 0:
@@ -87,7 +87,7 @@ class Conversation:
 def one_by_one(
     module: Any, prompts: Sequence[Sequence[int]], ends: frozenset[int], most: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Answer one prompt after the other; yield its number, an answer token, and whether the answer ends with it."""
+    """Answer one prompt after the other; yield the prompt's number, an answer token, and whether it is the last."""
     for number, prompt in enumerate(prompts):
         tokens = generate_step(mx.array(list(prompt)), module, max_tokens=most, prefill_step_size=PREFILL_TOKENS)
         for count, (token, _) in enumerate(tokens, 1):
@@ -120,7 +120,7 @@ def padding_refusal(module: Any) -> str:
     """Why prompts of different lengths do not give the same answers together as alone; empty if they do."""
 
     def ask() -> None:
-        """Compare the probabilities of each prompt's first tokens: one, two or three."""
+        """Compare the probabilities of each answer's first one to three tokens, from prompts run together and alone."""
         rows, found = [list(row) for row in PROBE_ROWS], [list[mx.array]() for _ in PROBE_ROWS]
         with refusals():
             generator = _batches(module, PROBED_ROWS)

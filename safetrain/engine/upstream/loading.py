@@ -206,7 +206,7 @@ def without_adapter(block: Any) -> set[str]:
 
 
 def clip_once(module: Any) -> None:
-    """Clip weights once that Gemma 3n would clip in each pass: while a gradient is traced, that stores placeholders."""
+    """Clip now what Gemma 3n clips in each pass: while a gradient is traced, its clipping would store placeholders."""
     parts = [part for _, part in module.named_modules() if all(name in part for name in CLIPPED)]
     for part in parts:
         limit = part.config.altup_coef_clip

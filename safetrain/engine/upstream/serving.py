@@ -139,7 +139,7 @@ class _Handler(APIHandler):
     job: ServeJob
 
     def parse_request(self) -> bool:
-        """Refuse foreign Host headers: web pages whose name leads here (DNS rebinding) could read answers."""
+        """Refuse foreign Host headers; otherwise a web page could read answers by DNS rebinding."""
         is_read = bool(super().parse_request())
         if is_read and not may_name(self.headers.get("Host", ""), self.job.host):
             self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
