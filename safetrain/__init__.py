@@ -1,4 +1,4 @@
-"""safetrain decides before it spends hours, trains exactly, survives anything, and shows what happened."""
+"""safetrain fine-tunes language models: it checks before it trains, survives kills, and explains what happened."""
 
 import sys
 

@@ -44,7 +44,7 @@ def run(
 
 
 def _set_values(values: dict[str, str | None]) -> None:
-    """Write values into params.yaml; without a project, make one here if all are given."""
+    """Write values into params.yaml; without a project, make one here if no value is None."""
     from safetrain.core.storage.files import write_text
 
     given = {key: value for key, value in values.items() if value is not None}

@@ -239,7 +239,7 @@ def require_current() -> None:
 
 
 def update_project() -> list[str]:
-    """Update the files that the owner has not changed; for a changed file whose original is new, write NAME.new.
+    """Update the files that the owner has not changed; for a file that both owner and program changed, write NAME.new.
 
     params.yaml.new has the owner's values. Returns what was done, a line each. Raises ConfigError outside a project.
     """

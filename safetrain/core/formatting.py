@@ -73,15 +73,15 @@ def override(key: str, value: object) -> str:
 
 
 def dvc() -> str:
-    """Return the command that starts DVC: a project of `safetrain init` needs no separate DVC."""
+    """Return the command that starts DVC: in a project of `safetrain init`, that is `safetrain`."""
     return "safetrain" if Path(".safetrain").is_dir() else "dvc"
 
 
 def run_again() -> str:
-    """Return the command that started this run, or the usual one."""
+    """Return the command that started this run, or the usual one if that is unknown."""
     return os.environ.get(RUN) or f"{dvc()} repro"
 
 
 def ran_by(lock: Path = Path("dvc.lock")) -> str:
-    """Return the command that made a finished run: DVC leaves a lock file."""
+    """Return the command that made a finished run; a lock file shows that DVC ran it."""
     return os.environ.get(RUN) or (f"{dvc()} repro" if lock.is_file() else "safetrain run")

@@ -19,7 +19,7 @@ PROBE_SECONDS = 0.2  # longer than a probe by is_locked takes
 def lock_path(platform: str = sys.platform) -> Path:
     """Return this user's lock file: in ``$SAFETRAIN_LOCK_DIR``, or the system's folder for such files.
 
-    Other variables do not count: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
+    No other variable is used: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
     On macOS, files in $TMPDIR are removed after three days without access (confstr(3)).
     """
     folder = Path("/run/user") / str(os.getuid())

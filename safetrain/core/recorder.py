@@ -224,7 +224,7 @@ def read_flight(path: Path) -> FlightReader:
 
 
 def row_ids(rows: Sequence[int]) -> tuple[int, ...]:
-    """Convert the first row indices to line numbers."""
+    """Convert the first MOST_ROWS row indices to line numbers."""
     return tuple(row + 1 for row in rows[:MOST_ROWS])
 
 

@@ -89,7 +89,7 @@ class Run:
 
     @property
     def begun(self) -> Begun | None:
-        """The newest training process's event that everything is loaded; None without one."""
+        """The newest event of a training process that has loaded everything; None if there is none."""
         return next((entry.event for entry in reversed(self.journal) if isinstance(entry.event, Begun)), None)
 
 

@@ -1,6 +1,6 @@
 """How a program ends: by an error, Ctrl-C or SIGTERM.
 
-A training run ends after its micro-batch; work that has written nothing yet ends at once.
+A training run ends after the current micro-batch; work that has written nothing yet ends at once.
 """
 
 import errno
@@ -61,7 +61,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM inside the block."""
+    """Catch SIGINT and SIGTERM inside the block, and note the signal in the yielded StopRequest."""
     request = StopRequest()
 
     def first(number: int) -> None:

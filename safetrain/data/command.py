@@ -79,7 +79,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
 
 
 def refuse_idle(options: Mapping[str, object], when: str) -> None:
-    """Raise ConfigError if an option is set that has no effect ``when`` ("With" or "Without") --fix."""
+    """Raise ConfigError if an option is set: it has no effect with or without --fix (``when``: "With" or "Without")."""
     idle = [name for name, value in options.items() if value]
     if idle:
         raise ConfigError(f"{when} --fix, {', '.join(idle)} does nothing.", do="leave it out")
@@ -150,7 +150,7 @@ class Repair:
     def __post_init__(self) -> None:
         """Write the log and then the copy.
 
-        Raises ConfigError if one of them exists or ``into`` has an unknown suffix, DataError for rows that are bad.
+        Raises ConfigError if one of them exists or ``into`` has an unknown suffix, DataError for unreadable rows.
         """
         into = self.into
         if into.suffix not in FORMATS:

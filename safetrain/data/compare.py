@@ -78,7 +78,7 @@ class RowFacts:
         return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
 
     def tell(self, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = "") -> None:
-        """Add a finding about ``rows``; ``partners`` are the rows that they match, or the rows themselves."""
+        """Add a finding about ``rows``; ``partners`` are the rows that they match, or ``rows`` if there are none."""
         most = self.findings.most_places
         pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
         spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]

@@ -226,7 +226,7 @@ def _array_rows(pieces: Iterable[str], path: Path) -> Iterator[Placed]:
 
 
 def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Placed]:
-    """Yield the rows of a table with a header, except rows of empty cells."""
+    """Yield the rows of a table with a header, except rows whose cells are all empty."""
     csv.field_size_limit(MOST_ROW_BYTES)
     reader = csv.reader(lines, delimiter=separator, strict=True)
     names, line, row = list[str](), 1, 0

@@ -180,7 +180,7 @@ class _Tally:
 
 @dataclass
 class Findings:
-    """Collects findings row by row, with the first ``most_places`` of each."""
+    """Collects findings row by row, with the first ``most_places`` places of each."""
 
     downgrade: Sequence[str] = ()  # the kinds that are one severity lower
     most_places: int = SHOWN_PLACES

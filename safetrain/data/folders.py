@@ -113,7 +113,7 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield files that are not hidden, shard 2 before shard 10; raises DataError for broken links, links to folders."""
+    """Yield files that are not hidden, shard 2 before 10; raises DataError for broken links and links to folders."""
     try:
         there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
@@ -182,7 +182,8 @@ def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
     raise DataError(
         "The data folder has no file named train.",
         where=str(source),
-        expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain or compressed; shards; or a folder train",
+        expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain, compressed or in shards; "
+        "or a folder named train",
         got=shown(", ".join(names)) if names else "an empty folder",
         do=do,
     )

@@ -53,7 +53,7 @@ def checked_columns(columns: object) -> Columns | None:
 
 
 def _look_at(*ways: Columns) -> str:
-    """The remedy: settings that would read the row, for params.yaml or the command line."""
+    """The remedy: settings with which the row can be read, for params.yaml or the command line."""
     lines = ["leave these rows out (--fix OUT.jsonl --drop-bad), or if all rows are like this, choose their keys:"]
     for columns in ways:
         keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
@@ -62,7 +62,7 @@ def _look_at(*ways: Columns) -> str:
 
 
 def _names(keys: Collection[str]) -> str:
-    """The first keys, for an error."""
+    """The first few keys as text, for an error."""
     return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "")
 
 

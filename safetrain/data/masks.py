@@ -180,7 +180,7 @@ def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, 
 
 @dataclass(frozen=True)
 class TurnFinder:
-    """Finds the turns of a chat with placeholders in its skeleton."""
+    """Finds the assistant turns in the skeleton of a chat whose words are placeholders."""
 
     template: ChatTemplate
     plain: PlainAnswers
@@ -191,7 +191,7 @@ class TurnFinder:
     openings: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # for each literal text before a turn
 
     def turns(self) -> tuple[Turn, ...]:
-        """Find all assistant turns with a placeholder in the skeleton, in the order of the text."""
+        """Find all assistant turns that contain a placeholder, in the order of the text."""
         owners = [self.placeholders[number].message for number in self.skeleton.places]
         turns, earlier = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):

@@ -311,7 +311,7 @@ def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
-    """The other keys that are not null, in order (templates may print them), with tool calls in one form."""
+    """The turn's remaining keys that are not null, in order (templates may print them), with tool calls in one form."""
     if media := [key for key in MEDIA_KEYS if turn.get(key)]:
         raise RowError(f"{place}.{media[0]}: {ONLY_TEXT}")
     if turn.get("tool_calls") and role != "assistant":

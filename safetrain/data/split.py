@@ -70,7 +70,7 @@ def split_off(
 
 
 def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, list[str]]:
-    """Split groups by their ``places``, (groups,) uint64; also return the splits that are larger than their share.
+    """Assign groups to splits by their ``places``, (groups,) uint64; also return the splits larger than their share.
 
     Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows.
     """
@@ -88,7 +88,7 @@ def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, 
 
 
 def split_report(lengths: Sequence[np.ndarray], labels: int, label_bytes: int) -> SplitReport:
-    """Statistics of a split with at least one row; ``lengths`` are in tokens, ``label_bytes`` in UTF-8."""
+    """Statistics of a split with at least one row; ``lengths`` count tokens, ``label_bytes`` UTF-8 bytes."""
     tokens = np.concatenate(lengths)
     quantiles = np.quantile(tokens, QUANTILES, weights=np.ones(len(tokens)), method="inverted_cdf")
     spread = LengthQuantiles(*map(int, (*quantiles, tokens.max())))
@@ -137,7 +137,7 @@ def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
 
 
 class SplitWriter(contextlib.ExitStack):
-    """Writes a split: canonical lines, and a token store with the questions of test."""
+    """Writes a split's canonical lines and token store; the store of test also has the questions."""
 
     def __init__(self, folder: Path, name: str, tokenizer: ChatTokenizer) -> None:
         super().__init__()

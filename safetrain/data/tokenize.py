@@ -232,5 +232,5 @@ def _answers(rendered: RenderedRow) -> list[str]:
 
 
 def _token_at(encoding: Any, characters: range) -> int | None:
-    """The token of the first character that has one: some tokenizers drop white space."""
+    """The index of the token at the first character that has one: some tokenizers drop white space."""
     return next((token for place in characters if (token := encoding.char_to_token(place)) is not None), None)

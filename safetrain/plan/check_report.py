@@ -19,7 +19,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Check:
-    """A check and its verdict. If a critical check fails, the pipeline stops; if it is skipped, the report is open."""
+    """A check and its verdict. A failed critical check stops the pipeline; a skipped one leaves the report open."""
 
     id: str  # stable; preflight.downgrade names it
     status: str
@@ -59,7 +59,7 @@ def verdict(
 
 
 def skipped(identifier: str, why: str, *, critical: bool = False) -> Check:
-    """A check that was not run. ``critical``: this level requires its result."""
+    """A check that was not run. ``critical``: the preflight level requires its result."""
     return Check(identifier, SKIP, critical, f"not checked: {why}")
 
 

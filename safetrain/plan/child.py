@@ -68,7 +68,7 @@ def room_bytes(own_limit_bytes: int | None = None) -> int | None:
 def run_json(
     module: str, arguments: list[str], timeout_seconds: float, most_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Run ``python -m module arguments`` and read its last line as JSON; raises ChildFailed."""
+    """Run ``python -m module arguments`` and read its last line of output as JSON; raises ChildFailed."""
     lines, ended = run_lines(module, arguments, timeout_seconds, most_bytes)
     if ended:
         raise ChildFailed(ended)
@@ -238,7 +238,7 @@ def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: 
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A temporary folder, in ``parent`` if it exists, with room for checkpoints; removes folders of killed plans."""
+    """A temporary folder, in ``parent`` if that exists; also removes temporary folders that killed plans left there."""
     for folder in parent.glob(f"{PREFIX}*"):
         process = folder.name.removeprefix(PREFIX).partition("-")[0]
         if not (process.isdecimal() and psutil.pid_exists(int(process))):

@@ -163,7 +163,7 @@ def create_model(
     folder: Path, request: ShapeRequest, seed: int, *, texts: Iterable[str] = (), where: str = "",
     tokenizer: Path | None = None, say: Callable[[str], None] = lambda _text: None,
 ) -> ModelShape:  # fmt: skip
-    """Write ``folder`` completely or not at all, with a tokenizer trained on ``texts`` or copied from a model's folder.
+    """Write a model, completely or not at all; its tokenizer is trained on ``texts`` or copied from another model.
 
     ``where`` names the texts, which are read once. Raises ConfigError if the folder exists or the shape is impossible,
     DataError for texts that cannot be read or are empty, ModelError for a folder without a tokenizer, DiskFullError.
@@ -239,7 +239,7 @@ def config_of(shape: ModelShape, ids: Mapping[str, object]) -> dict[str, object]
 
 
 def _header(tensors: Sequence[TensorHeader]) -> bytes:
-    """An 8-byte little-endian length and that many bytes of JSON, a multiple of 8 (huggingface/safetensors, README)."""
+    """A header: an 8-byte little-endian length, then that many bytes of JSON, a multiple of 8 (safetensors' README)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # names and shapes are those of transformers
     place = 0
     for tensor in tensors:

@@ -72,7 +72,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
 
 
 def print_estimate(console: Console, run: Estimate, name: str) -> bool:
-    """Print a run's memory term by term, and changes that would fit if it does not. Returns whether it fits."""
+    """Print a run's memory term by term and, if it does not fit, changes that would. Returns whether the run fits."""
     _print_model(console, run)
     if run.model.model_type not in FAMILIES:
         raise ModelError(

@@ -67,7 +67,7 @@ def examine(
 ) -> tuple[list[Check], Machine | None]:
     """Run all checks of preflight.level and read the machine, which is None if mlx does not work.
 
-    ``folder`` is the model's, ``before`` the machine as last recorded; ``module`` of the engine tries out both.
+    ``folder`` is the model's, ``before`` the machine as last recorded; the engine's ``module`` tries out both.
     """
     train, level = config.train, config.preflight.level
     model, model_check = model_files(folder)
@@ -324,7 +324,7 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
 
 
 def reading_check(model: ModelFiles) -> Check:
-    """Check that a base that stays on disk is read fast enough, by its largest file, uncached if possible."""
+    """Check that a base that stays on disk is read fast enough, measured on its largest file, uncached if possible."""
     file = max(model.folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     with file.open("rb", buffering=0) as weights:
         if sys.platform == "darwin":

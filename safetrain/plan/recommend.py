@@ -1,6 +1,6 @@
 """The recommended configuration: dry runs with the real model choose among the candidates; every value has a reason.
 
-The best candidate by the closed form is tried first, then at most two more, if a faster one can pay for its dry run.
+The best candidate by the closed form is tried first, then at most two more, if they may save more time than they cost.
 """
 
 import math
@@ -123,7 +123,7 @@ class _Search:
         return recommendation_of(question, unmeasured) if unmeasured else None
 
     def _pays(self, fit: Estimate, best: Estimate, recommendation: Recommendation) -> bool:
-        """Whether another dry run probably saves more time than it costs, within planning's share of the training."""
+        """Whether another dry run probably saves more time than it costs, and planning stays within its time limit."""
         training = (recommendation.step_seconds or 0.0) * _updates_of(self.question, recommendation)
         saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
         last = self.seconds[-1]

@@ -57,7 +57,7 @@ class Provenance:
 
 
 class FileValues:
-    """Numbers of one type in a file, from an offset. They stay readable if the file is replaced."""
+    """Numbers of one type that begin at an offset in a file. They stay readable if the file is replaced."""
 
     def __init__(self, path: Path, dtype: str, offset: int, count: int) -> None:
         """Raises OSError if the file cannot be opened."""
@@ -66,7 +66,7 @@ class FileValues:
         weakref.finalize(self, os.close, self._descriptor)
 
     def __getitem__(self, place: slice) -> np.ndarray:
-        """Raises OSError if the disk fails."""
+        """Read the numbers of a slice; raises OSError if the disk fails."""
         start, stop, _ = place.indices(self._count)
         width = self._dtype.itemsize
         content = os.pread(self._descriptor, width * max(0, stop - start), self._offset + width * start)
@@ -121,7 +121,7 @@ def sampled_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token files of a corpus, and the stretches of one split. A slice reads ids from the stretches in sequence."""
+    """The token files of a corpus, and the stretches of one split. A slice reads the stretches as one sequence."""
 
     files: tuple[TokenFile, ...]
     stretches: tuple[Stretch, ...]
@@ -176,7 +176,7 @@ def store_path(folder: Path, split: str) -> Path:
 
 
 class StoreWriter(contextlib.ExitStack):
-    """Writes a store atomically. Arrays wait in scratch files, so memory does not grow with the rows."""
+    """Writes a store atomically. Arrays wait in scratch files, so memory does not grow with the number of rows."""
 
     def __init__(self, path: Path, *, documents: bool = False) -> None:
         """``documents``: the store of a corpus, whose tokens stay in their own files."""
@@ -193,7 +193,7 @@ class StoreWriter(contextlib.ExitStack):
         self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray, files: np.ndarray,
         lines: np.ndarray,
     ) -> None:  # fmt: skip
-        """Add rows: ids, whether each is ``trained``, and each row's length, label count, file and line (from 1)."""
+        """Add rows: ids, whether each id is a label, and each row's length, label count, file and line (from 1)."""
         self._labels += int(np.count_nonzero(trained))
         ends = self._count("ids") + np.cumsum(lengths)
         self._put(ids=ids, trained=trained, row_ends=ends, label_counts=label_counts, files=files, lines=lines)
@@ -228,7 +228,7 @@ class StoreWriter(contextlib.ExitStack):
         return self._arrays[name].tell() // np.dtype(self._types[name]).itemsize
 
     def _digest(self, name: str, before: bytes = b"") -> bytes:
-        """Hash ``before`` and an array."""
+        """Hash ``before`` and then the array ``name``."""
         self._arrays[name].seek(0)
         return hashlib.file_digest(self._arrays[name], lambda: hashlib.blake2b(before, digest_size=16)).digest()
 
@@ -261,7 +261,7 @@ class StoreWriter(contextlib.ExitStack):
 
 
 def read_made(path: Path) -> Provenance | None:
-    """The provenance of a store; None if it is missing, cannot be read, or has another version."""
+    """The provenance of a store; None if the store is missing, unreadable or of another version."""
     try:
         return _read(path).made
     except (OSError, DataError):
@@ -269,7 +269,7 @@ def read_made(path: Path) -> Provenance | None:
 
 
 def open_split(split: str, base: Path) -> Store:
-    """Open a split in data/validated, made with the tokenizer of ``base``; raises as ``open_store`` does."""
+    """Open a split's store in data/validated, for the model ``base``; raises as ``open_store`` does."""
     return open_store(store_path(paths.VALIDATED, split), tokenizer_hash(base))
 
 

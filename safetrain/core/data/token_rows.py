@@ -113,7 +113,7 @@ class TokenRows:
         return evenly_spaced(max(1, len(self) * most_tokens // max(1, self.tokens)), len(self))
 
     def cut(self, max_seq_length: int) -> "TokenRows":
-        """Truncate rows to their first ``max_seq_length`` tokens, or to as many around a later first label."""
+        """Truncate rows to ``max_seq_length`` tokens: the first ones, or those around a later first label."""
         starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()
         long = np.flatnonzero(lengths > max_seq_length)
         for row in long.tolist():
@@ -140,11 +140,11 @@ class TokenRows:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the model reads."""
+        """The number of tokens that the model reads from all rows."""
         return int(self.inputs().sum(dtype=np.int64))
 
     def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Number of tokens that the model reads of each row, (rows,): all except the last, which is only predicted."""
+        """Number of tokens that the model reads in each row, (rows,): all except the last, which is only predicted."""
         return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1
 
 
@@ -176,7 +176,7 @@ class TokenWindows:
     def __init__(self, documents: TokenRows, tokens: int, end_ids: frozenset[int]) -> None:
         """``documents`` are consecutive; ``tokens``: model inputs per window; ``end_ids``: ids that end a document.
 
-        Raises DataError for fewer than two tokens.
+        Raises DataError if they have fewer than two tokens in all.
         """
         self.documents, self.tokens, self._end_ids = documents, tokens, np.array(sorted(end_ids), dtype=np.uint32)
         self._first = int(documents.starts[0]) if len(documents) else 0
@@ -216,7 +216,7 @@ class TokenWindows:
         return self.pieces(evenly_spaced(max(1, most_tokens // self.tokens), len(self)))
 
     def _pieces_of(self, window: int) -> np.ndarray:
-        """Begin and end of each piece (its last token is only predicted), and its document; (3, pieces)."""
+        """Begin and end of each piece (its last token is only predicted), and its document's number; (3, pieces)."""
         begin = self._first + window * self.tokens
         last = min(begin + self.tokens, self._last)  # index of the last predicted token
         first, stop = np.searchsorted(self.documents.starts, (begin, last), side="right")

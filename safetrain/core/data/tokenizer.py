@@ -35,7 +35,7 @@ FETCH = "fetch the model again: safetrain fetch HUB_ID"
 
 
 class TemplateError(ValueError):
-    """The template cannot render these messages. ``is_broken``: it renders none, or the sandbox forbids it."""
+    """The template cannot render these messages. ``is_broken``: it cannot render any, or the sandbox forbids it."""
 
     def __init__(self, message: str, *, is_broken: bool = False) -> None:
         super().__init__(message)
@@ -173,7 +173,7 @@ def plain_answers(template: ChatTemplate, controls: Controls, tools: Tools) -> P
 
 
 def common_prefix(one: str, two: str) -> int:
-    """The length of the common prefix of two texts that ends at a border of words or control strings."""
+    """The length of the longest common prefix of two texts that ends at a border of words or control strings."""
     most = next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     return max(set(borders(one, most)) & set(borders(two, most)), default=0)
 
@@ -207,10 +207,7 @@ class ChatTokenizer:
             what = f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
             raise ModelError(what, where=str(folder), do=FETCH) from error
         if not own.is_fast:
-            what, do = (
-                "The model's tokenizer does not map characters to tokens.",
-                "use a copy of the model that has one",
-            )
+            what, do = "The model has no fast tokenizer.", "use a copy of the model that has one"
             raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)
         self.folder, self.size, self._tokenizer, self.backend = folder, len(own), own, own.backend_tokenizer
         self.end_token, self.end_id = own.eos_token or "", self.special_id("eos")
@@ -243,11 +240,11 @@ class ChatTokenizer:
 
     @functools.cached_property
     def definition(self) -> dict[str, Any]:
-        """The tokenizer in use, in the form of tokenizer.json."""
+        """The tokenizer in use, as the content of tokenizer.json."""
         return dict(json.loads(self.backend.to_str()))
 
     def special_id(self, name: str) -> int | None:
-        """The id of bos, eos or pad, None if the tokenizer has none."""
+        """The id of the token ``name`` (bos, eos or pad); None if the tokenizer does not have it."""
         number = getattr(self._tokenizer, f"{name}_token_id")
         return number if isinstance(number, int) else None
 
@@ -302,7 +299,7 @@ class Prompts:
         return list(messages) if has_one or not system else [{"role": "system", "content": system}, *messages]
 
     def ids(self, messages: Messages, tools: Tools = None, settings: Settings = None) -> list[int]:
-        """Ids of a chat that opens its answer as in training, or of its last text if the model continues texts.
+        """Ids of a prompt: a chat whose answer opens as in training, or its last text if the model continues texts.
 
         ``settings``: template variables, such as enable_thinking. Raises ModelError if the template refuses the chat.
         """
@@ -359,7 +356,7 @@ def general_text(
 ) -> GeneralText:
     """Tokenize the pieces for a model with these limits, leaving out those that decode to a different text.
 
-    It takes about ``most_tokens`` at most, but at least LEAST_PIECES of each part, truncated to SHORT_TOKENS if needed.
+    They have about ``most_tokens`` tokens in all, or more: each part has LEAST_PIECES, cut to SHORT_TOKENS if needed.
     """
     pieces = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     least = LEAST_PIECES * len({piece["part"] for piece in pieces})

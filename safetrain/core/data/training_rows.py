@@ -1,8 +1,8 @@
 """The rows that training and evaluation read from the token stores of data/validated, and their order.
 
 The order is a function of seed and epoch. Within an update, rows are sorted, the longest first, and divided into
-micro-batches with a limit on tokens. So a micro-batch has at most as many tokens as ``batch_size`` of the longest rows,
-and at most the rows of its update.
+micro-batches with a limit on tokens. So a micro-batch has at most as many tokens as ``batch_size`` rows of the longest
+length, and no rows from another update.
 
 Evaluation reads the test rows, which neither training nor the choice of the adapter uses.
 """
@@ -141,7 +141,7 @@ def _largest(
 def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) -> UpdateRows:
     """The rows of an update, or the pieces of its windows, the longest first.
 
-    The first update of an epoch has the longest row of all, so a shape that does not fit fails at once.
+    The first update of an epoch has the longest row of all, so a shape that does not fit in memory fails at once.
     """
     order, first = row_order(seed, cursor.epoch, len(data), data.longest), cursor.window * rows_per_update
     return data.of_update(order[first : first + rows_per_update])
@@ -196,7 +196,7 @@ def held_out_in(
 ) -> HeldOut:
     """The first ``max_examples`` rows of a store, truncated, with their questions, for a model trained by ``method``.
 
-    ``max_examples`` None: all rows, or evenly spaced ones with ``most_tokens`` tokens in all.
+    If ``max_examples`` is None: all rows, or evenly spaced ones with about ``most_tokens`` tokens in all.
     """
     first, ends = store.rows.take(slice(max_examples)), frozenset(store.made.stop_ids)
     most_tokens = sys.maxsize if max_examples is not None else most_tokens

@@ -22,7 +22,7 @@ LETTER_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Words:
-    """The words of several texts: ``hashes`` of all words in order, (words,), and the ``bounds`` of each text."""
+    """The words of several texts: ``hashes`` of all words in order, (words,); ``bounds`` divide them by text."""
 
     hashes: np.ndarray
     bounds: np.ndarray  # (texts + 1,)

@@ -95,7 +95,7 @@ def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
 
 
 def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
-    """The temporary terms of a step at the two moments that can be the peak: the loss, and a block's backward pass.
+    """A step's temporary terms, with the base on disk, at its two possible peaks: the loss and a block's backward pass.
 
     The inputs of blocks are kept for all rows that pass through a block together. One block is computed while the next
     is read.
@@ -130,7 +130,7 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
 
 
 def _parts_of_base(run: Setup) -> tuple[int, int]:
-    """Bytes in memory of the largest block and of the head: half of the weights outside blocks, or all if it is tied.
+    """Bytes in memory of the largest block and of the head: half of the weights outside blocks, all if tied.
 
     If the files name no blocks, all blocks count as equally large.
     """
@@ -151,7 +151,7 @@ def _stored_bytes(model: ModelFiles) -> Counter[int]:
 
 
 def read_bytes(run: Setup, shape: Shape) -> int:
-    """Bytes that a step reads: each block forward, each trained one backward, once for each group of rows."""
+    """Bytes that a step reads from disk: for each group of rows, all blocks forward and the trained blocks backward."""
     model, blocks, sizes = run.model, run.lora.num_layers, _stored_bytes(run.model)
     tokens = max(shape.total, shape.update_tokens)
     together = max(shape.total, KEPT_BYTES // (blocks * model.hidden_size * run.number_bytes))
@@ -184,7 +184,7 @@ def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
 
 
 def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int) -> Shape:
-    """The largest micro-batch: as many tokens as ``batch_size`` longest rows, or as the whole update if fewer."""
+    """The largest micro-batch: as many tokens as ``batch_size`` of the longest rows, at most the whole update."""
     longest, more = padded(largest.longest), max(1.0, rows_per_update / largest.rows)
     in_update = max(longest, int(more * largest.tokens))
     tokens = min(batch_size * longest, in_update)

@@ -95,7 +95,7 @@ def read_memory() -> Readings:
 def metal_budget_bytes(
     working_set_bytes: int, total_bytes: int, wired_bytes: int = 0, process_bytes: int = PROCESS_BYTES
 ) -> int:
-    """Memory budget on Metal: a share of the working set plus the process, limited by what wired memory leaves.
+    """Memory budget on Metal: a share of the working set plus ``process_bytes``, limited by what wired memory leaves.
 
     The working set bounds Metal's buffers only, not Python's memory. psutil's ``available`` (inactive and free pages)
     is not used: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B model was trained
@@ -139,7 +139,7 @@ def machine_room_bytes(host: Readings) -> int:
 
 
 def within_data_limit(budget: int, limit_bytes: int | None) -> int:
-    """The budget under a limit that counts private memory."""
+    """The budget within a limit on the process's private memory (ulimit -d); None: no limit."""
     return budget if limit_bytes is None else min(budget, max(0, limit_bytes - DATA_BESIDE_BYTES))
 
 
@@ -169,7 +169,7 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 def memory_room_bytes(groups: list[Path]) -> int | None:
     """Memory that the groups still allow: the smallest limit minus use; None without a limit.
 
-    The file cache does not count, because the kernel can reclaim it, also the active part (files that are read twice).
+    The file cache does not count, not even its active part (files read twice), because the kernel can reclaim it.
     """
     rooms = []
     for group in groups:
@@ -183,7 +183,7 @@ def memory_room_bytes(groups: list[Path]) -> int | None:
 
 
 def oom_kills(groups: list[Path]) -> int:
-    """Count the processes of the innermost group that the kernel has ever killed for lack of memory.
+    """Count the processes that the kernel has ever killed for lack of memory in the innermost group.
 
     Outer groups would count the same kills again, and the kills of other groups.
     """
@@ -195,7 +195,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def _first(group: Path, names: tuple[str, ...]) -> str:
-    """The text of a group's file, by its name in version 2 or 1."""
+    """The text of a group's file; ``names``: what cgroup versions 2 and 1 call it."""
     return next((text for name in names if (text := _text(group / name))), "")
 
 
@@ -216,7 +216,7 @@ def _sysctl(name: str, most_bytes: int) -> bytes:
 
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
-    """Reports written since a wall-clock time, sorted by name, also those that macOS has moved to a subfolder."""
+    """macOS's reports since a wall-clock time, sorted by name, including those that it has moved to a subfolder."""
     found = []
     for path in folder.rglob(pattern):
         with contextlib.suppress(OSError):  # moved meanwhile
@@ -228,7 +228,7 @@ def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) ->
 def killed_for_memory(
     pid: int, since_seconds: float, wait_seconds: float = 0.0, folder: Path = REPORTS
 ) -> tuple[str, ...]:
-    """Find reports that the system killed this process for lack of memory; return a text with each reason.
+    """Describe each of macOS's reports of killing process ``pid`` for lack of memory.
 
     macOS writes the report seconds after the kill: ``wait_seconds`` is the time to wait for one.
     """

@@ -191,7 +191,7 @@ def with_factors(factors: dict[str, float], *phases: dict[str, int]) -> tuple[tu
 
 
 def shards_of(run: Setup, shape: Shape) -> int:
-    """Shards of a micro-batch that are computed at the same time; windows can be split for all shards."""
+    """Shards of a micro-batch that are computed at the same time; windows can be split, so their number is no limit."""
     if run.method == PRETRAIN:
         return min(shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu), most_shards_of_whole(run.model.parameters))
     return shards_at_once(shape.rows, on_cpu=run.on_cpu)
@@ -203,17 +203,17 @@ def most_shards_of_whole(parameters: int) -> int:
 
 
 def matrix_bytes(model: ModelFiles) -> int:
-    """Size of the embedding, or of the head, in float32."""
+    """Bytes of the embedding in float32; the head is equally large."""
     return FLOAT32 * model.vocab_size * model.hidden_size
 
 
 def shards_at_once(rows: int, *, on_cpu: bool) -> int:
-    """Parallel shards: one on a GPU; on CPU one per core, but at most one per row, and MOST_SHARDS."""
+    """Parallel shards: one on a GPU; on CPU one per core, but at most one per row and at most MOST_SHARDS."""
     return min(MOST_SHARDS, usable_cores(), rows) if on_cpu else 1
 
 
 def slices_head(labels: int, width: int) -> bool:
-    """Whether the logits and gradients of so many labels take less memory than a head of this width in float32."""
+    """Whether the logits of ``labels`` labels, with gradients, take less memory than a float32 head of this width."""
     return 2 * labels < width
 
 
@@ -262,7 +262,7 @@ def optimizer_state_bytes(run: Setup) -> int:
 
     Adam keeps two moments per number, SGD and Muon one. In pretraining with Muon, everything except the matrices of
     blocks is trained with Adam (engine/update.py). Adafactor keeps a mean for each row and column of a matrix: for
-    an adapter about one number in ``rank``.
+    an adapter, about one number per ``rank`` parameters.
     """
     trained = trained_parameters(run)
     if run.optimizer == "adafactor":

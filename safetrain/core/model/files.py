@@ -286,7 +286,7 @@ def adapted_weights(model: ModelFiles) -> Iterator[tuple[int, str, TensorHeader]
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash the names and contents of the files in ``folder`` with tokenizer, chat template and stop ids."""
+    """Hash names and contents of the files in ``folder`` that define the tokenizer, chat template and stop ids."""
     state = hashlib.blake2b(digest_size=16)
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for path in [*files, *sorted(folder.glob(TEMPLATES))]:

@@ -155,7 +155,7 @@ Verdict = tuple[int, str, list[str]]  # exit code: 0 better, 1 not, 2 forgets or
 
 
 def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits: Gate) -> Verdict:
-    """Compare intervals with thresholds: above passes, below fails, an interval that contains one is undecided.
+    """Compare intervals with thresholds: one above its threshold passes, one below fails, one around it is undecided.
 
     Forgetting must stay below its threshold; it is ignored if it was not measured.
     """
@@ -188,7 +188,7 @@ def _compare(name: str, low: float, high: float, limit: float) -> tuple[int, str
 
 @dataclass(frozen=True)
 class Likeness:
-    """A model compared with the tuned one on the validation rows. An answer is a whole row's labels, read greedily."""
+    """A model compared with the tuned one on validation rows. An answer: the likeliest token at each label of a row."""
 
     loss: float  # nats per label
     divergence: float  # KL(tuned || this model), nats per label
@@ -226,7 +226,7 @@ def kept_share(base: Likeness, tuned: Likeness, other: Likeness) -> float:
 
 
 def refusal(share: float, other: Likeness, may_lose: float) -> str:
-    """Say why a fused or exported model fails; empty if it passes. With ``may_lose`` 1, only its loss must be a number.
+    """Say why a fused or exported model fails; empty if it passes. ``may_lose`` 1 accepts any loss that is a number.
 
     It also fails if it loses more right answers than the 95 % interval of chance allows.
     """

@@ -52,7 +52,7 @@ class TrainingMetrics:
 
 @dataclass(frozen=True)
 class ComparedWith:
-    """A model compared with the tuned one. An answer is a whole row: all its labels, read greedily."""
+    """A model compared with the tuned one. An answer: the likeliest token at each label of a row."""
 
     loss: float  # nats per label
     divergence: float  # KL(tuned || this model), nats per label
@@ -98,7 +98,7 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
 
 @dataclass(frozen=True)
 class RunShape:
-    """The part of training_summary.json that is needed to open the model again in the memory of its training."""
+    """The part of training_summary.json that is needed to open the model again within the memory of its training."""
 
     batch_size: int
     max_seq_length: int
@@ -113,12 +113,12 @@ class RunShape:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that are computed together."""
+        """Maximum number of tokens that are computed together."""
         return self.batch_size * self.max_seq_length
 
     @property
     def mlx_limit_bytes(self) -> int:
-        """Memory limit of mlx: the larger peak, because a run resumed for a few steps measures too little."""
+        """mlx's memory limit: the larger of the measured and predicted peaks (a resumed run may measure too little)."""
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
 
 
@@ -155,7 +155,7 @@ def parse_csv(text: str) -> list[StepRecord]:
 
 
 def proved_tokens(trained_tokens: int) -> int:
-    """Most tokens of validation rows for the adapter check, which then takes a hundredth of the training's time."""
+    """Maximum number of validation tokens for the adapter check, so that it takes 1 % of the training's time."""
     return min(MOST_PROVED, max(LEAST_PROVED, trained_tokens // TRAINED_TO_PROVED))
 
 

@@ -169,7 +169,7 @@ def remove_half_written(output: Path) -> None:
 
 
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:
-    """Remove the pointer, all checkpoints, bad updates and temporary files of a killed process.
+    """Remove the state files, all checkpoints, reports of bad updates, and a killed process's temporary files.
 
     Returns the number of checkpoints. Damaged ones stay for inspection, unless ``damaged_too``.
     """

@@ -54,7 +54,7 @@ class Data:
 
 @dataclass(kw_only=True)
 class Train:
-    """Settings of the training. None: use the recommendation (for limits and checks: no limit)."""
+    """Settings of the training. None: use the recommendation; a limit or check is off."""
 
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")

@@ -63,7 +63,7 @@ def evaluation_of(
 
 
 def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:
-    """Compare losses on the general text, (pieces,) in nats, summed over each piece's tokens."""
+    """Compare base and tuned losses on the general text: (pieces,), in nats, summed over each piece's tokens."""
     labels, chance = text.rows.label_counts, math.log(vocabulary)
     parts, known_rows = list[PartLoss](), list[int]()
     for part, name in PARTS.items():
@@ -86,7 +86,7 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
 
 
 def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
-    """Loss per label of rows whose losses are summed over their labels."""
+    """Mean loss per label over all rows; ``losses`` are summed over each row's labels."""
     return float(losses.sum()) / int(labels.sum(dtype=np.int64))
 
 

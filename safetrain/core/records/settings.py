@@ -125,7 +125,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """recommended_config.json: values at the top level, where DVC tracks them by key, with reasons, and the memory."""
+    """recommended_config.json: values at the top level (DVC tracks them by key), reasons, and the memory needed."""
 
     batch_size: int
     gradient_accumulation: int
@@ -186,7 +186,7 @@ class Recommendation:
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
-    """Raise ConfigError if the recommendation is for another model, or for a method with another learning rate."""
+    """Raise ConfigError if the recommendation is for another model, or a method that needs another learning rate."""
     is_other_whole = method != recommendation.planned_method and {method, recommendation.planned_method} & set(WHOLE)
     if is_other_whole or model != recommendation.planned_model:
         raise ConfigError(
@@ -198,19 +198,19 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
 
 
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
-    """Combine the user's keys with the recommendation."""
+    """Take each setting from the user's keys, or from the recommendation if the key is null."""
     values = _pins_over(train, recommendation, TrainSettings)
     return TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
 
 
 def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
-    """Combine the user's LoRA keys with the recommended shape."""
+    """Take each LoRA setting from the user's keys, or from the recommendation if the key is null."""
     values = _pins_over(pins, recommended, LoraSettings)
     return LoraSettings(**{**values, "targets": tuple(values["targets"])})
 
 
 def _pins_over(pins: object, recommended: object, kind: type[Any]) -> dict[str, Any]:
-    """Fill the fields of ``kind`` from the user's keys, or from the recommendation."""
+    """Values for the fields of ``kind``: the user's, or the recommended value where the user's is None."""
     values = ((field.name, getattr(pins, field.name, None)) for field in dataclasses.fields(kind))
     return {name: getattr(recommended, name, None) if pin is None else pin for name, pin in values}
 

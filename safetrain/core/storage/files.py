@@ -187,7 +187,7 @@ def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
 
 
 def from_json(kind: type[Kind], value: Any) -> Kind:
-    """Build the dataclass ``kind`` from its JSON, without unknown keys; raises TypeError for a missing field."""
+    """Build the dataclass ``kind`` from its JSON, ignoring unknown keys; raises TypeError for a missing field."""
     if not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} must be a JSON object, not {value!r}")
     hints = get_type_hints(kind)
@@ -224,7 +224,7 @@ def keep_text(text: str, folder: Path | None = None) -> str:
 
 
 def with_traceback(error: SafetrainError, folder: Path | None = None, *, in_one_line: bool = False) -> str:
-    """The error's message or its first line, with the path of the traceback if a library's error caused it."""
+    """The error's message, or only its first line, and the path of the traceback if a library's error caused it."""
     message, cause = error.what if in_one_line else str(error), error.__cause__
     if cause is None or isinstance(cause, SafetrainError):
         return message
