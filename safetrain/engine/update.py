@@ -32,7 +32,7 @@ from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.block_loop import BlockLoop
-from safetrain.engine.cpu.kernels import side_by_side
+from safetrain.engine.cpu.kernels import on_stream, side_by_side
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel, Blocks, open_base
@@ -303,10 +303,15 @@ class BlockOptimizer:
     def _pure(
         self, gradients: Arrays, parameters: Arrays, states: States, step: mx.array, rate: mx.array, scale: mx.array
     ) -> tuple[Arrays, States]:
-        """New parameters and their optimizer state."""
+        """New parameters and their optimizer state; each stream of a CPU computes about as many numbers."""
         self.state["step"], self.state["learning_rate"] = step, rate
-        each = zip(gradients, parameters, states, strict=True)
-        return [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each], states
+        new, numbers = list(parameters), [0] * device().shards
+        for place in sorted(range(len(new)), key=lambda place: -new[place].size):
+            stream = numbers.index(min(numbers))
+            numbers[stream] += new[place].size
+            with on_stream(stream):
+                new[place] = self._mlx.apply_single(gradients[place] * scale, new[place], states[place])
+        return new, states
 
 
 def apply_gradient(

@@ -8,6 +8,7 @@ parallel, each on its own stream.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -138,10 +139,15 @@ def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> l
     results = []
     with blas_threads(len(shards)):
         for index, shard in enumerate(shards):
-            with mx.stream(_stream(index)):
+            with on_stream(index):
                 results.append(compute(shard))
         mx.eval(results)
     return results
+
+
+def on_stream(index: int) -> AbstractContextManager[Any]:
+    """Compute on one of a CPU's streams inside; a GPU has one stream."""
+    return mx.stream(_stream(index)) if device().on_cpu else nullcontext()
 
 
 @functools.cache
