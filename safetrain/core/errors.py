@@ -60,7 +60,7 @@ class AlreadyRunningError(SafetrainError):
 
 
 class TrainingError(SafetrainError):
-    """Training stopped: its numbers went wrong, it ran out of memory, or an unfinished run does not match this one."""
+    """Training stopped: an update went wrong, memory ran out, or an unfinished run does not match this one."""
 
     exit_code = 7
 

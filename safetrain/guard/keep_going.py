@@ -52,7 +52,7 @@ GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as enviro
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """Backend and largest update of a training run, without truncation."""
+    """Backend of a training run, and its largest update if no row is truncated."""
 
     backend: str
     largest_update: LargestUpdate

@@ -55,7 +55,7 @@ def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
 
 
 def report_lines(probe: str, model: Path) -> Iterator[str]:
-    """Yield the report line by line; ``python -m probe`` measures.
+    """Yield the report line by line; child processes measure.
 
     If a child fails, its line says how, and the kind of error, but not the message, which may contain a path.
     """

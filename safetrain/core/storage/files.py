@@ -180,7 +180,7 @@ def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
     try:
         return read_record(path, kind)
     except FileNotFoundError:
-        what, again = "does not exist yet.", f"run '{dvc()} repro' first, or your 'safetrain run' again"
+        what, again = "does not exist yet.", f"run '{dvc()} repro', or repeat your 'safetrain run'"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what, again = f"cannot be read: {error}", again or f"remove it and run '{dvc()} repro'"
     raise ConfigError(f"{path.name} {what}", where=str(path), do=again)

@@ -48,7 +48,7 @@ def write_vocabulary(writer: GGUFWriter, definition: Mapping[str, Any], size: in
     """
     model = definition["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _unknown(f"its model is {model['type']}, or its pieces have a prefix or suffix", where)
+        raise _unknown(f"it is {model['type']}; only BPE without subword prefixes or suffixes is supported", where)
     tokens, types = _pieces(definition, size)
     if not model.get("byte_fallback"):
         writer.add_tokenizer_model("gpt2")  # bytes and merges
