@@ -218,7 +218,8 @@ def findings() -> str:
     lines = [f"- `{each.id}`{f': {cell(each.remedy)}' if each.remedy not in ('', 'see …') else ''}" for each in others]
     return "\n\n".join([
         "# Findings and checks",
-        "**Findings in the data**, from `validate_data` and `safetrain validate`, are [listed with their remedies](../data.md).",
+        "**Findings in the data**, from `validate_data` and `safetrain validate`, are "
+        "[listed with their remedies](../data.md).",
         "**Checks** of the machine, model and project, by `safetrain preflight`. A check prints its reading, the "
         "requirement and the remedy. `preflight.downgrade=[ID]` turns that check's failure into a warning.",
         "\n".join([*lines, f"- {', '.join(packages)}: run 'make clean && make'"]),

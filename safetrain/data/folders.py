@@ -89,7 +89,7 @@ def corpus_of(source: Path) -> list[tuple[str, Path]]:
     files = _files_in(source, (TOKENS,))
     unnamed = [file.path for file in files if not file.split]
     if unnamed and any(file.split == "train" for file in files):
-        what, do = "Some token files are named train, and others are not.", "put all training files in a folder named train"
+        what, do = "Some token files are named train, others are not.", "put all training files in a folder named train"
         raise DataError(what, where=str(unnamed[0]), do=do)
     return sorted(((file.split or "train", file.path) for file in files), key=lambda pair: SPLITS.index(pair[0]))
 
