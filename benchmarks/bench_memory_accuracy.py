@@ -1,4 +1,4 @@
-"""The peak that a dry run measures, and that the closed form says, beside the peak of the training that follows.
+"""Peak memory and time that a dry run measures, and the closed form's peak, beside the training that follows.
 
     python -m benchmarks.bench_memory_accuracy [--quick | NAME …]
 
@@ -76,6 +76,8 @@ class Compared:
     mlx_limit: int
     process: int
     budget: int
+    planned_seconds: float  # of all updates
+    seconds: float
 
     @property
     def dry_run_error(self) -> float:
@@ -86,6 +88,11 @@ class Compared:
     def expected_error(self) -> float:
         """The same of what the training says before it starts: the dry run, for the largest update of its own order."""
         return self.expected / self.measured - 1
+
+    @property
+    def time_error(self) -> float:
+        """The same of the time of the updates."""
+        return self.planned_seconds / self.seconds - 1
 
     @property
     def closed_form_error(self) -> float:
@@ -106,7 +113,7 @@ def main() -> None:
     rows = [row_of(name, [each for each in found if each.model == name]) for name in names]
     header = ["model", "configurations", "dry run: mean error", "worst", "said at the start: mean error", "worst",
               "closed form: mean error",
-              "least", "most", "over the budget"]  # fmt: skip
+              "least", "most", "over the budget", "time: mean error", "worst"]  # fmt: skip
     rows.append(row_of("**all**", found))
     write = show_result if asked else write_result
     write("bench_memory_accuracy", "Planned and measured peak memory", header, rows)
@@ -136,7 +143,8 @@ def compared(name: str, plan: Recommendation, summary: dict[str, Any]) -> Compar
     return Compared(
         name, ", ".join(how), plan.measured_peak_bytes or 0, summary["predicted_peak_bytes"],
         plan.predicted_peak_bytes, summary["peak_memory_bytes"], plan.mlx_limit_bytes,
-        summary["peak_footprint_bytes"], plan.memory_budget_bytes,
+        summary["peak_footprint_bytes"], plan.memory_budget_bytes, (plan.step_seconds or 0) * summary["steps"],
+        summary["elapsed_seconds"],
     )  # fmt: skip
 
 
@@ -184,7 +192,17 @@ def row_of(name: str, found: list[Compared]) -> list[object]:
     dry = [f"{value:.1f} %" for each in sizes for value in (each.mean(), each.max())]
     over = sum(each.process > each.budget for each in found)
     of_closed_form = [f"{np.abs(closed).mean():.1f} %", f"{closed.min():+.0f} %", f"{closed.max():+.0f} %"]
-    return [name, len(found), *dry, *of_closed_form, over]
+    times = np.array([each.time_error for each in found])
+    worst = times[np.abs(times).argmax()]
+    return [
+        name,
+        len(found),
+        *dry,
+        *of_closed_form,
+        over,
+        f"{100 * np.abs(times).mean():.0f} %",
+        f"{100 * worst:+.0f} %",
+    ]
 
 
 def describe(compared: Compared) -> str:
@@ -193,7 +211,9 @@ def describe(compared: Compared) -> str:
     dry, start, closed, measured, limit = (f"{size / 2**20:.1f}" for size in sizes)
     said = f"dry run {dry} MiB ({100 * compared.dry_run_error:+.1f} %), "
     said += f"said at the start {start} ({100 * compared.expected_error:+.1f} %), closed form {closed}, "
-    return f"{compared.how}: {said}limit of mlx {limit}, training {measured}"
+    said += f"limit of mlx {limit}, training {measured}; updates {compared.planned_seconds:.1f} s, "
+    said += f"training {compared.seconds:.1f} s"
+    return f"{compared.how}: {said}"
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def test_the_wait_has_an_end(disk: Disk, tiny_model: Build, tmp_path: Path, monk
     began = time.monotonic()
     with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
         run(job_in(tmp_path / "a", tiny_model()))
-    assert 0.3 <= time.monotonic() - began < 5
+    assert 0.3 <= time.monotonic() - began < 60
     assert str(tmp_path) in str(caught.value)
 
 

@@ -63,7 +63,7 @@ supervise(settings, lambda event: print(event, flush=True))
 """
 STOPPED = Failed("InterruptedRun", "Stopped at step 3", 143)
 FLOOR = 0.4  # seconds; fifteen times that until the first record
-ENDED_SECONDS = 6.0
+ENDED_SECONDS = 30.0
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def test_ctrl_z_stops_the_training_too_and_nohup_keeps_it_from_a_closed_terminal
     wait_for(lambda: all(each.status() == psutil.STATUS_STOPPED for each in both), "both stop")
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGHUP)
-    ending = json.loads(process.communicate(timeout=20)[0].splitlines()[-1])
+    ending = json.loads(process.communicate(timeout=60)[0].splitlines()[-1])
     assert (ending["return_code"], ending["ended_by_us"], ending["signal_passed_on"]) == (0, "", 0)
 
 
@@ -242,7 +242,7 @@ def test_the_first_signal_is_passed_on_once_and_the_second_kills(supervising: Su
     time.sleep(0.7)
     assert not is_gone(child)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     *said, line = output.splitlines()
     assert "told SIGINT" not in said  # the second is not passed on
     ending = json.loads(line)
@@ -326,7 +326,7 @@ def test_deadlines_are_learnt_of_each_phase_apart_and_pauses_are_forgiven(
         heartbeat.forgive(now - start, now - stop)
     feed(after)
     assert heartbeat.allowed_seconds() == (None if allowed is None else pytest.approx(allowed))
-    assert heartbeat.overdue_seconds() == pytest.approx(overdue, abs=1.0)
+    assert heartbeat.overdue_seconds() == pytest.approx(overdue, abs=5.0)
 
 
 def test_what_was_seen_hours_ago_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

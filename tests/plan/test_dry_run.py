@@ -164,7 +164,7 @@ def test_a_signal_leaves_the_child_time_to_save(tmp_path: Path, number: signal.S
     else:
         parent.send_signal(number)
     assert parent.stdout.read() == "saved\n"
-    assert parent.wait(timeout=10) == 128 + number
+    assert parent.wait(timeout=60) == 128 + number
     parent.stdout.close()
 
 
@@ -203,4 +203,4 @@ def test_a_child_beyond_its_cap_is_asked_to_end_or_killed_and_what_it_said_is_ke
     monkeypatch.setattr("safetrain.plan.child.GRACE_SECONDS", 0.2)
     began = time.monotonic()
     assert run_lines(growing, ["deaf", str(word), str(200 * MIB)], 30, 100 * MIB)[1].startswith(PASSED_CAP)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25

@@ -124,10 +124,10 @@ def test_sigterm_ends_a_stage_s_children_and_removes_what_is_temporary(workspace
         time.sleep(0.05)
     time.sleep(0.2)  # until it waits
     os.kill(stage.pid, signal.SIGTERM)
-    _, stderr = stage.communicate(timeout=30)
+    _, stderr = stage.communicate(timeout=60)
     assert (stage.returncode, stderr) == (143, "error: interrupted\n")
     assert not list(workspace.folder.glob("left-*"))
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> None:
