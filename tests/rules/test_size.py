@@ -12,15 +12,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_540,
-    "program tokens": 179_400,
+    "program lines": 23_550,
+    "program tokens": 179_480,
     "program files": 114,
     "files under 60 lines": 6,
     "dataclasses": 137,
     "helper modules with one importer": 11,
     "keys of params.yaml": 56,
     "test lines": 15_930,
-    "benchmark, tool and recipe lines": 6_440,
+    "benchmark, tool and recipe lines": 6_460,
     "docs words": 21_880,
 }
 SMALL_LINES = 60
