@@ -32,6 +32,7 @@ from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.block_loop import BlockLoop
+from safetrain.engine.cpu.blas import blas_threads
 from safetrain.engine.cpu.kernels import on_stream, side_by_side
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
@@ -288,15 +289,16 @@ class BlockOptimizer:
     def update(self, module: Any, gradient: Tree, rate: float, scale: float) -> None:
         """Update the module's parameters with the gradient times ``scale``, at learning rate ``rate``."""
         step, now, evaluate = self._mlx.step + 1, mx.array(rate), mx.eval if device().on_cpu else mx.async_eval
-        for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
-            names, gradients = zip(*block, strict=True)
-            old = [part_at(module, name) for name in names], [dict(part_at(self.state, name)) for name in names]
-            new, states = self._of_block(list(gradients), *old, step, now, mx.array(scale))
-            del old  # so that mlx can reuse their memory
-            for name, values in zip(names, states, strict=True):
-                part_at(self.state, name).update(values)
-            module.update(tree_unflatten(list(zip(names, new, strict=True))))
-            evaluate(new, states)
+        with blas_threads(device().shards):
+            for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
+                names, gradients = zip(*block, strict=True)
+                old = [part_at(module, name) for name in names], [dict(part_at(self.state, name)) for name in names]
+                new, states = self._of_block(list(gradients), *old, step, now, mx.array(scale))
+                del old  # so that mlx can reuse their memory
+                for name, values in zip(names, states, strict=True):
+                    part_at(self.state, name).update(values)
+                module.update(tree_unflatten(list(zip(names, new, strict=True))))
+                evaluate(new, states)
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
 

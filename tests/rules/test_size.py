@@ -20,7 +20,7 @@ CEILINGS = {
     "helper modules with one importer": 11,
     "keys of params.yaml": 56,
     "test lines": 15_930,
-    "benchmark, tool and recipe lines": 6_460,
+    "benchmark, tool and recipe lines": 6_470,
     "docs words": 21_880,
 }
 SMALL_LINES = 60
