@@ -33,14 +33,16 @@ SystemOption = Annotated[str | None, Option(help="system prompt ('': none); defa
 
 
 def fetch(
-    hub_id: Annotated[str, Argument(help="e.g. mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
-    into: Annotated[Path, Option(help="folder that holds the models")] = Path("models"),
+    hub_id: Annotated[str, Argument(help="e.g. mlx-community/Qwen2.5-0.5B-Instruct-4bit, or datasets/OWNER/NAME")],
+    into: Annotated[Path | None, Option(help="folder to download into; default: models, for a data set data")] = None,
 ) -> None:
-    """Download a model from the Hugging Face Hub into models/."""
-    from safetrain.plan.hub import fetch_model
+    """Download a model into models/, or a data set into data/, from the Hugging Face Hub."""
+    from safetrain.plan import hub
 
-    folder = fetch_model(hub_id, into)
-    print_text(f"{folder} is complete. To use it, set model.path: {folder} in params.yaml")
+    is_data = hub_id.startswith(hub.DATA_SET)
+    folder = hub.fetch(hub_id, into or Path("data" if is_data else "models"))
+    todo = f"check it: safetrain validate {folder}; then" if is_data else "to use it,"
+    print_text(f"{folder} is complete; {todo} set {'data' if is_data else 'model'}.path: {folder} in params.yaml")
 
 
 def convert(

@@ -23,7 +23,7 @@ from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
-from safetrain.plan.hub import fetch_model
+from safetrain.plan.hub import fetch
 from tests.conftest import EMBEDDED, ROOT
 from tests.engine.test_fuse import adapter_of
 from tests.engine.test_training import rows
@@ -120,7 +120,11 @@ def hub(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         told, state.main = state.main, "f" * 40  # a commit is made right after
         return SimpleNamespace(siblings=files, sha=told)
 
-    def download(_hub_id: str, revision: str | None = None, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def download(_hub_id: str, repo_type: str, revision: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        if repo_type == "dataset":
+            Path(local_dir, "data").mkdir(parents=True)
+            shutil.copy(ROOT / "data" / "example" / "test.jsonl", Path(local_dir, "data", "train-00000-of-00001.jsonl"))
+            return
         assert "*.safetensors" in allow_patterns
         state.served = revision or state.main
         shutil.copytree(served, local_dir, dirs_exist_ok=True)
@@ -128,7 +132,8 @@ def hub(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             weights = Path(local_dir) / "model.safetensors"
             weights.write_bytes(weights.read_bytes()[:-100])
 
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", info)
+    for kind in ("model", "dataset"):
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{kind}_info", info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     return state
 
@@ -140,20 +145,29 @@ def test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down(hub: S
     assert read_model_files(folder).model_type == "llama"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
     assert (hub.served, (folder / ".hub_id").read_text().split()) == (COMMIT, ["owner/name", COMMIT])
-    assert fetch_model("owner/name", tmp_path / "models") == folder
-    with pytest.raises(ModelError, match="different model with this name") as caught:
-        fetch_model("somebody/name", tmp_path / "models")
+    assert fetch("owner/name", tmp_path / "models") == folder
+    with pytest.raises(ModelError, match="something else with this name") as caught:
+        fetch("somebody/name", tmp_path / "models")
     assert "owner/name" in str(caught.value)
+
+
+def test_a_fetched_data_set_is_a_folder_that_data_path_names(hub: SimpleNamespace, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["fetch", "datasets/owner/name", "--into", str(tmp_path)])
+    assert (done.exit_code, f"data.path: {tmp_path / 'name'}" in " ".join(done.output.split())) == (0, True)
+    assert (tmp_path / "name" / ".hub_id").read_text().split() == ["datasets/owner/name", COMMIT]
+    assert CliRunner().invoke(app, ["validate", str(tmp_path / "name")]).exit_code == 0
+    with pytest.raises(ModelError, match="something else with this name"):
+        fetch("owner/name", tmp_path)
 
 
 def test_half_a_download_gets_no_name_and_a_small_disk_is_told_before(hub: SimpleNamespace, tmp_path: Path) -> None:
     hub.size = 2**60
     with pytest.raises(DiskFullError, match="no room"):
-        fetch_model("owner/name", tmp_path / "models")
+        fetch("owner/name", tmp_path / "models")
     hub.size = 1000
     hub.truncate = True
     with pytest.raises(ModelError, match="not fully downloaded"):
-        fetch_model("owner/name", tmp_path / "models")
+        fetch("owner/name", tmp_path / "models")
     assert not (tmp_path / "models" / "name").exists()
 
 
@@ -161,7 +175,7 @@ def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelError, match="did not finish") as caught:
-        fetch_model("owner/name", tmp_path / "models")
+        fetch("owner/name", tmp_path / "models")
     assert "where:    http://127.0.0.1:9\n  do:       check the internet connection" in str(caught.value)
     assert "the download continues" in str(caught.value)
 
@@ -169,8 +183,8 @@ def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("hub_id", ["Qwen2.5", "owner/", "/name", "no//such id", "owner/such id", "https://hub/a/b"])
 def test_what_is_no_hub_id_is_told_before_anything(tmp_path: Path, hub_id: str) -> None:
     (tmp_path / "Qwen2.5").mkdir()
-    with pytest.raises(ModelError, match=r"is not a Hub ID.\n  expected: owner/name"):
-        fetch_model(hub_id, tmp_path)
+    with pytest.raises(ModelError, match=r"is not a Hub ID.\n  expected: owner/name, or datasets/owner/name"):
+        fetch(hub_id, tmp_path)
 
 
 def test_a_gated_model_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +194,7 @@ def test_a_gated_model_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.Mo
     refusal = GatedRepoError("401", response=Mock(headers={}))
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=refusal))
     with pytest.raises(ModelError, match="for a gated model: hf auth login"):
-        fetch_model("owner/name", tmp_path)
+        fetch("owner/name", tmp_path)
     assert shutil.which("hf", path=str(Path(sys.executable).parent))
 
 

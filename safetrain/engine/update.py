@@ -1,7 +1,6 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied.
 
-mlx's optimizers are applied to one transformer block at a time. The learning rate is a pure function of the update's
-number.
+mlx's optimizers are applied to one transformer block at a time. The update's number determines the learning rate.
 
 In pretraining adamw and muon do not decay norms and biases. Muon updates the matrices inside blocks; AdamW updates
 embedding, head and norms (Jordan et al., kellerjordan.github.io/posts/muon). Muon's steps are as long as AdamW's, so
@@ -33,7 +32,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.block_loop import BlockLoop
 from safetrain.engine.cpu.blas import blas_threads
-from safetrain.engine.cpu.kernels import on_stream, side_by_side
+from safetrain.engine.cpu.kernels import on_stream, side_by_side, streams_of
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel, Blocks, open_base
@@ -50,14 +49,12 @@ DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; a
 FOLLOWING = {Phase.FORWARD: Phase.LOSS, Phase.LOSS: Phase.BACKWARD}  # of the traced phases
 Tree = Any  # of arrays, shaped like the trainable parameters: their gradients, optimizer state
 Arrays = list[mx.array]
-States = list[dict[str, mx.array]]
 
 
 class Tracer:
     """Evaluates forward pass, loss and backward pass separately, to show which one crashes (train.trace).
 
-    It writes a record and a line before and after each phase. The results equal an untraced run's: the same graph, in
-    three parts.
+    It writes a record and a line before and after each phase. The results equal an untraced run's.
     """
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
@@ -303,16 +300,14 @@ class BlockOptimizer:
         evaluate(step, now)
 
     def _pure(
-        self, gradients: Arrays, parameters: Arrays, states: States, step: mx.array, rate: mx.array, scale: mx.array
-    ) -> tuple[Arrays, States]:
-        """New parameters and their optimizer state; each stream of a CPU computes about as many numbers."""
+        self, gradients: Arrays, parameters: Arrays, states: list[Any], step: mx.array, rate: mx.array, scale: mx.array
+    ) -> tuple[Arrays, list[Any]]:
+        """New parameters and their optimizer state."""
         self.state["step"], self.state["learning_rate"] = step, rate
-        new, numbers = list(parameters), [0] * device().shards
-        for place in sorted(range(len(new)), key=lambda place: -new[place].size):
-            stream = numbers.index(min(numbers))
-            numbers[stream] += new[place].size
+        new, streams = list[mx.array](), streams_of([parameter.size for parameter in parameters])
+        for gradient, parameter, own, stream in zip(gradients, parameters, states, streams, strict=True):
             with on_stream(stream):
-                new[place] = self._mlx.apply_single(gradients[place] * scale, new[place], states[place])
+                new.append(self._mlx.apply_single(gradient * scale, parameter, own))
         return new, states
 
 
@@ -382,8 +377,7 @@ def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: 
     """Linear warm-up to ``peak``, then ``schedule``. ``update`` counts from 0."""
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates
-    span = max(1, total_updates - warmup_updates)
-    progress = min(1.0, (update - warmup_updates) / span)
+    progress = min(1.0, (update - warmup_updates) / max(1, total_updates - warmup_updates))
     share = {  # 1 at the peak, 0 at the floor
         "constant": 1.0,
         "linear": 1.0 - progress,

@@ -12,14 +12,14 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_550,
-    "program tokens": 179_480,
+    "program lines": 23_570,
+    "program tokens": 179_650,
     "program files": 114,
     "files under 60 lines": 6,
     "dataclasses": 137,
     "helper modules with one importer": 11,
     "keys of params.yaml": 56,
-    "test lines": 15_930,
+    "test lines": 15_940,
     "benchmark, tool and recipe lines": 6_470,
     "docs words": 21_880,
 }

@@ -145,6 +145,15 @@ def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> l
     return results
 
 
+def streams_of(sizes: Sequence[int]) -> list[int]:
+    """A stream for each of some arrays, by their sizes, so that all streams compute about as many numbers."""
+    streams, numbers = [0] * len(sizes), [0] * device().shards
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        streams[place] = numbers.index(min(numbers))
+        numbers[streams[place]] += sizes[place]
+    return streams
+
+
 def on_stream(index: int) -> AbstractContextManager[Any]:
     """Compute on one of a CPU's streams inside; a GPU has one stream."""
     return mx.stream(_stream(index)) if device().on_cpu else nullcontext()
