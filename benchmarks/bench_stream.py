@@ -83,7 +83,7 @@ def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
     mx.set_memory_limit(limit)
     if mode == IN_TURN:
         at_hand = Blocks.at_hand
-        setattr(Blocks, "at_hand", lambda blocks, number, _following: at_hand(blocks, number))  # noqa: B010
+        setattr(Blocks, "at_hand", lambda blocks, number, _following=None: at_hand(blocks, number))  # noqa: B010
     settings = settings_of(folder, mode)
     model, gradients = prepare(folder, settings)
     mx.random.seed(11)
