@@ -72,8 +72,8 @@ def test_other_kinds_of_tokenizers_are_refused_by_what_they_do(tmp_path: Path) -
         return {**definition, part: {**(definition[part] or {}), **values}}
 
     for definition, message in (
-        (changed(of_bytes, "model", type="Unigram"), "its model is Unigram"),
-        (changed(of_bytes, "model", end_of_word_suffix="</w>"), "prefix or suffix"),
+        (changed(of_bytes, "model", type="Unigram"), "it is Unigram"),
+        (changed(of_bytes, "model", end_of_word_suffix="</w>"), "prefixes or suffixes"),
         (changed(of_bytes, "normalizer", type="Lowercase"), "it changes texts before it splits them"),
         (changed(of_bytes, "pre_tokenizer", add_prefix_space=True), "it splits texts"),
         (changed(of_bytes, "model", ignore_merges=True), "splits texts by whole words first, GPT-2"),

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 CEILINGS = {
     "program lines": 23_570,
-    "program tokens": 179_650,
+    "program tokens": 179_700,
     "program files": 114,
     "files under 60 lines": 6,
     "dataclasses": 137,
