@@ -11,16 +11,15 @@ DATA_SET = "datasets/"  # as in the Hub's addresses
 HUB_ID = re.compile(rf"({DATA_SET})?[\w.-]+/[\w.-]+")
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 DATA_PATTERNS = ["*.json*", "*.csv*", "*.tsv*", "*.parquet", "*.arrow", "*.txt*"]
-SPARE_BYTES = 2**30  # for the other files, and as a reserve
+SPARE_BYTES = 2**30  # as a reserve
 FREE = "free some disk space, or choose another folder with --into"
 
 
 def fetch(hub_id: str, into: Path) -> Path:
     """Download a model, or with ``datasets/`` before its name a data set, into a new folder in ``into``.
 
-    Continues an interrupted download.
-
-    All files come from one commit, which is recorded, because the main branch may change during the download.
+    Continues an interrupted download. All files come from one commit, which is recorded, because the main branch may
+    change during the download.
 
     Raises ModelError if the Hub does not have it or cannot be reached, DiskFullError if the disk is too small.
     """
@@ -45,7 +44,7 @@ def fetch(hub_id: str, into: Path) -> Path:
             f"The download of {hub_id} did not finish: {str(error).splitlines()[0]}",
             where=constants.ENDPOINT,
             do="check the internet connection and the name (for a gated model: hf auth login), then run the same "
-            f"command again; the download continues. Offline, copy the model's folder from another machine into {into}",
+            f"command again; the download continues. Offline, copy the folder from another machine into {into}",
         ) from error
     require_whole(partial, hub_id)
     write_text(partial / SOURCE, f"{hub_id}\n{commit}\n")

@@ -304,6 +304,6 @@ def make_same_tokens(first: Path, second: Path) -> bool:
 
 
 def hub_id_of(folder: Path) -> str:
-    """The Hub ID of a model that safetrain fetched; empty for any other folder."""
+    """The Hub ID of a folder that safetrain fetched; empty for any other folder."""
     path = folder / SOURCE
     return path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""
