@@ -40,6 +40,7 @@ OF_ROWS = {"ids": "<u4", "trained": "?", "prompt_ids": "<u4", "answer_ids": "<u4
 OF_QUESTIONS = {"prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
 OF_DOCUMENTS = {"lengths": "<u4", "files": "<u4", "lines": "<u4"}
 CORPUS = "documents_in"  # the metadata key of a corpus
+PAIRS = "pairs"  # the metadata key of preference data: each two rows are a pair (TokenRows.unit)
 SAMPLES = 16  # of a token file
 
 
@@ -209,10 +210,10 @@ class StoreWriter(contextlib.ExitStack):
         """Add non-empty documents of one file of a corpus; ``numbers`` (documents,) count from 1."""
         self._put(lengths=lengths, files=np.full(len(lengths), file), lines=numbers)
 
-    def finish(self, made: Provenance, files: Sequence[str], label_bytes: int = 0) -> None:
-        """Write the store. ``label_bytes``: UTF-8 bytes of all answers."""
+    def finish(self, made: Provenance, files: Sequence[str], label_bytes: int = 0, *, pairs: bool = False) -> None:
+        """Write the store. ``label_bytes``: UTF-8 bytes of all answers; ``pairs``: each two rows are a pair."""
         digest = self._digest("row_ends", self._digest("ids") + self._digest("trained"))
-        self._write(made, digest.hex(), files, label_bytes / max(1, self._labels))
+        self._write(made, digest.hex(), files, label_bytes / max(1, self._labels), **({PAIRS: "1"} if pairs else {}))
 
     def finish_corpus(self, made: Provenance, digest: str, corpus: Corpus, label_bytes: float) -> None:
         """Write the store of a split of a corpus. ``label_bytes``: mean UTF-8 bytes of a label."""
@@ -314,7 +315,8 @@ def _read(path: Path) -> Store:
             return Store(*origin, rows, arrays, np.zeros(0, dtype=np.uint64))
         bounds = [np.concatenate([[0], arrays[name][:].astype(np.int64)]) for name in ("row_ends", *OF_QUESTIONS)]
         starts, lengths = bounds[0][:-1], np.diff(bounds[0])
-        rows = TokenRows(arrays["ids"], arrays["trained"], starts, lengths, arrays["label_counts"][:])
+        unit = 2 if PAIRS in metadata else 1
+        rows = TokenRows(arrays["ids"], arrays["trained"], starts, lengths, arrays["label_counts"][:], unit=unit)
         return Store(*origin, rows, arrays, arrays["question_rows"][:], tuple(bounds[1:]))
     except (ValueError, LookupError, TypeError, AttributeError):
         what, do = "The token store is damaged, or has another version.", f"run '{dvc()} repro -f -s validate_data'"

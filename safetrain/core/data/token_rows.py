@@ -57,13 +57,14 @@ class TokenRows:
 
     def __init__(
         self, ids: Values, trained: Values, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
-        numbers: np.ndarray | None = None,
+        numbers: np.ndarray | None = None, unit: int = 1,
     ) -> None:  # fmt: skip
         """``ids`` and ``trained`` have shape (tokens,); the others (rows,): each row's start, length and label count.
 
-        ``numbers``: row numbers to show in messages; None: the indices.
+        ``numbers``: row numbers to show in messages; None: the indices. ``unit`` is 2 for preference data: two rows in
+        sequence, prompt with chosen and prompt with rejected answer, are a pair, stay together and have one number.
         """
-        self.ids, self.trained, self._numbers = ids, trained, numbers
+        self.ids, self.trained, self._numbers, self.unit = ids, trained, numbers, unit
         self.starts = starts.astype(np.int64, copy=False)
         self.lengths = lengths.astype(np.int32, copy=False)
         self.label_counts = label_counts.astype(np.int32, copy=False)
@@ -96,7 +97,7 @@ class TokenRows:
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
         """The numbers that messages show for these rows."""
         places = np.asarray(rows, dtype=np.int64)
-        return (places if self._numbers is None else self._numbers[places]).tolist()
+        return (places // self.unit if self._numbers is None else self._numbers[places]).tolist()
 
     def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
         """The rows of an update, the longest first; equally long rows by index."""
@@ -106,11 +107,17 @@ class TokenRows:
     def take(self, rows: Sequence[int] | np.ndarray | slice) -> "TokenRows":
         """A selection of rows, in this order."""
         places = rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
-        return TokenRows(self.ids, self.trained, self.starts[places], self.lengths[places], self.label_counts[places])
+        chosen = self.starts[places], self.lengths[places], self.label_counts[places]
+        return TokenRows(self.ids, self.trained, *chosen, unit=self.unit)
 
     def sample(self, most_tokens: int) -> np.ndarray:
-        """Indices of all rows, or of evenly spaced rows with about ``most_tokens`` tokens in all."""
-        return evenly_spaced(max(1, len(self) * most_tokens // max(1, self.tokens)), len(self))
+        """Indices of all rows, or of evenly spaced rows (or pairs) with about ``most_tokens`` tokens in all."""
+        units = len(self) // self.unit
+        return self.rows_of(evenly_spaced(max(1, units * most_tokens // max(1, self.tokens)), units))
+
+    def rows_of(self, units: np.ndarray) -> np.ndarray:
+        """Indices of the rows of these pairs, (pairs x 2,); rows that are not pairs stay as they are."""
+        return (units[:, None] * self.unit + np.arange(self.unit, dtype=units.dtype)).reshape(-1)
 
     def cut(self, max_seq_length: int) -> "TokenRows":
         """Truncate rows to ``max_seq_length`` tokens: the first ones, or those around a later first label."""
@@ -123,7 +130,7 @@ class TokenRows:
             starts[row] += begin
             lengths[row] = min(lengths[row] - begin, max_seq_length)
             labels[row] = np.count_nonzero(trained[begin : begin + max_seq_length - 1])
-        shorter = TokenRows(self.ids, self.trained, starts, lengths, labels)
+        shorter = TokenRows(self.ids, self.trained, starts, lengths, labels, unit=self.unit)
         shorter.cut_rows = len(long)
         shorter.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
         return shorter

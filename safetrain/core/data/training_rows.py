@@ -62,7 +62,8 @@ def load_training_rows(base: Path, max_examples: int | None, method: str = "lora
     are damaged.
     """
     train, valid = open_split("train", base), open_split("valid", base)
-    made, rows = train.made, train.rows.take(slice(max_examples))
+    unit = train.rows.unit
+    made, rows = train.made, train.rows.take(slice(max_examples and max_examples * unit))
     documents = method == PRETRAIN and bool(np.all(rows.label_counts >= rows.lengths - 1))  # not chats
     form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
     bits = 1 / (math.log(2) * valid.label_bytes) if valid.label_bytes else 0.0
@@ -128,7 +129,7 @@ def _largest(
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
         updates = min(remaining - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
         for seed in seeds if updates > 0 else ():
-            order = row_order(seed, epoch, len(data), data.longest)[: updates * rows_per_update]
+            order = row_order(seed, epoch, len(data), data.longest, data.unit)[: updates * rows_per_update]
             for kind, each in enumerate(sizes):
                 sums = np.add.reduceat(each[order], range(0, len(order), rows_per_update))
                 place = int(sums.argmax())
@@ -143,17 +144,18 @@ def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) ->
 
     The first update of an epoch has the longest row of all, so a shape that does not fit in memory fails at once.
     """
-    order, first = row_order(seed, cursor.epoch, len(data), data.longest), cursor.window * rows_per_update
+    order = row_order(seed, cursor.epoch, len(data), data.longest, data.documents.unit)
+    first = cursor.window * rows_per_update
     return data.of_update(order[first : first + rows_per_update])
 
 
 @functools.lru_cache(maxsize=1)  # only the current epoch's: 4 bytes a row
-def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
-    """A random order of the rows for an epoch, except that the longest row is first."""
-    order = np.random.default_rng([seed, epoch]).permutation(rows).astype(np.uint32)
-    place = int(np.flatnonzero(order == longest)[0])
+def row_order(seed: int, epoch: int, rows: int, longest: int, unit: int = 1) -> np.ndarray:
+    """A random order of the rows for an epoch, except that the longest row is first. ``unit`` rows stay together."""
+    order = np.random.default_rng([seed, epoch]).permutation(rows // unit).astype(np.uint32)
+    place = int(np.flatnonzero(order == longest // unit)[0])
     order[[0, place]] = order[[place, 0]]
-    return order
+    return order if unit == 1 else (order[:, None] * unit + np.arange(unit, dtype=np.uint32)).reshape(-1)
 
 
 def order_fingerprint() -> str:
