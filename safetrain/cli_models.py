@@ -1,11 +1,10 @@
-"""Commands of `safetrain` that write a model or an adapter, or talk with a model (ask, chat and serve)."""
+"""Commands of `safetrain` that write a model or an adapter, or talk with a model (ask and chat)."""
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
@@ -16,7 +15,7 @@ from safetrain.core.storage.files import require_new
 from safetrain.project import model_of_params
 
 if TYPE_CHECKING:
-    from safetrain.core.data.tokenizer import ChatTokenizer, Messages, Prompts
+    from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
     from safetrain.engine.tuned import ExportJob
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
@@ -28,8 +27,6 @@ AdapterFolder = Annotated[Path, Option(help="adapter folder")]
 BaseFolder = Annotated[Path | None, Option(help="base model folder; default: the adapter's base")]
 MayLose = Annotated[float, Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
 GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in lower case
-BaseOption = Annotated[bool, Option("--base", help="without the adapter, e.g. for a fused model (--model)")]
-SystemOption = Annotated[str | None, Option(help="system prompt ('': none); default: as in training")]
 
 
 def fetch(
@@ -299,11 +296,11 @@ def ask(
 
 
 def chat(
-    base: BaseOption = False,
+    base: Annotated[bool, Option("--base", help="without the adapter, e.g. for a fused model (--model)")] = False,
     compare: Annotated[bool, Option("--compare", help="show base and tuned answers")] = False,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
-    system: SystemOption = None,
+    system: Annotated[str | None, Option(help="system prompt ('': none); default: as in training")] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
     temperature: Annotated[float, Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
     top_p: Annotated[float, Option(min=0.01, max=1.0, help="nucleus sampling: probability mass; 1: all tokens")] = 1.0,
@@ -338,38 +335,3 @@ def chat(
     if asked.prompts.continues:
         say("this model was not trained on chats, so it continues each line as a separate text")
     Chat(asked.tokenizer, asked.prompts, sides, asked.system, asked.context).run()
-
-
-def serve(
-    base: BaseOption = False,
-    adapter: AdapterFolder = paths.ADAPTERS,
-    model: BaseFolder = None,
-    system: SystemOption = None,
-    host: Annotated[str, Option(help="0.0.0.0: open to the network, without a password")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="port; 0: any free port")] = 8080,
-    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens, unless a request sets it")] = 512,
-) -> None:
-    """Serve the tuned model to any OpenAI client.
-
-    Runs mlx-lm's server; Ctrl-C ends it. The tuned model answers, whatever model a request names. Decoding is greedy
-    unless the request sets a temperature. A chat without a system prompt gets the one that all training rows share.
-    """
-    from safetrain.engine.cpu.blas import load_fast_blas
-
-    asked = _asked(model, adapter, system, base=base)
-    load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.upstream.serving import ServeJob, serve_model
-
-    def ids_of(messages: "Messages", tools: Sequence[Any] | None, settings: Mapping[str, Any]) -> list[int]:
-        prompts, most = asked.prompts, asked.context
-        ids = prompts.ids(prompts.with_system(messages, asked.system), tools, settings)
-        if most is not None and len(ids) >= most:
-            raise ConfigError(f"The prompt has {len(ids)} tokens.", expected=f"fewer than {most}, the model's context")
-        return ids
-
-    name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
-    if asked.system:
-        print_text(f"system prompt for chats without one: {asked.system}")
-    stop_ids = asked.prompts.stop_ids
-    job = ServeJob(name, asked.folder, asked.adapter, stop_ids, ids_of, max_new_tokens, host, port, asked.stream)
-    serve_model(job, print_text)

@@ -36,7 +36,7 @@ RUN_ELSEWHERE = (
     "safetrain discard", "safetrain evaluate", "safetrain export gguf", "safetrain export peft", "safetrain exp",
     "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain import peft", "safetrain preflight",
     "safetrain repro", "safetrain report", "safetrain result", "safetrain run", "safetrain selftest", "safetrain stage",
-    "safetrain update", "safetrain serve", "mlx_lm.generate",
+    "safetrain update", "mlx_lm.generate",
 )  # fmt: skip
 HERE = Path(__file__)
 THIRD_PARTY = {"hf", "uv", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}

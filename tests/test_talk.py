@@ -1,4 +1,4 @@
-"""`safetrain ask`, `chat` and `serve` as a person, a pipe and a program meet them."""
+"""`safetrain ask` and `chat` as a person and a pipe meet them."""
 
 import contextlib
 import fcntl
@@ -8,20 +8,16 @@ import pty
 import select
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -34,7 +30,6 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.engine.evaluation import answer
-from safetrain.engine.upstream.serving import may_name
 from safetrain.engine.weight_files import open_tuned
 from tests.conftest import EMBEDDED, ROOT
 from tests.engine.test_fuse import adapter_of
@@ -156,7 +151,7 @@ def test_commands_are_no_questions_and_an_empty_or_cut_answer_is_called_so(
 
 def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model: Folder, tmp_path: Path) -> None:
     another = tiny_model()
-    for command in (["ask", QUESTION], ["chat"], ["serve"]):
+    for command in (["ask", QUESTION], ["chat"]):
         with pytest.raises(ModelError, match="No trained adapter"):
             run(*command, "--adapter", str(tmp_path))
         with pytest.raises(ModelError, match="does not exist"):
@@ -167,7 +162,7 @@ def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model
     (broken / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     (broken / "adapters.safetensors").write_bytes((adapter / "adapters.safetensors").read_bytes()[:20000])
     with pytest.raises(ModelError, match="The adapter's weights cannot be read"):
-        run("serve", "--port", "0", "--adapter", str(broken))
+        run("ask", QUESTION, "--adapter", str(broken))
     refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input=b"\xff\xfe\n")
     assert "not UTF-8" in str(refused.exception)
     with pytest.raises(ConfigError, match="question is empty"):
@@ -268,120 +263,3 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(endless: Path, terminal: Ca
     seen.wait_for("> ")
     seen.type("\x04")
     assert seen.process.wait(60) == 0
-
-
-class Server:
-    """`safetrain serve` as a child."""
-
-    def __init__(self, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "safetrain.cli", "serve", "--port", "0", *words],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.said = ""
-        while not self.said.splitlines()[-1:] or not self.said.splitlines()[-1].startswith("curl "):
-            line = self.process.stdout.readline()
-            assert line, self.said + self.process.stderr.read()  # type: ignore[union-attr]
-            self.said += line
-        self.curl = self.said.splitlines()[-1]
-        self.port = int(self.curl.partition("127.0.0.1:")[2].partition("/")[0])
-
-    def request(self, path: str, body: object = None, **headers: str) -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=240)
-        content = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, content,
-                           {"Content-Type": "application/json", **headers})  # fmt: skip
-        response = connection.getresponse()
-        found = response.status, response.read().decode()
-        connection.close()
-        return found
-
-    def ask(self, question: str, **more: object) -> str:
-        status, text = self.request("/v1/chat/completions", {"messages": [user(question)], **more})
-        assert status == 200, text
-        return json.loads(text)["choices"][0]["message"]["content"]
-
-    def stop(self, number: int) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(60)
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
-        return code
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-@pytest.fixture(scope="module")
-def served(adapter: Path) -> Iterator[SimpleNamespace]:
-    server = Server("--adapter", str(adapter))
-    yield SimpleNamespace(server=server, adapter=adapter)
-    assert server.stop(signal.SIGTERM) == 0
-
-
-def test_what_is_served_is_what_ask_answers_whatever_model_is_named(served: SimpleNamespace) -> None:
-    server, (tuned,) = served.server, expected(served.adapter, QUESTION)
-    assert tuned != expected(None, QUESTION)[0]
-    assert run("ask", QUESTION, "--adapter", str(served.adapter)).out == f"{tuned}\n"
-    done = subprocess.run(server.curl, shell=True, capture_output=True, text=True, check=True)  # the line it prints
-    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected(served.adapter, "Hello", most=512)[0]
-    assert server.ask(QUESTION, model="gpt-4o", adapters="nowhere") == tuned
-    name = json.loads(server.request("/v1/models")[1])["data"][0]["id"]
-    assert name == "encyclopedia-3m-tuned"
-    assert server.ask(QUESTION, model=name) == tuned
-
-
-def test_a_stream_and_a_chat_and_several_at_once_get_the_same(served: SimpleNamespace) -> None:
-    server, said = served.server, expected(served.adapter, QUESTION, OTHER)
-    messages = [user(QUESTION), {"role": "assistant", "content": said[0]}, user(OTHER)]
-    _, text = server.request("/v1/chat/completions", {"messages": messages, "stream": True})
-    parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == said[1]
-    questions = [f"What is the capital of {name}?" for name in ("Peru", "Japan", "the United Kingdom", "Chad")]
-    alone = [server.ask(question) for question in questions]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(server.ask, questions)) == alone
-
-
-def test_what_it_cannot_answer_is_a_bad_request(served: SimpleNamespace) -> None:
-    for message, words in ((user("word " * 600), "the model's context"), ({"role": "bishop", "content": ""}, "bishop")):
-        status, text = served.server.request("/v1/chat/completions", {"messages": [message]})
-        assert (status, words in text) == (400, True)
-    assert served.server.request("/v2/nothing")[0] == 404
-    for body in (None, {"messages": [user(QUESTION)]}):
-        assert served.server.request("/v1/chat/completions", body, Host="attacker.example")[0] == 403
-    assert served.server.request("/v1/models", Host="localhost")[0] == 200
-
-
-def test_a_port_that_is_taken_is_named_with_another(adapter: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="Address already in use") as caught:
-            run("serve", "--adapter", str(adapter), "--port", str(port))
-    assert f"127.0.0.1:{port}" in str(caught.value)
-    assert "--port" in caught.value.do
-    with pytest.raises(ConfigError, match="Nothing can be served at this address"):
-        run("serve", "--adapter", str(adapter), "--host", "192.0.2.1", "--port", "0")
-
-
-def test_it_ends_cleanly_also_in_the_middle_of_an_answer(endless: Path) -> None:
-    server = Server("--adapter", str(endless))
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=240)
-    body = {"messages": [user("?")], "stream": True, "max_tokens": 900000, "temperature": 3, "seed": 1}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body))
-    assert connection.getresponse().read(400)
-    assert server.stop(signal.SIGINT) == 0
-    connection.close()
-    assert not [each for each in psutil.Process().children(recursive=True) if each.pid == server.process.pid]
-
-
-@pytest.mark.parametrize(("header", "host", "answered"), [
-    ("localhost:8080", "127.0.0.1", True), ("[::1]:8080", "::1", True), ("192.168.1.5:8080", "0.0.0.0", True),
-    ("Mine.local:8080", "mine.local", True), ("", "127.0.0.1", True), ("attacker.example:8080", "127.0.0.1", False),
-    ("localhost.attacker.example", "127.0.0.1", False), ("[::1", "127.0.0.1", False),
-])  # fmt: skip
-def test_a_host_header_of_another_name_is_refused(header: str, host: str, answered: bool) -> None:
-    assert may_name(header, host) == answered

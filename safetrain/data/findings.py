@@ -71,7 +71,7 @@ KINDS = {
     "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} contains the text {detail}, which becomes a stop token", DROP),
     "OPENING-DIFFERS": Kind(
         WARNING, "the generation prompt begins an answer with {detail} in {rows}",
-        "ignore: ask, chat and serve leave it out, as training does"),
+        "ignore: ask and chat leave it out, as training does"),
     # comparisons of rows
     "QUESTION-IN-TEST": Kind(
         ERROR, "{rows} in test with the same question as a row in train: the result would measure memorization",

@@ -78,7 +78,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
     form = read_prompt_format(job.adapter)
     copy_beside(job.base, folder, form.stop_ids if form else ())
     if form is not None:
-        write_record(folder / CHAT_FILE, form)  # for safetrain chat and serve
+        write_record(folder / CHAT_FILE, form)  # for safetrain chat
     del module, changes  # frees what is written
     save_shards(folder, arrays)
     return size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm import sample_utils, server, tokenizer_utils
+from mlx_lm import sample_utils
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import base, cache, gated_delta, llama, switch_layers
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -19,7 +19,6 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.adaptation import few_blocks, packed_attention, trunk_of
 from safetrain.engine.upstream.loading import READ_DIRECTLY, build
-from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
 from tests.support.random_models import TINY
 
@@ -43,13 +42,6 @@ TAKEN = [
     (cache.can_trim_prompt_cache, ["cache"], "generation.py"),
     (cache.trim_prompt_cache, ["cache", "num_tokens"], "generation.py"),
     (sample_utils.make_sampler, ["temp", "top_p"], "generation.py"),
-    (server.ModelProvider.__init__, ["self", "cli_args"], "serving.py"),
-    (server.ModelProvider.load, ["self", "model_path", "adapter_path", "draft_model_path"], "serving.py"),
-    (server.ResponseGenerator.__init__, ["self", "model_provider", "prompt_cache"], "serving.py"),
-    (server.APIHandler.__init__, ["self", "response_generator", "args", "system_fingerprint"], "serving.py"),
-    (server.APIHandler._set_completion_headers, ["self", "status_code"], "serving.py"),
-    (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
-    (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
     (linear_to_lora_layers, ["model", "num_layers", "config"], "loading.py"),
     (generate_step, ["prompt", "model", "stream", "max_tokens", "sampler"], "generation.py"),
     (gated_delta.gated_delta_update, ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask", "use_kernel"],
@@ -107,18 +99,3 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
         assert len(module.layers) == 1
     with few_blocks(build(config_of("muse_spark"))) as fewer:  # whose trunk has them as a property
         assert not fewer
-
-
-def test_the_server_asks_for_nothing_that_it_is_not_given() -> None:
-    """Its command line has more options when it asks for more: each has a value here."""
-    asked = set(re.findall(r"cli_args\.(\w+)", inspect.getsource(server)))
-    assert asked - USUAL.keys() == {"model", "max_tokens"}, f"{MOVED}serving.py"
-
-    # It opens what it is asked for through its provider, and keeps what it opened where ours puts it.
-    source = inspect.getsource(server.ResponseGenerator)
-    for words in ("self.model_provider.load_default()", "self.model_provider.load(", "self.model_provider.model_key"):
-        assert words in source, f"{MOVED}serving.py"
-    assert "def stop_and_join(self)" in source
-    reset = inspect.getsource(server.ModelProvider.reset)
-    for name in ("model_key", "model", "tokenizer", "processor", "draft_model", "is_batchable"):
-        assert f"self.{name} = " in reset, f"{MOVED}serving.py"

@@ -14,7 +14,7 @@ BLOCK = re.compile(
 SPAN = re.compile(r"`([^`\n]+)`")
 HEREDOC = re.compile(r"<<'(\w+)'.*?^\1$", re.M | re.S)
 MADE = "<!-- made by"  # the pages that tools/reference.py writes from the code itself
-STARTS = ("safetrain", "dvc", "python", "make", "pip", ".venv/bin/safetrain", "mlx_lm.generate")
+STARTS = ("safetrain", "dvc", "python", "make", "pip", ".venv/bin/safetrain", "mlx_lm.generate", "mlx_lm.server")
 BETWEEN = {"&&", "||", "|", ";", "&"}
 
 
