@@ -30,8 +30,7 @@ LINES = (
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
     "card fused --replace", "card data", "export peft peft", "export gguf tuned", "import peft peft again",
     "import peft data again", "diagnose", "discard",
-    "stage train train.max_steps=9000 ^C after 20 s", "diagnose", "diagnose --bundle bug.zip", "diagnose --bundle bug",
-    "discard",
+    "stage train train.max_steps=9000 ^C after 20 s", "diagnose", "discard",
 )  # fmt: skip
 
 

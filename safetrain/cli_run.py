@@ -122,20 +122,12 @@ def result(
 
 def diagnose(
     as_json: Annotated[bool, Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
-    bundle: Annotated[Path | None, Option(help="write a zip for a bug report, with no text of yours")] = None,
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock
     from safetrain.core.records.run_state import describe, is_finished, read_postmortem
 
     require_project()
-    if bundle is not None:  # works even during training: nothing is locked
-        from safetrain.core.run_folder import read_run
-        from safetrain.watch.bundle import write_bundle
-
-        print("\n".join(write_bundle(bundle, read_run())))
-        print(f"Wrote {bundle}. Look at it before you send it: unzip -p {bundle} | less")
-        return
     from safetrain.guard.postmortem import explain_unclosed
 
     try:
