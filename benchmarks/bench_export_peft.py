@@ -1,4 +1,4 @@
-"""An adapter to PEFT and back, by family: how far its logits are from the tuned model's, in float32.
+"""An adapter to PEFT, by family: how far its logits are from the tuned model's, in float32.
 
     python -m benchmarks.bench_export_peft [family ...]
 
@@ -35,13 +35,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 32, "num_hidden_layers": 6},
 }
 IDS = [[5, 9, 13, 21, 34, 55, 89, 144, 233, 8]]
-IMPORTED: dict[str, dict[str, Any]] = {
-    "LoRA": {},
-    "DoRA": {"use_dora": True},
-    "rsLoRA": {"use_rslora": True},
-    "LoRA, upper blocks": {"layers_to_transform": list(range(1, 6))},
-}
-HEADER = ["family", "largest logit", "base", "out: LoRA, top 2 blocks", "out: DoRA", *(f"in: {n}" for n in IMPORTED)]
+HEADER = ["family", "largest logit", "base", "out: LoRA, top 2 blocks", "out: DoRA"]
 
 
 def main(families: list[str]) -> None:
@@ -50,14 +44,14 @@ def main(families: list[str]) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     notes = [
         "Largest difference of a logit, all in float32. Base: transformers' from mlx-lm's, without any adapter, which "
-        "the others contain. Out: what `safetrain export peft` writes, opened by PEFT, from the tuned model. In: what "
-        "PEFT computes with its own adapter, from what `safetrain import peft` makes of that. On 10 tokens."
+        "the others contain. Out: what `safetrain export peft` writes, opened by PEFT, from the tuned model. On 10 "
+        "tokens."
     ]
     show = show_result if families else write_result
     rows: list[list[object]] = []
     for family in families or (*ASKED_FOR, *(name for name in SAME_NAMES if name not in ASKED_FOR)):
         rows.append(row_of(family))
-        show("bench_export_peft", "Adapters to PEFT and back: logits beside the tuned model's", HEADER, rows, notes)
+        show("bench_export_peft", "Adapters to PEFT: logits beside the tuned model's", HEADER, rows, notes)
 
 
 def row_of(family: str) -> list[object]:
@@ -76,7 +70,6 @@ def row_of(family: str) -> list[object]:
         logits = theirs(torch.tensor(IDS)).logits.detach().numpy()
         found = [f"{np.abs(logits - ours).max():.1e}"]
         found += [f"{exported(base, folder / method, method):.1e}" for method in ("lora", "dora")]
-        found += [f"{imported(base, folder / f'in{n}', made):.1e}" for n, made in enumerate(IMPORTED.values())]
     return [family, f"{np.abs(logits).max():.1f}", *found]
 
 
@@ -130,43 +123,6 @@ def exported(base: Path, folder: Path, method: str) -> float:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     logits = peft.PeftModel.from_pretrained(theirs, folder / "peft").eval()(torch.tensor(IDS)).logits.detach().numpy()
     return float(np.abs(np.array(model.module.eval()(mx.array(IDS))) - logits).max())
-
-
-def imported(base: Path, folder: Path, made: dict[str, Any]) -> float:
-    """An import's logits from those of PEFT's own random adapter."""
-    import mlx.core as mx
-    import peft
-    import torch
-    import transformers
-
-    from safetrain.engine.exchange.peft import import_peft
-    from safetrain.engine.model import open_base
-    from safetrain.engine.weight_files import apply_adapter
-
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(r=5, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    if made:
-        names = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
-        config = peft.LoraConfig(r=5, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM", **made)
-    tuned: Any = peft.get_peft_model(model, config).eval()
-    with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
-            if "lora_B" in name or "magnitude" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    tuned.save_pretrained(folder / "peft")
-    import_peft(folder / "peft", base, folder / "own")
-    ours = open_base(base, dequantize=False)
-    apply_adapter(ours, folder / "own")
-    theirs = tuned(torch.tensor(IDS)).logits.detach().numpy()
-    return float(np.abs(np.array(ours.module(mx.array(IDS))) - theirs).max())
-
-
-def linear_layers(model: Any) -> list[str]:
-    """But for the head."""
-    import torch
-
-    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and "lm_head" not in name]
 
 
 if __name__ == "__main__":

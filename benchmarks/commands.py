@@ -28,8 +28,7 @@ LINES = (
     "evaluate --adapter checkpoints_qlora/adapters --max-examples 20", "evaluate", "track tensorboard",
     'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
-    "card fused --replace", "card data", "export peft peft", "export gguf tuned", "import peft peft again",
-    "import peft data again", "diagnose", "discard",
+    "card fused --replace", "card data", "export peft peft", "export gguf tuned", "diagnose", "discard",
     "stage train train.max_steps=9000 ^C after 20 s", "diagnose", "discard",
 )  # fmt: skip
 

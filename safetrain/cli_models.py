@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
-from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, size_text
+from safetrain.core.formatting import EMPTY_ANSWER, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
-from safetrain.project import model_of_params
 
 if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
     from safetrain.engine.tuned import ExportJob
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
-import_ = Typer(no_args_is_help=True, help="Import an adapter trained with PEFT.")
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 OutFolder = Annotated[Path, Argument(help="folder to write; must not exist yet")]
@@ -172,33 +170,6 @@ def export_gguf(
         report = export_gguf(job, kind.value, print_text)
     print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}")
     print_text(f"Ask it: llama-cli -m {out}, or a Modelfile with FROM {out} and ollama create NAME -f Modelfile")
-
-
-@import_.command("peft")
-def import_peft(
-    source: Annotated[Path, Argument(help="folder that PEFT wrote")],
-    out: Annotated[Path, Argument(help="adapter folder to write; must not exist yet")],
-    model: Annotated[Path | None, Option(help="base model folder; default: model.path of params.yaml")] = None,
-) -> None:
-    """Convert a LoRA or DoRA adapter from PEFT, for ask, fuse and programs that use mlx-lm.
-
-    The command refuses an adapter with parts that mlx-lm does not support, and one that changes nothing.
-    """
-    from safetrain.engine.cpu.blas import load_fast_blas
-
-    base = model or model_of_params()
-    load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.exchange.peft import import_peft
-    from safetrain.watch.progress import still_working
-
-    with still_working(f"reading {source} and trying it on {base}"):
-        config, lora = import_peft(source, base, out)
-    if trained_on := config.get("base_model_name_or_path"):
-        print_text(f"PEFT trained this adapter on {trained_on}; here its base is {base}.")
-    kind, where = "DoRA" if config.get("use_dora") else "LoRA", ", ".join(lora.targets)
-    blocks = counted(lora.num_layers, "block")
-    print_text(f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {where} of the top {blocks}")
-    print_text(f'Use it: safetrain ask "..." --adapter {out}')
 
 
 def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0) -> "ExportJob":

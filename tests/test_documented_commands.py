@@ -34,7 +34,7 @@ RUN_ELSEWHERE = (
     "dvc repro", "dvc exp run", "dvc metrics", "python -m stages.train", "safetrain ask", "safetrain cache",
     "safetrain card", "safetrain chat", "safetrain create", "safetrain diagnose",
     "safetrain discard", "safetrain evaluate", "safetrain export gguf", "safetrain export peft", "safetrain exp",
-    "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain import peft", "safetrain preflight",
+    "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain preflight",
     "safetrain repro", "safetrain report", "safetrain result", "safetrain run", "safetrain selftest", "safetrain stage",
     "safetrain update", "mlx_lm.generate",
 )  # fmt: skip
