@@ -24,7 +24,7 @@ LINES = (
     "convert models/new models/small", "convert models/new models/small --bits 7", "run data.path=data/exmaple",
     "run", "run train.learning_rat=1", "repro", "stage trian", "stage train train.seed=x",
     "exp show --no-pager --only-changed", "monitor", "monitor --json", "monitor --output checkpoints_qlorra",
-    "result", "result --gate", "report", "report --out params.yaml", "report --compare HEAD", "report --compare HEAD~9",
+    "result", "result --gate", "report", "report --out params.yaml",
     "evaluate --adapter checkpoints_qlora/adapters --max-examples 20", "evaluate", "track tensorboard",
     'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
@@ -46,7 +46,7 @@ def main() -> None:
                 params = folder / "params.yaml"
                 params.write_text(params.read_text().replace("max_steps: null", f"max_steps: {STEPS}"))
             if line == "repro":
-                for words in (("add", "-A"), ("commit", "-qm", "trained")):  # for --compare
+                for words in (("add", "-A"), ("commit", "-qm", "trained")):  # a result in Git
                     subprocess.run(["git", *words], cwd=folder, env=environment(folder), check=False)
     RESULT.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 

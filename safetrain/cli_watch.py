@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     LineOf = Callable[[MonitorView], str]
 
 GONE_LOOKS = 3  # readings in a row without a process mean that the run has ended: there are gaps between processes
-COMPARISON = paths.OUTPUT / "compare.html"
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
 Tracker = StrEnum("Tracker", "WANDB MLFLOW TENSORBOARD")  # the values are in lower case
@@ -109,29 +108,18 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "
 
 def report(
     out: Annotated[Path | None, Option(help="write here; default: checkpoints_qlora/report.html")] = None,
-    compare: Annotated[list[str] | None, Option(help="commit or experiment to compare with; at most twice")] = None,
 ) -> None:
-    """Write a page about the last run, or about two runs side by side.
-
-    The page is one self-contained file. --compare writes checkpoints_qlora/compare.html, with two runs side by side.
-    """
+    """Write a page about the last run: one self-contained file."""
     from safetrain.core.run_folder import read_run
-    from safetrain.watch.report import compare as write_comparison
     from safetrain.watch.report import write_report
 
     require_project()
-    if compare and len(compare) > 2:
-        raise ConfigError("Only two runs can be compared.", got=", ".join(compare), do="give --compare once or twice")
-    usual = COMPARISON if compare else paths.REPORT
-    target = out or usual
+    target = out or paths.REPORT
     if target.suffix != ".html":
         raise ConfigError("The report is an HTML page.", where=str(target), do="name a file: --out NAME.html")
-    if target.resolve() != usual.resolve():  # the default page is overwritten each time
+    if target.resolve() != paths.REPORT.resolve():  # the default page is overwritten each time
         require_new(target, "name another file, or remove this one first")
-    if compare:
-        write_comparison(compare, target)
-    else:
-        write_report(read_run(), target)
+    write_report(read_run(), target)
     print(f"{target}: open it in a browser")
 
 

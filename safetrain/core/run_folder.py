@@ -46,7 +46,6 @@ class RunMarker:
 class Run:
     """Everything that a run's folder holds."""
 
-    name: str
     data: DataReport | None = None
     machine: Machine | None = None
     plan: Recommendation | None = None
@@ -94,10 +93,10 @@ class Run:
 
 
 class RunReader:
-    """Reads a run from a folder; a subclass may read it from elsewhere, with its own ``file`` and ``adapter``."""
+    """Reads a run from its folder."""
 
-    def __init__(self, output: Path = paths.OUTPUT, name: str = "this run") -> None:
-        self.output, self.name = output, name
+    def __init__(self, output: Path) -> None:
+        self.output = output
         self._unreadable = list[tuple[str, str]]()
 
     def file(self, name: str) -> bytes | None:
@@ -107,8 +106,8 @@ class RunReader:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def adapter(self) -> str | None:
-        """Fingerprint of the trained adapter; empty if there is no adapter, None if unknown."""
+    def adapter(self) -> str:
+        """Fingerprint of the trained adapter; empty if there is no adapter."""
         folder = self.output / paths.ADAPTERS.name
         try:
             facts = (folder / "adapters.safetensors").stat()
@@ -123,15 +122,13 @@ class RunReader:
         header, flight = recorder.header, tuple(recorder.records)
         summary = self._record(paths.SUMMARY.name, TrainingSummary)
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
-        adapter = self.adapter() if evaluation is not None else None
-        stale = evaluation is not None and (summary is None or adapter not in (None, evaluation.adapter))
+        stale = evaluation is not None and (summary is None or self.adapter() != evaluation.adapter)
         marker = self._record(f"{FLIGHT}/{MARKER}", RunMarker)
         job = self._record(f"{FLIGHT}/{JOB}", TrainJob)
         journal = parse_journal(self.file(f"{FLIGHT}/{JOURNAL}") or b"")
         if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
             job, journal, header, flight = None, (), None, ()
         return Run(
-            name=self.name,
             data=self._record(paths.DATA_REPORT.name, DataReport),
             machine=self._record(paths.MACHINE.name, Machine),
             plan=self._record(paths.RECOMMENDED_CONFIG.name, Recommendation),

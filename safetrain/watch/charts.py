@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.events import Begun
-from safetrain.core.formatting import printable
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run
@@ -31,7 +30,6 @@ STYLE: Any = {
     "agg.path.chunksize": 10_000,
 }  # fmt: skip
 FEW_POINTS = 40  # a curve with so few points has dots too
-MOST_LETTERS = 24  # of a run's name
 GIB = 2**30
 SMOOTHING_SHARE = 0.02  # share of all points that is the smoothed curve's time constant
 LEAST_SMOOTHED = 100  # points; a smoothed curve of fewer points would lag
@@ -52,20 +50,6 @@ def pictures(run: Run) -> dict[str, bytes]:
             curve = partial(_plot, points=points, colour=BLUE, label="recorded", smooth=field != "learning_rate")
             drawn[name] = _draw(title, unit, curve)
     return drawn
-
-
-def comparison(first: Run, second: Run) -> bytes:
-    """Draw the losses of two runs in one picture."""
-
-    def add(axes: Any) -> None:
-        for run, colour in ((first, BLUE), (second, ORANGE)):
-            name = printable(run.name).replace("$", r"\$")
-            for field, dashes in (("train_loss", ":"), ("valid_loss", "-")):
-                points = points_of(run.steps, field)
-                label = f"{name[:MOST_LETTERS]}, {field.partition('_')[0]}"
-                _plot(axes, smoothed(points) or points, colour, label, dashes)
-
-    return _draw("Training and validation loss", "nats per label", add)
 
 
 def write_pictures(drawn: Mapping[str, bytes], folder: Path) -> None:
@@ -144,13 +128,13 @@ def _add_memory(run: Run, axes: Any) -> None:
         axes.axhline(predicted / GIB, color=GREEN, linestyle=":", linewidth=1.8, label="predicted peak of mlx")
 
 
-def _plot(axes: Any, points: Points, colour: str, label: str, dashes: str = "-", *, smooth: bool = False) -> None:
+def _plot(axes: Any, points: Points, colour: str, label: str, *, smooth: bool = False) -> None:
     """Add a curve, with dots if it has few points; if ``smooth``, many points are faint behind their moving average."""
     average = smoothed(points) if smooth else ()
     style: Any = {"linewidth": 0.8, "alpha": 0.45} if average else {"linewidth": 1.8}
     style |= {"marker": "o", "markersize": 4} if len(points) <= FEW_POINTS else {}
     if points:
-        axes.plot(*zip(*points, strict=True), color=colour, label=label, linestyle=dashes, **style)
+        axes.plot(*zip(*points, strict=True), color=colour, label=label, **style)
     if average:
         _plot(axes, average, colour, f"{label}, smoothed")
 

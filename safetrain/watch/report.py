@@ -1,27 +1,23 @@
-"""report.html and compare.html: a page about one run or two, which loads nothing. Templates lay out the records."""
+"""report.html: a page about one run, which loads nothing. Templates lay out the records."""
 
 import base64
-import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
-from safetrain.core.errors import ConfigError
 from safetrain.core.events import Died
 from safetrain.core.formatting import counted, duration_text, override, printable, size_text
 from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss
-from safetrain.core.records.metrics import TrainingMetrics, describe_proof
+from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.run_state import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
-from safetrain.core.run_folder import Run, RunReader
-from safetrain.core.storage import paths
+from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_text
-from safetrain.watch.charts import comparison, pictures, predicted_peak, rungs_of
+from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.monitor import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -34,7 +30,6 @@ STATUSES = {  # where the words differ from the monitor's
     State.GONE: "ended without a verdict: run safetrain diagnose",
 }
 Row = tuple[str, ...]
-UNKNOWN = "–"  # in a comparison
 
 
 def write_report(run: Run, path: Path) -> None:
@@ -222,92 +217,3 @@ def value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# Two runs
-
-
-class RevisionReader(RunReader):
-    """Reads the run at a Git revision or in a DVC experiment."""
-
-    def __init__(self, root: Path, revision: str) -> None:
-        """Raises ConfigError for an unknown revision, or one without results."""
-        from dvc.api import DVCFileSystem
-        from dvc.exceptions import DvcException
-        from dvc.repo import Repo
-        from dvc.scm import resolve_rev
-
-        super().__init__(Path(os.devnull), revision)  # no process, no recorder, no checkpoints
-        try:
-            with Repo(str(root)) as repo:
-                self._files = DVCFileSystem(str(root), rev=resolve_rev(repo.scm, revision))
-        except (DvcException, AttributeError) as error:
-            what, do = f"DVC knows no run {revision}.", "list the names with 'git log --oneline' and 'dvc exp show'"
-            raise ConfigError(what, where=str(root.resolve()), got=str(error), do=do) from None
-        if not self._files.exists("dvc.lock"):
-            what = f"{revision} has no results: DVC has recorded no training run there."
-            do = "commit dvc.lock after 'dvc repro', or name an experiment of 'dvc exp show'"
-            raise ConfigError(what, where=f"{revision} has no dvc.lock", do=do)
-
-    def file(self, name: str) -> bytes | None:
-        """Read a file of the run; None if the revision lacks it. Raises ConfigError if DVC has no copy."""
-        path = (paths.OUTPUT / name).as_posix()
-        try:
-            content: bytes | None = self._files.read_bytes(path) if self._files.exists(path) else None
-        except FileNotFoundError:  # in no cache and no remote
-            raise ConfigError(f"DVC has no copy of {path} from {self.name}.", do="dvc fetch --all-commits") from None
-        return content
-
-    def adapter(self) -> str | None:
-        """Return None: DVC recorded the adapter with its evaluation, so no fingerprint has to be compared."""
-        return None
-
-
-def compare(revisions: Sequence[str], target: Path) -> None:
-    """Write the page about two revisions, or about one and this folder. Raises ConfigError."""
-    runs = [RevisionReader(Path(), revision).read() for revision in revisions]
-    write_comparison(runs[0], runs[1] if runs[1:] else RunReader(name="this folder").read(), target)
-
-
-def write_comparison(first: Run, second: Run, target: Path) -> None:
-    """Write the page about two runs."""
-    one, other = dict(_values(first)), dict(_values(second))
-    rows = [(name, one.get(name, UNKNOWN), other.get(name, UNKNOWN)) for name in dict.fromkeys((*one, *other))]
-    page = render(
-        "compare.html", title=f"{first.name} and {second.name}", first=first, second=second,
-        absent=[*_absent(first), *_absent(second)], picture=comparison(first, second),
-        different=[row for row in rows if row[1] != row[2]], same=[row for row in rows if row[1] == row[2]],
-    )  # fmt: skip
-    write_text(target, page)
-
-
-def _absent(run: Run) -> list[tuple[str, str]]:
-    """Parts that a run lacks, each with the command that makes it."""
-    parts = (run.evaluation, "no evaluation", "safetrain stage evaluate"), (run.summary, "not finished", "dvc repro")
-    missing = [(f"{run.name}: {what}.", command) for record, what, command in parts if record is None]
-    return missing + [(cut(f"{run.name}: {file} is unreadable: {why}."), "dvc repro") for file, why in run.unreadable]
-
-
-def _values(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of each result, setting and fact about data and environment."""
-    scores, summary = run.evaluation, run.summary
-    if scores is not None:
-        yield "result", describe_loss(scores)
-        yield "exact match, 95 % interval", exact_text(scores.tuned)
-        yield "forgetting", describe_forgetting(scores.forgetting)
-    if summary is not None:
-        yield from ((each.name, value_text(getattr(summary, each.name))) for each in fields(TrainingMetrics))
-        yield "time of the updates", duration_text(summary.elapsed_seconds)
-        yield "tokens per second", f"{summary.tokens_per_second:,.0f}"
-        yield "peak of mlx", size_text(summary.peak_memory_bytes)
-        yield "peak of the process", size_text(summary.peak_footprint_bytes)
-    yield "settings lowered for memory", "; ".join(cut(text, 200) for text in rungs_of(run)) or "none"
-    settings = summary if summary is not None else run.plan
-    values = {"model.path": base_of(run), **values_of(settings)} if settings is not None else {}
-    yield from ((key, value_text(value)) for key, value in values.items())
-    if (data := run.data) is not None:
-        yield "data", cut(data.source, 200)
-        for name, split in data.splits:
-            yield f"{name}: rows, tokens, labels", f"{split.rows:,}, {split.tokens:,}, {split.trained_tokens:,}"
-        yield from ((f"finding {each.id}", f"{each.severity}, {each.count:,}") for each in data.findings)
-    yield from environment_of(run)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from safetrain.core.errors import ConfigError
 from safetrain.core.memory.estimate import MARGIN
 from safetrain.project import with_value
 from tests.pipeline.workspace import Workspace
@@ -197,13 +196,6 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
     assert "vegaEmbed('#" in plots  # drawn by the page's own lines
     assert '<script src="' not in plots
     assert "static/" in plots
-    workspace.cli("report", "--compare", "HEAD", "--compare", "sweep")
-    page = (workspace.folder / "checkpoints_qlora/compare.html").read_text()
-    assert "<h1>HEAD and sweep</h1>" in page
-    assert "train.learning_rate" in page.partition("<h2>Data</h2>")[0]
-    for name, said in {"nosuch": "DVC knows no run nosuch", "HEAD~3": "has no results"}.items():
-        with pytest.raises(ConfigError, match=said):
-            workspace.cli("report", "--compare", name)
     assert workspace.git("status", "--short") == ""
 
 

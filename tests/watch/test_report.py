@@ -1,4 +1,4 @@
-"""The report: one page tells a run, whatever became of it, loads nothing and shows all texts as text; two compared."""
+"""The report: one page tells a run, whatever became of it, loads nothing and shows all texts as text."""
 
 import dataclasses
 import re
@@ -16,10 +16,10 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.records.evaluation import Improvement, describe_evaluation
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import Rung, TrainJob
-from safetrain.core.run_folder import Run, RunMarker, RunReader, read_run
+from safetrain.core.run_folder import RunMarker, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.watch.report import write_comparison, write_report
+from safetrain.watch.report import write_report
 from safetrain.watch.result import describe_result, unmeasured
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import DEATH, UPDATES, change, data_report, evaluation, journal, make_dead, make_run, sample
@@ -170,31 +170,6 @@ def test_empty_answers_and_an_evaluation_of_another_adapter_are_named_in_the_ver
     assert "Validation loss: 3.000 before, 0.450 at step 25." in told(tmp_path)
 
 
-def run(folder: Path, name: str, gain: float = 1.5, rows: int = 40, base: str = "models/tiny", **changes: float) -> Run:
-    settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
-    make_run(folder / name, found=evaluation((sample("What?"),), gain), settings=settings, base_model=base)
-    write_record(folder / name / paths.DATA_REPORT, data_report(rows=rows))
-    return RunReader(folder / name / paths.OUTPUT, name).read()
-
-
-def compared(folder: Path, first: Run, second: Run) -> str:
-    write_comparison(first, second, folder / "compare.html")
-    return Parsed((folder / "compare.html").read_text()).text
-
-
-def test_what_differs_comes_first(tmp_path: Path) -> None:
-    text = compared(tmp_path, run(tmp_path, "first", 0.5, learning_rate=1e-4), run(tmp_path, "second", rows=50))
-    assert text.index("better by 0.50 ± 0.25 (95 %, 9 rows)") < text.index("The same in both")
-    same = text.index("The same in both")
-    assert text.index("train.learning_rate 0.0001 0.005") < same < text.index("best_step 25 25")
-    for part in ("Test loss 3.000 → 2.500 nats per token", "train: rows, tokens, labels 40, 400, 100 50, 400, 100"):
-        assert part in text, part
-    bare = dataclasses.replace(run(tmp_path, "third"), name="bare", evaluation=None, summary=None)
-    text = compared(tmp_path, bare, run(tmp_path, "fourth"))
-    for part in ("bare: no evaluation.", "bare: not finished.", "best_valid_loss – 0.45"):
-        assert part in text, part
-
-
 def test_the_command_writes_where_it_is_told_and_over_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,12 +180,11 @@ def test_the_command_writes_where_it_is_told_and_over_no_other_file(
     assert usual.exit_code == named.exit_code == 0, usual.output + named.output
     assert (tmp_path / "out/mine.html").read_bytes() == (tmp_path / paths.REPORT).read_bytes()
     Path("gone.html").symlink_to("nowhere")
-    refused = {("--out", "out"): "is an HTML page", ("--compare", "HEAD"): "DVC knows no run HEAD",
-               ("--out", "params.yaml"): "is an HTML page", ("--out", "out/mine.html"): "already exists",
-               ("--out", "gone.html"): "already exists", ("--compare", "a") * 3: "Only two runs"}  # fmt: skip
-    for words, said in refused.items():
+    refused = {"out": "is an HTML page", "params.yaml": "is an HTML page", "out/mine.html": "already exists",
+               "gone.html": "already exists"}  # fmt: skip
+    for name, said in refused.items():
         with pytest.raises(ConfigError, match=said):
-            CliRunner().invoke(app, ["report", *words], catch_exceptions=False)
+            CliRunner().invoke(app, ["report", "--out", name], catch_exceptions=False)
     assert CliRunner().invoke(app, ["report", "--out", str(paths.REPORT)]).exit_code == 0
     monkeypatch.chdir(tmp_path / "out")
     with pytest.raises(ConfigError, match="not a safetrain project"):
