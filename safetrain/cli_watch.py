@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 GONE_LOOKS = 3  # readings in a row without a process mean that the run has ended: there are gaps between processes
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
-Tracker = StrEnum("Tracker", "WANDB MLFLOW TENSORBOARD")  # the values are in lower case
+Tracker = StrEnum("Tracker", "WANDB MLFLOW")  # the values are in lower case
 
 
 def monitor(
@@ -124,13 +124,12 @@ def report(
 
 
 def track(
-    tracker: Annotated[Tracker, Argument(help="wandb, mlflow or tensorboard")],
+    tracker: Annotated[Tracker, Argument(help="wandb or mlflow")],
     project: Annotated[str, Option(help="W&B project; default: $WANDB_PROJECT, else safetrain")] = "",
     uri: Annotated[str, Option(help="MLflow server; default: $MLFLOW_TRACKING_URI, else a local database file")] = "",
-    into: Annotated[str, Option(help="TensorBoard folder; default: in checkpoints_qlora/trackers")] = "",
     name: Annotated[str, Option(help="name of the run; default: the tracker's choice")] = "",
 ) -> None:
-    """Send a run to W&B, MLflow or TensorBoard.
+    """Send a run to W&B or MLflow.
 
     Sends steps, settings and scores, but no rows or answers. Each call makes a new run in the tracker. With
     WANDB_MODE=offline, W&B needs no account.
@@ -139,7 +138,7 @@ def track(
     from safetrain.watch.trackers import export
 
     require_project()
-    place = {Tracker.WANDB: project, Tracker.MLFLOW: uri, Tracker.TENSORBOARD: into}[tracker]
+    place = project if tracker is Tracker.WANDB else uri
     with console().status(f"sending to {tracker}"):
         line = export(tracker, read_run(), place, name)
     print_text(line)

@@ -1,4 +1,4 @@
-"""Send a recorded run to W&B, MLflow or TensorBoard, as a new run there: settings, steps, scores; no rows or answers.
+"""Send a recorded run to W&B or MLflow, as a new run there: settings, steps, scores; no rows or answers.
 
 The training process is not involved.
 """
@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -36,7 +35,7 @@ Point = tuple[int, float, dict[str, float]]  # step, wall clock in seconds, numb
 def export(tracker: str, run: Run, place: str = "", name: str = "") -> str:
     """Send a run; return a line that says where it is now. Raises ConfigError.
 
-    ``place``: W&B project, MLflow address or TensorBoard folder; empty: the default. ``name``: the run's name there.
+    ``place``: W&B project or MLflow address; empty: the default. ``name``: the run's name there.
     """
     if importlib.util.find_spec(tracker) is None:
         raise ConfigError(f"{tracker} is not installed.", do=f"pip install -e '.[{tracker}]' -c constraints.txt")
@@ -145,25 +144,7 @@ def _send_mlflow(place: str, name: str, settings: Settings, points: Sequence[Poi
     return f"run {run_id} of {PROJECT!r} in {shown}"
 
 
-def _send_tensorboard(place: str, name: str, settings: Settings, points: Sequence[Point]) -> str:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.text.summary_v2 import text_pb
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    folder = Path(place or FOLDER / "tensorboard") / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    writer = EventFileWriter(str(folder))
-    table = "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in settings.items())])
-    writer.add_event(Event(step=0, wall_time=points[0][1], summary=text_pb("settings", table)))
-    for step, seconds, values in points:
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        writer.add_event(Event(step=step, wall_time=seconds, summary=summary))
-    writer.close()
-    return f"{folder}; tensorboard --logdir {folder.parent}"
-
-
 SEND: dict[str, Callable[[str, str, Settings, Sequence[Point]], str]] = {
     "wandb": _send_wandb,
     "mlflow": _send_mlflow,
-    "tensorboard": _send_tensorboard,
 }

@@ -15,7 +15,7 @@ from safetrain.watch.trackers import FOLDER, export
 from tests.conftest import ROOT
 from tests.watch.made_run import evaluation, make_run, sample, steps
 
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "mlflow")
 ROW, PASSWORD = "the capital of Ruritania", "hunter2"
 
 
