@@ -1,7 +1,6 @@
 """The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy and a log of changes."""
 
 import collections
-import csv
 import hashlib
 import json
 import re
@@ -27,7 +26,6 @@ from safetrain.data.validate import Validation, validate
 
 OPEN, CLOSE = "⟦", "⟧"  # around labels
 EVERY_PLACE = 2**62
-FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # of a repaired copy
 CHANGES = {  # in the log, in the order of the summary
     "form": "rows converted to the usual form, without unused keys",
     "mojibake": "wrongly decoded texts repaired",
@@ -136,7 +134,7 @@ def _masked(row: ReadRow) -> str:
 
 @dataclass
 class Repair:
-    """Writes a repaired copy of a file, and a log, when constructed. The copy's suffix decides its format.
+    """Writes a repaired copy of a file as JSONL, and a log, when constructed.
 
     ``dropped`` maps rows to leave out to their findings. Rows that cannot be read are an error, unless ``drop_bad``.
     """
@@ -150,12 +148,11 @@ class Repair:
     def __post_init__(self) -> None:
         """Write the log and then the copy.
 
-        Raises ConfigError if one of them exists or ``into`` has an unknown suffix, DataError for unreadable rows.
+        Raises ConfigError if one of them exists or ``into`` is not named .jsonl, DataError for unreadable rows.
         """
         into = self.into
-        if into.suffix not in FORMATS:
-            expected = f"a name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-            raise ConfigError("The name of the copy ends in no known format.", got=str(into), expected=expected)
+        if into.suffix != ".jsonl":
+            raise ConfigError("The copy is a JSONL file.", got=str(into), do="choose a name that ends in .jsonl")
         self.log = into.with_name(f"{into.name}.log.jsonl")
         do = f"choose another name; a log without {into.name} was left by an interrupted repair: remove it"
         for path in (into, self.log):
@@ -190,9 +187,6 @@ class Repair:
         self._findings.refuse_errors()
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
-        if self.into.suffix != FORMATS[0]:
-            lines = rows.read_text(encoding="utf-8").split("\n")[:-1]
-            _write_rows([json.loads(line) for line in lines], rows, self.into.suffix)
 
     def _repaired(self, spot: Spot, before: object) -> Row | None:
         """Repair a row; None if it is dropped, cannot be read, or repeats an earlier one."""
@@ -236,25 +230,3 @@ class Repair:
             if value != before:
                 self._log(where, what, before, value, key=key)
         return value
-
-
-def _write_rows(rows: list[dict[str, Any]], target: Path, suffix: str) -> None:
-    """Write all rows in the format of ``suffix``. In a CSV or TSV cell, lists and objects become JSON."""
-    columns = dict.fromkeys(key for row in rows for key in row)
-    if suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist([{**columns, **row} for row in rows]), target)
-        return
-    with target.open("w", encoding="utf-8", newline="") as file:
-        if suffix == ".json":
-            file.write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
-            return
-        table = csv.DictWriter(file, columns, delimiter="\t" if suffix == ".tsv" else ",", lineterminator="\n")
-        table.writeheader()
-        table.writerows({key: _cell(item) for key, item in row.items()} for row in rows)
-
-
-def _cell(value: object) -> object:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
