@@ -32,9 +32,10 @@ def main(config: Pipeline) -> None:
         _create_or_use(config, Path(config.model.path), config.model.create)
     report = _validated(config)
     write_record(paths.DATA_REPORT, report)
+    rows = "pairs" if report.train.pairs else "rows"
     lines = [
         f"{config.data.path}: {report.format}; {report.split}",
-        TABLE.format("split", "rows", "tokens", "labels", "median row", "p90", "p99", "longest"),
+        TABLE.format("split", rows, "tokens", "labels", "median row", "p90", "p99", "longest"),
         *(_table_line(name, split) for name, split in report.splits),
         f"stop token: {' '.join(report.stop_tokens)}" + ("" if report.format in DOCUMENTS else f"; {report.opening}"),
     ]
@@ -74,8 +75,8 @@ def _validated(config: Pipeline) -> DataReport:
 
 
 def _table_line(name: str, split: SplitReport) -> str:
-    lengths = split.lengths
-    counts = split.rows, split.tokens, split.trained_tokens, lengths.p50, lengths.p90, lengths.p99, lengths.max
+    rows, lengths = split.pairs or split.rows, split.lengths
+    counts = rows, split.tokens, split.trained_tokens, lengths.p50, lengths.p90, lengths.p99, lengths.max
     return TABLE.format(name, *(f"{count:,}" for count in counts))
 
 

@@ -115,9 +115,9 @@ def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -
     if validation.findings:
         text = summary(validation.findings, "--json lists all")
         print_text(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, text))
-    rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
+    rows, trained = counted(validation.count, validation.noun), validation.trained_tokens
     print_text(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
-    if validation.documents and trained:
+    if validation.noun == "document" and trained:
         print_text(f"{validation.label_bytes / trained:.2f} bytes per token; to train on it, set train.method=pretrain")
     if validation.tokens:
         context = f"; the model's context is {validation.context} tokens" if validation.context else ""
@@ -129,7 +129,8 @@ def _masked(row: ReadRow) -> str:
     if row.tokens is None:
         return printable(f"{row.spot.text()}  cannot be trained on: {', '.join(row.findings)}\n")
     pieces = [piece if stop is None else f"{OPEN}{piece}{CLOSE}" for piece, stop in pieces_of(row)]
-    return printable(f"{row.spot.text()}\n{''.join(pieces)}\n")
+    side = "  rejected answer" if row.row is not None and row.row.is_rejected else ""
+    return printable(f"{row.spot.text()}{side}\n{''.join(pieces)}\n")
 
 
 @dataclass

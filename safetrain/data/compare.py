@@ -1,6 +1,6 @@
 """Checks that need all rows: leaks between splits, near-duplicates, and questions with different answers.
 
-A row takes about 70 bytes of memory, and 4 more for each run of five words in its question. Two questions are
+A row takes about 80 bytes of memory, and 4 more for each run of five words in its question. Two questions are
 near-duplicates if the Jaccard similarity of their runs reaches a threshold. Two sets with a similarity of 0.8 share a
 member among the first fifth of each, in any fixed order of members. So the search sorts the rarest runs first; texts
 that share one of these are candidates. It compares each pair of candidates in full, unless both are in one cluster
@@ -33,6 +33,7 @@ NUMBERS = np.dtype([  # one record for each row
     ("contexts", "u8"),  # digest of system prompt, tools and earlier answers
     ("answers", "u8"),  # 0 if there is no answer
     ("answer_words", "u4"),
+    ("rejected", "u8"),  # the rejected answer of a pair, or 0
 ])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 SHINGLE_WORDS = 5
@@ -62,13 +63,16 @@ class RowFacts:
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Add the rows of a file that can be trained on."""
-        trainable = [(each.spot.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
+        trainable = [
+            (each.spot.place, each.row) for each in reads
+            if each.row is not None and each.tokens is not None and not each.row.is_rejected
+        ]  # fmt: skip
         texts = [_compared_text(row) for _, row in trainable]
         words = words_of(texts)
         self._shingles.add(words)
         numbers = [
             (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
-             _context(row), *_answer(row))
+             _context(row), *_answer(row), _answer(row.divided()[1])[0] if row.rejected else 0)
             for (place, row), text, own in zip(trainable, texts, digests(words).tolist(), strict=True)
         ]  # fmt: skip
         self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
@@ -113,7 +117,10 @@ def compare(facts: RowFacts, parts: np.ndarray) -> None:
     firsts = first_alike(clusters)  # the first row of a cluster is not a copy
     near = groups != groups[firsts]
     facts.tell("NEAR-COPIES", train[near], train[firsts[near]])
-    _answers(facts)
+    if facts.column("rejected").any():
+        _opposed(facts)  # several pairs for a question are usual
+    else:
+        _answers(facts)
 
 
 def _overlaps(facts: RowFacts, parts: np.ndarray) -> None:
@@ -148,6 +155,15 @@ def _answers(facts: RowFacts) -> None:
     if len(same):
         detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
         facts.tell("ANSWER-DOMINATES", same, same, detail)
+
+
+def _opposed(facts: RowFacts) -> None:
+    """Find pairs whose answers are in an earlier pair for the same question, preferred the other way round."""
+    chosen, rejected = mixed(facts.column("answers")), mixed(facts.column("rejected"))
+    asked, rows = facts.asked_in_context(), np.arange(len(facts))
+    keys = [mixed(mixed(asked + better) + worse) for better, worse in ((chosen, rejected), (rejected, chosen))]
+    firsts = first_alike(np.concatenate(keys))[len(rows) :]
+    facts.tell("PAIRS-OPPOSED", rows[firsts < rows], firsts[firsts < rows])
 
 
 def first_alike(keys: np.ndarray) -> np.ndarray:

@@ -86,6 +86,18 @@ KINDS = {
         WARNING, "an earlier question is repeated with a different answer in {rows}",
         "keep one answer for each question, or ignore if several are right"),
     "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of these"),
+    # preference pairs
+    "NO-PREFERENCE": Kind(
+        ERROR, "the chosen and rejected answers of {rows} are identical{detail}: there is nothing to prefer",
+        DROP, by_detail=True),
+    "PAIRS-OPPOSED": Kind(
+        WARNING, "the same two answers are preferred the other way round in {rows}", "keep one of the two pairs"),
+    "PAIRS-THINKING": Kind(
+        WARNING, "only one of the two answers has thinking in {rows}: the model would learn that difference",
+        "give thinking to both answers, or to neither"),
+    "PAIRS-LENGTH": Kind(
+        NOTE, "the chosen answer is longer in {detail}: the model may learn the length",
+        f"{IGNORE}; else remove pairs until about half of the chosen answers are longer"),
     # text of rows
     "REFUSALS": Kind(WARNING, "an answer in {rows} is a refusal, or speaks 'as an AI model'", DROP),
     "FOREIGN-MARKERS": Kind(

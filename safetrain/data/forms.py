@@ -1,11 +1,27 @@
-"""Finds the messages, the question and answer, or the text of a row, under the usual keys or those in data.columns."""
+"""Finds the messages, question and answer, pair or text of a row, under the usual keys or those in data.columns."""
 
+import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.data.rows import MEDIA_KEYS, ONLY_TEXT, Row, RowError, dump, kind, row_of, shown
+from safetrain.data.rows import (
+    MEDIA_KEYS,
+    ONLY_TEXT,
+    PAIRS,
+    Message,
+    Row,
+    RowError,
+    dump,
+    kind,
+    parse_messages,
+    parse_tools,
+    require_unicode,
+    shared_turns,
+    shown,
+)
 
 Columns = Mapping[str, str]  # from a part of a row to the key that holds it
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
@@ -15,19 +31,29 @@ PAIR = {"prompt": ASKING, "completion": ANSWERS}
 FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
     ({"prompt", "completion"}, {"input", "system", "tools", "history"}),
+    ({"chosen", "rejected"}, {"prompt", "input", "system", "tools"}),
     ({"text"}, set[str]()),
 )
-MAKES_ROW = "messages (and system, tools); or prompt and completion (and input, system, tools, history); or text"
+MAKES_ROW = (
+    "messages (and system, tools); or prompt and completion (and input, system, tools, history); "
+    "or chosen and rejected (and prompt, input, system, tools); or text"
+)
 KNOWN_KEYS = {*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history", "conversations",
-              "conversation"}  # fmt: skip
-FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
+              "conversation", "chosen", "rejected"}  # fmt: skip
+FORMATS = (
+    "messages; conversations; prompt and completion; instruction, input and output; question and answer; "
+    "prompt, chosen and rejected; text"
+)
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
+TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")  # in Anthropic's preference data
 MOST_NAMES = 12  # keys in an error
 EMPTY: tuple[object, ...] = (None, "", [], {})
-CLASSES = "keep the good rows without this key; to train on the class, name it as the completion in data.columns"
+AS_PAIR = "write a better and a worse answer to the same prompt as chosen and rejected"
+CLASSES = f"keep the good rows without this key; for pairs, {AS_PAIR}; "
+CLASSES += "to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
-    **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; keep only the better answers"),
+    "preferred_output": f"OpenAI's form of a pair is not supported; {AS_PAIR}",
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
     "input_ids": "token ids are not supported; give the texts",
@@ -75,9 +101,9 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, not {kind(value)}", do=AS_OBJECTS)
     if columns is None and len(value) == 1 and "messages" in value:
-        return row_of(value, {})
+        return _row_of(value, {})
     keys = columns or _usual_columns(value)
-    row = row_of(_parts(value, keys), keys)
+    row = _row_of(_parts(value, keys), keys)
     used = set(keys.values())
     ignored = sorted(shown(key) for key, item in value.items() if key not in used and item not in EMPTY)
     renamed = ", ".join(f"{shown(key)} -> {part}" for part, key in keys.items() if key != part or part == "input")
@@ -96,11 +122,11 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
 
 def _usual_columns(value: dict[str, Any]) -> Columns:
     """Find the keys of the row's parts; raises RowError if none are known, or several are possible."""
-    if value.get("chosen"):
-        raise _preference(value)
     for key in NOT_ANSWERS:
         if value.get(key) not in EMPTY and (key != "labels" or value.get("text")):
             raise RowError(f"{key}: {NOT_ANSWERS[key]}")
+    if any(value.get(key) not in EMPTY for key in ("chosen", "rejected")):
+        return _pair_columns(value)
     question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, str | int | float)
     contexts = [key for key in CONTEXTS if key != question]
     has_question = question in ASKING or (question is not None and answer is not None)
@@ -124,6 +150,17 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
     columns = {part: key for part, key in parts.items() if key and (part not in optional or value.get(key))}
     _refuse_two_ways(value, columns)
     return columns
+
+
+def _pair_columns(value: dict[str, Any]) -> Columns:
+    """Find the keys of the parts of a pair; raises RowError if it has one answer only."""
+    if "chosen" not in value or "rejected" not in value:
+        raise RowError(f"a pair needs two answers, and there is one ({_names(value)})", do=AS_PAIR)
+    keys = [key for key in value if value[key] not in EMPTY]
+    question = next((key for key in (*ASKING, "input", "conversations") if key in keys), None)
+    parts = {"prompt": question, "input": "input" if question in ASKING else None}
+    parts |= {"system": "system" if "system" in keys else "system_prompt", "tools": "tools"}
+    return {part: key for part, key in parts.items() if key in keys} | {"chosen": "chosen", "rejected": "rejected"}
 
 
 def _first(value: dict[str, Any], names: Iterable[str], kinds: Any) -> str | None:
@@ -177,16 +214,6 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
         raise RowError(f"the row can be read in two ways ({_names(value)})", do=_look_at(columns, *ways))
 
 
-def _preference(value: dict[str, Any]) -> RowError:
-    """The error for a row of preference data, with the setting that trains on the chosen answers."""
-    question = next((key for key in (*QUESTIONS, "conversations") if value.get(key)), None)
-    is_chat = isinstance(value["chosen"], list) and (question is None or len(value["chosen"]) > 1)
-    pair = {"prompt": question, "completion": "chosen"} if question else {"text": "chosen"}
-    columns = {"messages": "chosen"} if is_chat else pair
-    message = f"chosen: preference data is not supported, except to train on the chosen answers ({_names(value)})"
-    return RowError(message, do=_look_at(columns))
-
-
 def _unknown(value: dict[str, Any]) -> RowError:
     """The error for a row of unknown form, with a data.columns setting that may fit."""
     for key, item in value.items():
@@ -208,3 +235,122 @@ def _unknown(value: dict[str, Any]) -> RowError:
     guess = dict(zip(parts, sorted(best, key=texts.index), strict=False))
     message = f"unknown keys ({_names(value)}); expected one of: {FORMATS}"
     return RowError(message, do=_look_at(guess) if guess else AS_OBJECTS)
+
+
+# Making rows of parts
+
+
+def _row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
+    """Make a row from messages, prompt and completion, a pair, or text; ``keys`` name these parts in errors."""
+    if "text" in parts:
+        return Row("text", text=_text(parts["text"], keys["text"]))
+    if "chosen" in parts:
+        return _preference(parts, keys)
+    is_chat = "messages" in parts
+    turns = parse_messages(parts["messages"], keys.get("messages", "messages")) if is_chat else _pair(parts, keys)
+    messages = _with_system(parts.get("system"), turns)
+    for index, message in enumerate(messages):
+        require_unicode(message.content, f"messages[{index}].content")
+    if not any(message.trained for message in messages if message.role == "assistant"):
+        raise RowError("no assistant turn to train on; turns with weight 0 or in the prompt are not trained on")
+    tools, has_more = parse_tools(parts.get("tools")), parts.get("tools") or parts.get("history")
+    is_plain = not has_more and all(isinstance(parts.get(part), str) for part in ("prompt", "completion"))  # as mlx-lm
+    return Row("tools" if tools else "completions" if is_plain else "chat", messages, tools)
+
+
+def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """The turns of a history, a prompt with its input, and a completion."""
+    prompt, completion = parts["prompt"], parts["completion"]
+    before = _earlier(parts.get("history")) + _prompt(parts, keys)
+    if isinstance(prompt, list) or isinstance(completion, list):
+        before = _shown_only(before)  # as in TRL
+    return before + _turns(completion, "assistant", keys["completion"])
+
+
+def _prompt(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """The turns of a prompt with its input."""
+    prompt, more = parts["prompt"], parts.get("input")
+    if more:
+        if not isinstance(prompt, str) or not isinstance(more, str):
+            raise RowError(f"{keys['input']} is {kind(more)}; this key and the prompt must be strings")
+        prompt = "\n\n".join(text for text in (prompt, more) if text.strip()) or prompt
+    return _turns(prompt, "user", keys["prompt"])
+
+
+def _preference(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
+    """Make a pair. The messages with which both chats begin are the prompt; its answers are not trained on."""
+    chats = [_with_system(parts.get("system"), _side(name, parts, keys)) for name in ("chosen", "rejected")]
+    read_only = [_shown_only(chat) for chat in chats]
+    end = shared_turns(*read_only)
+    if not end or any(chat[end].role != "assistant" or chat[-1].role != "assistant" for chat in chats):
+        raise RowError(f"{keys['chosen']} and {keys['rejected']} are not two answers to the same prompt")
+    chosen, rejected = (before[:end] + chat[end:] for before, chat in zip(read_only, chats, strict=True))
+    for message in (*chosen, *rejected):
+        require_unicode(message.content, "a message")
+    return Row(PAIRS, chosen, parse_tools(parts.get("tools")), rejected=rejected)
+
+
+def _side(name: str, parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """The whole chat of one answer of a pair: the answer follows the prompt, or the value contains both."""
+    value, key = parts[name], keys[name]
+    prompt = _prompt(parts, keys) if parts.get("prompt") else ()
+    if isinstance(value, str) and not prompt:
+        return _transcript(value, key)
+    turns = _turns(value, "assistant", key)
+    if turns[0].role == "assistant":
+        return prompt + turns
+    if not {message.content.strip() for message in prompt} <= {message.content.strip() for message in turns[:-1]}:
+        do = f"if it is not their prompt, set data.columns={{chosen: {keys['chosen']}, rejected: {keys['rejected']}}}"
+        raise RowError(f"{keys['prompt']} is not in the messages of {key}", do=do)
+    return turns
+
+
+def _transcript(value: str, key: str) -> tuple[Message, ...]:
+    """Read a text of turns that begin with "\n\nHuman:" or "\n\nAssistant:"; the last one is the answer."""
+    before, mark, answer = f"\n\n{value.strip()}".rpartition("\n\nAssistant:")
+    first, *turns = TRANSCRIPT_TURN.split(before)
+    if not mark or first.strip() or not turns:
+        raise RowError(f"{key} has no prompt: expected a key prompt, a list of messages, or Human: … Assistant: …")
+    turns += ["Assistant", answer]
+    named = zip(turns[::2], turns[1::2], strict=True)
+    return parse_messages([{"role": role, "content": text.strip()} for role, text in named], key)
+
+
+def _turns(value: object, role: str, key: str) -> tuple[Message, ...]:
+    """Read a list of messages, or a text as one message with this role."""
+    return parse_messages(value, key) if isinstance(value, list) else (Message(role, _text(value, key)),)
+
+
+def _earlier(history: object) -> tuple[Message, ...]:
+    """Earlier turns: LLaMA-Factory's pairs, which are trained on, or messages, which are not."""
+    if not history:
+        return ()
+    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
+        return _shown_only(parse_messages(history, "history"))
+    turns = [({"role": "user", "content": one}, {"role": "assistant", "content": two}) for one, two in history]
+    return parse_messages(list(itertools.chain(*turns)), "history")
+
+
+def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(each, trained=False) if each.role == "assistant" else each for each in messages)
+
+
+def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Prepend the system prompt that a row has next to its messages (Bedrock, LLaMA-Factory)."""
+    if text in (None, ""):
+        return messages
+    system = Message("system", _text(text, "system"))
+    if messages[0].role not in ("system", "developer"):
+        return (system, *messages)
+    if messages[0] != system:
+        raise RowError("two different system prompts, next to messages and in messages[0]: keep one")
+    return messages
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{key} must be a string, not {kind(value)}")
+    if not value.strip():
+        raise RowError(f"{key} is empty")
+    require_unicode(value, key)
+    return value

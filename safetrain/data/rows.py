@@ -1,12 +1,10 @@
-"""A training row (messages or bare text): read in OpenAI's or ShareGPT's format, written in OpenAI's current format.
+"""A training row (messages, a pair or bare text): from OpenAI's or ShareGPT's format to OpenAI's current format.
 
 JSON is read strictly: no NaN, no repeated keys, no half surrogate pairs. A row that cannot be read is a RowError.
 """
 
 import collections
-import itertools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +27,7 @@ KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a stri
          type(None): "null or an empty cell"}  # fmt: skip
 MOST_DEEP = 300
 WHITE = " \t\r\n"
+PAIRS = "pairs"  # the format of preference data
 DEEP = "brackets are nested hundreds of levels deep"
 
 
@@ -160,8 +159,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
+    """A training example: messages (chat, tools, completions, pairs) or bare text. ``tools`` is JSON text or empty.
 
+    ``messages`` of a pair are prompt and chosen answer, ``rejected`` the prompt again and the rejected answer.
     ``ignored_keys`` are the unused keys. ``taken`` names the keys that were read, if they are not the usual ones.
     """
 
@@ -169,6 +169,7 @@ class Row:
     messages: tuple[Message, ...] = ()
     tools: str = ""
     text: str = ""
+    rejected: tuple[Message, ...] = ()
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     taken: str = field(default="", compare=False)
 
@@ -179,7 +180,11 @@ class Row:
         if self.format == "completions":
             pair = {"prompt": self.messages[-2].content, "completion": self.messages[-1].content}
             return {**({"system": self.system} if self.system else {}), **pair}
-        tools = {"tools": json.loads(self.tools)} if self.format == "tools" else {}
+        tools = {"tools": json.loads(self.tools)} if self.tools else {}
+        if self.rejected:
+            end = shared_turns(self.messages, self.rejected)
+            parts = {"prompt": self.messages[:end], "chosen": self.messages[end:], "rejected": self.rejected[end:]}
+            return {**{name: [each.for_template() for each in part] for name, part in parts.items()}, **tools}
         return {"messages": [message.as_json() for message in self.messages], **tools}
 
     @property
@@ -187,80 +192,26 @@ class Row:
         """The system prompt; empty if there is none."""
         return self.messages[0].content if self.messages and self.messages[0].role == "system" else ""
 
+    @property
+    def is_rejected(self) -> bool:
+        """Whether this is the second of the rows that a pair is divided into."""
+        return self.format == PAIRS and not self.rejected
+
+    def divided(self) -> "tuple[Row, ...]":
+        """The rows that are stored: itself, and for a pair also prompt and rejected answer."""
+        return (self, replace(self, messages=self.rejected, rejected=())) if self.rejected else (self,)
+
     def identity(self) -> str:
         """A text that is equal for equal rows, in any order of keys. Most rows are plain chats and need no JSON."""
-        if self.tools or any(message.details or not message.trained for message in self.messages):
+        if self.tools or self.rejected or any(message.details or not message.trained for message in self.messages):
             return json.dumps(self.as_json(), sort_keys=True, ensure_ascii=False)
         return "\0".join([self.format, self.text, *(f"{each.role}\1{each.content}" for each in self.messages)])
 
 
-def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
-    """Make a row from messages, from prompt and completion, or from text; ``keys`` name these parts in errors."""
-    if "text" in parts:
-        return Row("text", text=_text(parts["text"], keys["text"]))
-    is_chat = "messages" in parts
-    turns = parse_messages(parts["messages"], keys.get("messages", "messages")) if is_chat else _pair(parts, keys)
-    messages = _with_system(parts.get("system"), turns)
-    for index, message in enumerate(messages):
-        require_unicode(message.content, f"messages[{index}].content")
-    if not any(message.trained for message in messages if message.role == "assistant"):
-        raise RowError("no assistant turn to train on; turns with weight 0 or in the prompt are not trained on")
-    tools, has_more = _tools(parts.get("tools")), parts.get("tools") or parts.get("history")
-    is_plain = not has_more and all(isinstance(parts.get(part), str) for part in ("prompt", "completion"))  # as mlx-lm
-    return Row("tools" if tools else "completions" if is_plain else "chat", messages, tools)
-
-
-def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
-    """The turns of a history, a prompt with its input, and a completion."""
-    prompt, completion, more = parts["prompt"], parts["completion"], parts.get("input")
-    if more:
-        if not isinstance(prompt, str) or not isinstance(more, str):
-            raise RowError(f"{keys['input']} is {kind(more)}; this key and the prompt must be strings")
-        prompt = "\n\n".join(text for text in (prompt, more) if text.strip()) or prompt
-    before = _earlier(parts.get("history")) + _turns(prompt, "user", keys["prompt"])
-    if isinstance(prompt, list) or isinstance(completion, list):
-        before = _shown_only(before)  # as in TRL
-    return before + _turns(completion, "assistant", keys["completion"])
-
-
-def _turns(value: object, role: str, key: str) -> tuple[Message, ...]:
-    """Read a list of messages, or a text as one message with this role."""
-    return parse_messages(value, key) if isinstance(value, list) else (Message(role, _text(value, key)),)
-
-
-def _earlier(history: object) -> tuple[Message, ...]:
-    """Earlier turns: LLaMA-Factory's pairs, which are trained on, or messages, which are not."""
-    if not history:
-        return ()
-    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
-        return _shown_only(parse_messages(history, "history"))
-    turns = [({"role": "user", "content": one}, {"role": "assistant", "content": two}) for one, two in history]
-    return parse_messages(list(itertools.chain(*turns)), "history")
-
-
-def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    return tuple(replace(each, trained=False) if each.role == "assistant" else each for each in messages)
-
-
-def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Prepend the system prompt that a row has next to its messages (Bedrock, LLaMA-Factory)."""
-    if text in (None, ""):
-        return messages
-    system = Message("system", _text(text, "system"))
-    if messages[0].role not in ("system", "developer"):
-        return (system, *messages)
-    if messages[0] != system:
-        raise RowError("two different system prompts, next to messages and in messages[0]: keep one")
-    return messages
-
-
-def _text(value: object, key: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{key} must be a string, not {kind(value)}")
-    if not value.strip():
-        raise RowError(f"{key} is empty")
-    require_unicode(value, key)
-    return value
+def shared_turns(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
+    """The number of messages with which both chats begin, without the last message of the shorter one."""
+    most = min(len(one), len(other)) - 1
+    return next((place for place in range(most) if one[place] != other[place]), most)
 
 
 def parse_messages(value: object, place: str) -> tuple[Message, ...]:
@@ -353,7 +304,7 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _tools(value: object) -> str:
+def parse_tools(value: object) -> str:
     """The tools of a row as the JSON text of a list, each in OpenAI's form; empty without tools."""
     tools = _parsed(value, "tools")
     if not tools:

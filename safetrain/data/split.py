@@ -6,6 +6,7 @@ Tokenized rows wait in a scratch file until the split of each is known.
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -34,6 +35,7 @@ def split_off(
     digests: np.ndarray,
     shares: Mapping[str, float],
     path: Path,
+    noun: str = "row",
 ) -> tuple[np.ndarray, str]:
     """Assign a split to each row, as an index into SPLITS, and describe how.
 
@@ -41,8 +43,8 @@ def split_off(
     ``clusters`` equal numbers for rows that must stay together, ``digests`` uint64 hashes of questions. Only a split
     without a file takes its share of train. A cluster stays in train if a given file has some of its rows, unless too
     few clusters are left. Its split depends only on its smallest digest and on the shares, so other rows never move it.
-    Rows move only to fill a split that would be empty, and the text says so. Raises a DataError that names ``path`` if
-    there are too few clusters.
+    Rows move only to fill a split that would be empty, and the text says so; it calls them ``noun``. Raises a DataError
+    that names ``path`` if there are too few clusters.
     """
     parts = parts.copy()
     missing = {name: share for name, share in shares.items() if name not in names}
@@ -62,7 +64,7 @@ def split_off(
     of_cluster = np.full(len(there), TRAIN, dtype=np.uint8)
     of_cluster[free], changed = _deal(mixed(smallest[free]), missing)  # mixed: the smallest of many digests is small
     parts[in_train] = of_cluster[of_row]
-    sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), 'row')})" for name in missing]
+    sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), noun)})" for name in missing]
     text = f"{' and '.join(sizes)} split off train by content"
     if changed:
         text += f"; {' and '.join(changed)} would have been empty and got another split's rows; more data may move them"
@@ -101,7 +103,7 @@ def split_report(lengths: Sequence[np.ndarray], labels: int, label_bytes: int) -
 class StoredRow(NamedTuple):
     """A tokenized row, with everything that is stored about it."""
 
-    line: str  # canonical JSON
+    line: str  # canonical JSON; empty for the rejected row of a pair
     file: int
     number: int  # the number of its line or of its row in the file, whichever is greater
     label_bytes: int  # UTF-8 bytes of its answers
@@ -112,7 +114,10 @@ class StoredRow(NamedTuple):
 def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
     """List the rows of a file that can be trained on; the others are already findings."""
     return [
-        StoredRow(f"{_encode(row.as_json())}\n", file, max(each.spot.place), each.label_bytes, each.prompt, tokens)
+        StoredRow(
+            "" if row.is_rejected else f"{_encode(row.as_json())}\n", file, max(each.spot.place), each.label_bytes,
+            each.prompt, tokens,
+        )
         for each in reads if (row := each.row) is not None and (tokens := each.tokens) is not None
     ]  # fmt: skip
 
@@ -144,6 +149,7 @@ class SplitWriter(contextlib.ExitStack):
         self._lines = self.enter_context((folder / f"{name}.jsonl").open("wb"))
         self._store = self.enter_context(StoreWriter(store_path(folder, name)))
         self._lengths, self._labels, self._label_bytes = list[np.ndarray](), 0, 0
+        self._pairs = 0
         self._tokenizer, self._has_questions = tokenizer, name == "test"
 
     def add(self, rows: Sequence[StoredRow]) -> None:
@@ -153,6 +159,7 @@ class SplitWriter(contextlib.ExitStack):
         if self._has_questions:
             self._add_questions(rows)
         lines, files, numbers, sizes, _, tokens = zip(*rows, strict=True)
+        self._pairs += lines.count("")
         lengths = np.array(list(map(len, tokens)))
         label_counts = np.array([each.trained_tokens for each in tokens])
         self._lines.writelines(line.encode() for line in lines)
@@ -165,8 +172,8 @@ class SplitWriter(contextlib.ExitStack):
 
     def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:
         """Complete the store; returns the statistics of the split."""
-        self._store.finish(provenance, [str(path) for path in files], self._label_bytes)
-        return split_report(self._lengths, self._labels, self._label_bytes)
+        self._store.finish(provenance, [str(path) for path in files], self._label_bytes, pairs=self._pairs > 0)
+        return replace(split_report(self._lengths, self._labels, self._label_bytes), pairs=self._pairs)
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
         """Store prompts, tokenized separately: in a row, a prompt's last token may merge with the answer's first."""

@@ -21,10 +21,11 @@ from safetrain.data.findings import Findings, Spot, checked_downgrade
 from safetrain.data.folders import DataFiles
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
 from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer
-from safetrain.data.rows import Row, RowError
+from safetrain.data.rows import PAIRS, Row, RowError
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
+LEAST_PAIRS, BIASED_SHARE = 20, 0.7  # of pairs whose answers differ in length
 Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
 Prompt = tuple[
@@ -59,7 +60,10 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
 
 @dataclass(slots=True)
 class ReadRow:
-    """A row as it was read, rendered and tokenized; ``tokens`` is None if it cannot be trained on."""
+    """A row as it was read, rendered and tokenized; ``tokens`` is None if it cannot be trained on.
+
+    A pair is two: prompt with chosen answer, then prompt with rejected answer.
+    """
 
     spot: Spot
     row: Row | None
@@ -75,9 +79,10 @@ class RowReader:
 
     def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
         """Raises ModelError if the model cannot be used."""
-        self.rows = 0  # including those that cannot be trained on
+        self.rows = 0  # pairs count once; including those that cannot be trained on
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained on
         self.formats: set[str] = set()
+        self._longer, self._unequal = 0, 0  # pairs with a longer chosen answer, and with answers that differ in length
         self._files = files
         self._openings = collections.Counter[tuple[str, str]]()  # in the prompt, and in training
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
@@ -103,6 +108,15 @@ class RowReader:
                 yield self._finished(*waiting.popleft())
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
+        longer, unequal = self._longer, max(1, self._unequal)
+        if unequal >= LEAST_PAIRS and max(longer, unequal - longer) >= BIASED_SHARE * unequal:
+            detail = f"{longer:,} of {unequal:,} pairs of unequal length ({100 * longer // unequal} %)"
+            self._findings.add("PAIRS-LENGTH", detail, longer)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the rows that were read are preference pairs."""
+        return PAIRS in self.formats
 
     def provenance(self, provenance: Provenance) -> Provenance:
         """Add stop tokens, opening and the common system prompt, once all rows are read.
@@ -120,27 +134,31 @@ class RowReader:
         block, room = list[ReadRow](), BLOCK_CHARACTERS
         try:
             for place, value in rows_of(path, documents=self._settings.documents):
-                row = self._rendered(Spot(str(path), place), value)
-                block.append(row)
-                room -= len(row.rendered.text) if row.rendered is not None else 0
-                if len(block) == BLOCK_ROWS or room <= 0:
+                rows = self._rendered(Spot(str(path), place), value)
+                block += rows
+                room -= sum(len(row.rendered.text) for row in rows if row.rendered is not None)
+                if len(block) >= BLOCK_ROWS or room <= 0:
                     yield block
                     block, room = [], BLOCK_CHARACTERS
         except DataError as error:  # without rows, or damaged from some row on
             self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
         yield block
 
-    def _rendered(self, spot: Spot, value: object) -> ReadRow:
+    def _rendered(self, spot: Spot, value: object) -> list[ReadRow]:
+        """Read and render a row, or both rows of a pair."""
         row: Row | None = None
         try:
             row = parse_row(value, self._settings.columns)
-            rendered = self._renderer.render(row)
+            if self.formats and (row.format == PAIRS) != self.has_pairs:
+                do = "keep them in two data sets"
+                raise RowError("pairs (chosen, rejected) and other rows are mixed in a data set", do=do)
+            both = [(each, self._renderer.render(each)) for each in row.divided()]
         except RowError as error:
             if error.id == "ANSWER-LOST":  # only ANSWER-LOST can be downgraded to a warning
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
             self._findings.add_error(spot, error)
-            return ReadRow(spot, row, None, None, (error.id,))
-        return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
+            return [ReadRow(spot, row, None, None, (error.id,))]
+        return [ReadRow(spot, each, rendered, None, self._find(each, rendered, spot)) for each, rendered in both]
 
     def _find(self, row: Row, rendered: RenderedRow, spot: Spot) -> tuple[str, ...]:
         """Add the findings about a row, and note how its answers open and close; returns the ids of the findings."""
@@ -170,8 +188,11 @@ class RowReader:
 
     def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
         """Attach tokens to the rows of a block that can be trained on, and count them."""
-        results = iter(tokenized.result())
+        results, chosen = iter(tokenized.result()), None
         for read in block:
+            is_rejected = read.row is not None and read.row.is_rejected
+            if not is_rejected:
+                self.rows, chosen = self.rows + 1, None
             if read.rendered is None:
                 continue
             tokens, runs = next(results)
@@ -186,11 +207,23 @@ class RowReader:
             self.tokens += len(tokens)
             self.labels += tokens.trained_tokens
             self.label_bytes += read.label_bytes
-            if read.rendered.question is not None:
+            if is_rejected and chosen is not None:
+                self._compare(chosen, tokens, read)
+            chosen = tokens
+            if read.rendered.question is not None and not is_rejected:
                 text = read.rendered.text[: read.rendered.spans[-1].start]
                 read.prompt = (runs[-1][0], text, read.rendered.question)
-        self.rows += len(block)
         return number, block
+
+    def _compare(self, chosen: TokenRow, rejected: TokenRow, read: ReadRow) -> None:
+        """Compare the rows of a pair."""
+        self._longer += chosen.trained_tokens > rejected.trained_tokens
+        self._unequal += chosen.trained_tokens != rejected.trained_tokens
+        if np.array_equal(chosen.ids[: self.context], rejected.ids[: self.context]):
+            is_cut = self.context is not None and max(len(chosen), len(rejected)) > self.context
+            detail = f" within the model's context ({self.context} tokens)" if is_cut else ""
+            self._findings.add("NO-PREFERENCE", detail, where=[read.spot])
+            read.findings += ("NO-PREFERENCE",)
 
     def _obstacle(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """The finding's id and detail if a row cannot be trained on, or only in part."""

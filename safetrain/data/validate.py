@@ -50,7 +50,7 @@ class Validation:
     written: DataReport | None
     rows: Sequence[ReadRow] = ()  # rows to show
     context: int | None = None  # the model's context in tokens, if its config.json has it
-    documents: bool = False  # its rows are documents, for pretraining
+    noun: str = "row"  # or document, for pretraining, or pair
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -131,18 +131,23 @@ def _validate_rows(
     with written(into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
         for number, block in reader.blocks():
             facts.add(block, number)
-            sample += block[: len(block) if shown_rows < 0 else shown_rows - len(sample)]
+            most = len(block) if shown_rows < 0 else shown_rows * (1 + reader.has_pairs) - len(sample)
+            sample += block[:most]
             if into is not None:
                 add_rows(spool, stored_rows(block, number))
         findings.refuse_errors()
-        parts, how = _compared(files, facts, settings, is_split=into is not None)
+        noun = "pair" if reader.has_pairs else "row"
+        parts, how = _compared(files, facts, settings, noun, is_split=into is not None)
         findings.refuse_errors()
         if into is not None:
             made, form = reader.provenance(provenance), "+".join(sorted(reader.formats))
+            parts = np.repeat(parts, 1 + reader.has_pairs)
             splits = write_splits(spool, folder, parts, files.paths, made, tokenizer)
             report = _report(findings, paths[0], splits, made, tokenizer, form, how)
     counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
-    return Validation(findings.found(), *counts, report, sample, reader.context, settings.documents)
+    return Validation(
+        findings.found(), *counts, report, sample, reader.context, "document" if settings.documents else noun
+    )
 
 
 def _validate_tokens(
@@ -161,10 +166,12 @@ def _validate_tokens(
     report = _report(findings, source, splits, provenance, tokenizer, FORMAT, how)
     each = [(split.rows, split.tokens, split.trained_tokens, split.label_bytes) for split in splits.values()]
     rows, tokens, labels, label_bytes = map(sum, zip(*each, strict=True))
-    return Validation(findings.found(), rows, tokens, labels, label_bytes, report, documents=True)
+    return Validation(findings.found(), rows, tokens, labels, label_bytes, report, noun="document")
 
 
-def _compared(files: DataFiles, facts: RowFacts, settings: DataSettings, *, is_split: bool) -> tuple[np.ndarray, str]:
+def _compared(
+    files: DataFiles, facts: RowFacts, settings: DataSettings, noun: str, *, is_split: bool
+) -> tuple[np.ndarray, str]:
     """Compare all rows, if there are any; returns the split of each, (rows,), and how it was chosen."""
     parts = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
     if not len(facts):
@@ -176,7 +183,8 @@ def _compared(files: DataFiles, facts: RowFacts, settings: DataSettings, *, is_s
         if set(files.names) != set(SPLITS) and len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:
             note = "; all rows are near-duplicates of each other, so they end up in several splits"
             clusters = facts.groups  # identical questions still stay together
-        parts, how = split_off(files.names, parts, clusters, facts.column("questions"), settings.shares, files.paths[0])
+        digests, path = facts.column("questions"), files.paths[0]
+        parts, how = split_off(files.names, parts, clusters, digests, settings.shares, path, noun)
         how += note
     compare(facts, parts)
     return parts, how

@@ -200,8 +200,8 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
 
 def data_check(report: DataReport) -> Check:
     """Check that each split has rows; the check also warns if the data has warnings."""
-    counts = [split.rows for _, split in report.splits]
-    ok, text = all(counts), "{} train, {} valid, {} test rows from {}".format(*counts, report.source)
+    counts, noun = [split.pairs or split.rows for _, split in report.splits], "pairs" if report.train.pairs else "rows"
+    ok, text = all(counts), "{} train, {} valid, {} test {} from {}".format(*counts, noun, report.source)
     return verdict("DATA-FILES", ok and not report.warnings, not ok, "; ".join([text, *report.warnings]),
                    "at least one row in each split", paths.DATA_REPORT.name, f"see {paths.DATA_REPORT}")  # fmt: skip
 

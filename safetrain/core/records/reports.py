@@ -24,11 +24,12 @@ class LengthQuantiles:
 class SplitReport:
     """Report on one split: train, valid or test."""
 
-    rows: int
+    rows: int  # two for each pair
     tokens: int
     trained_tokens: int
     lengths: LengthQuantiles
     label_bytes: int = 0  # UTF-8 bytes of all labels without special tokens; 0: unknown
+    pairs: int = 0  # of preference data
 
 
 @dataclass(frozen=True)
