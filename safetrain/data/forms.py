@@ -80,10 +80,12 @@ def checked_columns(columns: object) -> Columns | None:
 
 def _look_at(*ways: Columns) -> str:
     """The remedy: settings with which the row can be read, for params.yaml or the command line."""
-    lines = ["leave these rows out (--fix OUT.jsonl --drop-bad), or if all rows are like this, choose their keys:"]
+    lines = [
+        "leave these rows out (--fix OUT.jsonl --drop-bad), or for all rows, set in params.yaml or in the command:"
+    ]
     for columns in ways:
         keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
-        lines.append(f"{'':12}data.columns={{{keys}}}")
+        lines.append(f"{'':12}'data.columns={{{keys}}}'")
     return "\n".join(lines)
 
 

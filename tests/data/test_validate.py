@@ -114,7 +114,7 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     path.write_text("frage,antwort,id\n" + "".join(f"Wer war {n}?,Niemand war es.,{n}\n" for n in range(3)))
     refused = run(path)
     assert refused.exit_code == 1
-    assert "data.columns={prompt: frage, completion: antwort}\n" in refused.stdout
+    assert "'data.columns={prompt: frage, completion: antwort}'\n" in refused.stdout
     options = "--columns prompt=frage --columns completion=antwort"
     assert run(path, *options.split()).exit_code == 0
     without = run(path, "--fix", str(into))
@@ -150,8 +150,7 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
         tokens, size = sum(map(len, tokenized(TEXTS[:9]))), sum(map(len, TEXTS[:9]))
         assert f"9 documents, {tokens:,} tokens ({tokens - 9:,} labels)\n{size / (tokens - 9):.2f} bytes" in done.stdout
     (book.parent / "mine.csv").write_text("question,answer\na,b\n")
-    with pytest.raises(DataError, match="no file named train"):  # texts beside rows are notes about them
-        validate([book.parent], EMBEDDED)
+    assert validate([book.parent], EMBEDDED).count == 1  # texts beside rows are notes about them
     assert validate([book.parent], EMBEDDED, DataSettings(documents=True)).count == 9
 
 
