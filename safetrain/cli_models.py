@@ -1,6 +1,7 @@
 """Commands of `safetrain` that write a model or an adapter, or talk with a model (ask and chat)."""
 
 import sys
+import tempfile
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
-from safetrain.core.formatting import EMPTY_ANSWER, print_text, size_text
+from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
@@ -111,6 +112,36 @@ def card(
     print_text(f"Wrote the model card {folder / CARD}; read it before you share it.")
     for remark in remarks:
         print_text(f"  {remark}")
+
+
+def push(
+    hub_id: Annotated[str, Argument(help="OWNER/NAME on the Hub; made if it does not exist")],
+    folder: Annotated[Path, Option(help="folder to send, e.g. from fuse")] = paths.ADAPTERS,
+    public: Annotated[bool, Option("--public", help="everybody may read a new repository")] = False,
+    yes: Annotated[bool, Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Send the adapter, or another folder, to the Hugging Face Hub, with its model card.
+
+    The command first shows what it would send, and asks. A new repository is private.
+    """
+    from typer import confirm
+
+    from safetrain.core.run_folder import read_run
+    from safetrain.plan import hub
+    from safetrain.watch.result import with_card
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = with_card(folder, Path(scratch) / hub_id.rpartition("/")[2], read_run())
+        sizes = {file: file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+        for file, size in sizes.items():
+            print_text(f"  {size_text(size):>10}  {file.relative_to(folder)}")
+        what = f"{counted(len(sizes), 'file')} ({size_text(sum(sizes.values()))})"
+
+        def ask(where: str) -> None:
+            if not yes:
+                confirm(f"Send {what} to {where}?", abort=True)
+
+        print_text(f"Sent {what}: {hub.push(hub_id, folder, private=not public, ask=ask)}")
 
 
 @export.command("peft")

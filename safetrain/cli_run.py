@@ -19,8 +19,8 @@ STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate",
 
 def run(
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. experiment=minimal")] = None,
-    data: Annotated[str | None, Option(help="data file or folder, written into params.yaml first")] = None,
-    model: Annotated[str | None, Option(help="model folder, written into params.yaml first")] = None,
+    data: Annotated[str | None, Option(help="file or folder, or hub:OWNER/NAME; written into params.yaml")] = None,
+    model: Annotated[str | None, Option(help="folder, or hub:OWNER/NAME; written into params.yaml")] = None,
 ) -> None:
     """Run the whole pipeline once, from data to charts.
 
@@ -46,16 +46,21 @@ def run(
 def _set_values(values: dict[str, str | None]) -> None:
     """Write values into params.yaml; without a project, make one here if no value is None."""
     from safetrain.core.storage.files import write_text
+    from safetrain.data.folders import FROM_HUB
+    from safetrain.plan.hub import DATA_SET, fetch
 
     given = {key: value for key, value in values.items() if value is not None}
     for key, value in given.items():
-        if not Path(value).exists():
+        if not Path(value).exists() and FROM_HUB.fullmatch(value) is None:
             raise ConfigError(f"--{key.partition('.')[0]} names a path that does not exist.", where=value)
     if not PARAMS.is_file() and given.keys() == values.keys():
         make_project(Path(), example=False)
     require_project()
     text = PARAMS.read_text(encoding="utf-8")
     for key, value in given.items():
+        if not Path(value).exists() and (on_hub := FROM_HUB.fullmatch(value)):
+            kind, folder = (DATA_SET, "data") if key == "data.path" else ("", "models")
+            value = str(fetch(kind + on_hub[1], Path(folder)))
         text = with_value(text, key, value)
         print(f"params.yaml: {key} is {value}")
     write_text(PARAMS, text)

@@ -1,29 +1,25 @@
-"""`safetrain fetch`, `convert`, `fuse`, `export` and `import`: complete folders or clear errors; what -h says."""
+"""`safetrain convert`, `fuse`, `export` and `import`: complete folders or clear errors; what -h says."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.errors import ConfigError, DataError, DiskFullError, MachineError, ModelError
+from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
-from safetrain.plan.hub import fetch
 from tests.conftest import EMBEDDED, ROOT
 from tests.engine.test_fuse import adapter_of
 from tests.engine.test_training import rows
@@ -102,100 +98,6 @@ def test_a_gguf_file_is_measured_on_these_rows(tuned: Callable[[int], Path], mon
         patched.setattr("importlib.util.find_spec", lambda _name: None)
         with pytest.raises(ConfigError, match="package gguf is not installed"):
             invoke("export", "gguf", "more.gguf")
-
-
-COMMIT = "a5339a4131f135d0fdc6a5c8b5bbed2753bbe0f3"
-
-
-@pytest.fixture
-def hub(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A hub that serves one model from a folder: the network is all that is replaced."""
-    served = tiny_model("served")
-    state = SimpleNamespace(size=1000, truncate=False, main=COMMIT)
-    files = [SimpleNamespace(rfilename="model.safetensors", size=state.size)]
-
-    def info(_self: object, _hub_id: str, files_metadata: bool) -> SimpleNamespace:
-        assert files_metadata
-        files[0].size = state.size
-        told, state.main = state.main, "f" * 40  # a commit is made right after
-        return SimpleNamespace(siblings=files, sha=told)
-
-    def download(_hub_id: str, repo_type: str, revision: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
-        if repo_type == "dataset":
-            Path(local_dir, "data").mkdir(parents=True)
-            shutil.copy(ROOT / "data" / "example" / "test.jsonl", Path(local_dir, "data", "train-00000-of-00001.jsonl"))
-            return
-        assert "*.safetensors" in allow_patterns
-        state.served = revision or state.main
-        shutil.copytree(served, local_dir, dirs_exist_ok=True)
-        if state.truncate:
-            weights = Path(local_dir) / "model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:-100])
-
-    for kind in ("model", "dataset"):
-        monkeypatch.setattr(f"huggingface_hub.HfApi.{kind}_info", info)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    return state
-
-
-def test_a_fetched_model_is_whole_and_of_one_commit_which_is_written_down(hub: SimpleNamespace, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["fetch", "owner/name", "--into", str(tmp_path / "models")])
-    folder = tmp_path / "models" / "name"
-    assert (done.exit_code, f"model.path: {folder}" in done.output) == (0, True)
-    assert read_model_files(folder).model_type == "llama"
-    assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
-    assert (hub.served, (folder / ".hub_id").read_text().split()) == (COMMIT, ["owner/name", COMMIT])
-    assert fetch("owner/name", tmp_path / "models") == folder
-    with pytest.raises(ModelError, match="something else with this name") as caught:
-        fetch("somebody/name", tmp_path / "models")
-    assert "owner/name" in str(caught.value)
-
-
-def test_a_fetched_data_set_is_a_folder_that_data_path_names(hub: SimpleNamespace, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["fetch", "datasets/owner/name", "--into", str(tmp_path)])
-    assert (done.exit_code, f"data.path: {tmp_path / 'name'}" in " ".join(done.output.split())) == (0, True)
-    assert (tmp_path / "name" / ".hub_id").read_text().split() == ["datasets/owner/name", COMMIT]
-    assert CliRunner().invoke(app, ["validate", str(tmp_path / "name")]).exit_code == 0
-    with pytest.raises(ModelError, match="something else with this name"):
-        fetch("owner/name", tmp_path)
-
-
-def test_half_a_download_gets_no_name_and_a_small_disk_is_told_before(hub: SimpleNamespace, tmp_path: Path) -> None:
-    hub.size = 2**60
-    with pytest.raises(DiskFullError, match="no room"):
-        fetch("owner/name", tmp_path / "models")
-    hub.size = 1000
-    hub.truncate = True
-    with pytest.raises(ModelError, match="not fully downloaded"):
-        fetch("owner/name", tmp_path / "models")
-    assert not (tmp_path / "models" / "name").exists()
-
-
-def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match="did not finish") as caught:
-        fetch("owner/name", tmp_path / "models")
-    assert "where:    http://127.0.0.1:9\n  do:       check the internet connection" in str(caught.value)
-    assert "the download continues" in str(caught.value)
-
-
-@pytest.mark.parametrize("hub_id", ["Qwen2.5", "owner/", "/name", "no//such id", "owner/such id", "https://hub/a/b"])
-def test_what_is_no_hub_id_is_told_before_anything(tmp_path: Path, hub_id: str) -> None:
-    (tmp_path / "Qwen2.5").mkdir()
-    with pytest.raises(ModelError, match=r"is not a Hub ID.\n  expected: owner/name, or datasets/owner/name"):
-        fetch(hub_id, tmp_path)
-
-
-def test_a_gated_model_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the one command that huggingface-hub installs."""
-    from huggingface_hub.errors import GatedRepoError
-
-    refusal = GatedRepoError("401", response=Mock(headers={}))
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=refusal))
-    with pytest.raises(ModelError, match="for a gated model: hf auth login"):
-        fetch("owner/name", tmp_path)
-    assert shutil.which("hf", path=str(Path(sys.executable).parent))
 
 
 def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code() -> None:

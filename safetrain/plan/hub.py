@@ -1,9 +1,13 @@
-"""Download a model or a data set from the Hugging Face Hub: check disk space first; leave a complete folder or none."""
+"""Download a model or a data set from the Hugging Face Hub, or upload a model.
+
+A download checks the disk space first, and leaves a complete folder or none.
+"""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from safetrain.core.errors import ModelError
+from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
 from safetrain.core.storage.files import require_room, write_text
 
@@ -74,3 +78,28 @@ def _download(hub_id: str, partial: Path) -> str | None:
     require_room(partial, wanted - there + SPARE_BYTES, "The disk has no room for these files.", FREE)
     snapshot_download(name, repo_type=kind, revision=info.sha, local_dir=partial, allow_patterns=patterns)
     return info.sha
+
+
+def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]) -> str:
+    """Upload a folder as one commit; ``private`` if its repository is new. Returns the repository's address.
+
+    First calls ``ask`` with a description of the repository. Raises ConfigError without a login, ModelError.
+    """
+    import httpx2
+    from huggingface_hub import HfApi, constants, get_token
+
+    if HUB_ID.fullmatch(hub_id) is None or hub_id.startswith(DATA_SET):
+        raise ConfigError(f"{hub_id!r} is not the Hub ID of a model.", expected="owner/name")
+    if get_token() is None:
+        raise ConfigError("You are not logged in to the Hugging Face Hub.", do="hf auth login")
+    try:
+        is_new = not HfApi().repo_exists(hub_id)
+        is_private = private if is_new else HfApi().model_info(hub_id).private
+        ask(f"the {'new' if is_new else 'existing'} {'private' if is_private else 'public'} repository {hub_id}")
+        address = HfApi().create_repo(hub_id, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Upload with safetrain")
+    except (OSError, httpx2.HTTPError) as error:
+        do = "check the internet connection, and that your login may write there: hf auth whoami; then run this again"
+        what = f"The upload failed: {str(error).splitlines()[0]}"
+        raise ModelError(what, where=constants.ENDPOINT, do=do) from error
+    return str(address)

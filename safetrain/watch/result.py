@@ -5,6 +5,7 @@ The card has no rows, and no paths on this machine.
 
 import json
 import os
+import shutil
 from pathlib import Path, PurePath
 
 from safetrain.core.errors import ConfigError
@@ -92,7 +93,8 @@ def _next(sample: Sample | None, command: str, data: DataReport | None, *, pretr
         start = command.removesuffix("repro")
         lines += [(f"{start}exp run -S {change}", "another run"), (f"{start}exp show", "compare the runs")]
     else:
-        lines += [(f"{command} {change}", "replaces these results"), ("safetrain repro", "the same, kept by DVC")]
+        repro = "the same" if command.endswith(" run") else "with the values of params.yaml"
+        lines += [(f"{command} {change}", "replaces these results"), ("safetrain repro", f"{repro}, kept by DVC")]
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines
@@ -142,6 +144,22 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     if not all(reports):
         remarks.append("no report in the folder shows its adapter, or how much of the improvement it keeps")
     return remarks
+
+
+def with_card(folder: Path, copy: Path, run: Run) -> Path:
+    """Write a card into ``folder`` if it has none. An adapter is copied first, and the folder returned is ``copy``.
+
+    DVC tracks the adapter, and its configuration may name the base model by a private path.
+    """
+    has_card, own = (folder / CARD).is_file(), copy / "adapter_config.json"
+    base = base_of(folder) if (folder / "adapters.safetensors").is_file() else None
+    if base is not None:
+        folder = Path(shutil.copytree(folder, copy))
+    if not has_card:
+        write_card(folder, None, base, run)
+    if base is not None:
+        write_text(own, json.dumps({**json_object(own), "model": hub_id_of(base) or base.name}, indent=2) + "\n")
+    return folder
 
 
 def _kind_of(folder: Path) -> str:
