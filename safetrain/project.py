@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from difflib import unified_diff
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -241,7 +242,7 @@ def require_current() -> None:
 def update_project() -> list[str]:
     """Update the files that the owner has not changed; for a file that both owner and program changed, write NAME.new.
 
-    params.yaml.new has the owner's values. Returns what was done, a line each. Raises ConfigError outside a project.
+    params.yaml.new has the owner's values. Returns what was done, with differences, in lines. Raises ConfigError.
     """
     before, lines = _read_program(), list[str]()
     texts = project_files(example=before.example)
@@ -256,7 +257,8 @@ def update_project() -> list[str]:
             lines.append(f"{name}: updated")
         elif _digest(original) != before.files.get(name):
             write_text(Path(f"{name}.new"), text)
-            lines.append(f"{name}: you have changed it; the new version is {name}.new")
+            lines.append(f"{name}: you have changed it; the new version is {name}.new:")
+            lines += unified_diff(mine.splitlines(), text.splitlines(), name, f"{name}.new", n=0, lineterm="")
     now = _program(texts, example=before.example)
     write_record(PROGRAM, now)
     stages = [name for name, code in now.stages.items() if before.stages.get(name) != code]

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from safetrain.project import (
 from tests.conftest import ROOT
 
 MOST_FILES = 12
+MOST_BYTES = 3_000_000  # of the wheel and of the source distribution
 OURS = ("safetrain/", "stages/")
 
 
@@ -130,7 +131,8 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     assert (project / "dvc.yaml").read_text().endswith("# newer\n")
     assert (project / "README.md").read_text() == "my own"
     assert (project / "README.md.new").read_text() == "# Newer\n"
-    assert "README.md: you have changed it; the new version is README.md.new" in lines
+    assert {"README.md: you have changed it; the new version is README.md.new:", "-my own", "+# Newer"} <= set(lines)
+    assert "+  added: 1 # new" in lines
     merged = yaml.safe_load((project / "params.yaml.new").read_text())["train"]
     assert (merged["seed"], merged["added"]) == (7, 1)
     assert update_project() == []
@@ -138,6 +140,10 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
 
 def test_the_wheel_has_the_program_makes_a_project_and_hashes_what_decides_a_result(tmp_path: Path) -> None:
     wheel = made_wheel(tmp_path)
+    sizes = [path.stat().st_size for path in tmp_path.glob("safetrain-0.1.0*") if path.is_file()]
+    assert len(sizes) == 2
+    assert max(sizes) < MOST_BYTES
+    assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in wheel.glob("*/project/models/*/*")}
     names = [path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()]
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs", "tools"))]
     assert {name.partition("/")[0] for name in names} == {"safetrain", "safetrain-0.1.0.dist-info"}
@@ -153,6 +159,10 @@ def test_the_wheel_has_the_program_makes_a_project_and_hashes_what_decides_a_res
     assert yaml.safe_load((folder / "params.yaml").read_text())["data"]["path"] == str(rows)
     assert done.returncode == 3, done.stderr  # the row has no answer
     assert "my rows.jsonl" in done.stderr
+    program = wheel.parents[2] / "bin/safetrain"
+    assert done_by(program, folder, "--version").stdout == "safetrain 0.1.0\n"
+    assert done_by(program, folder, "init", "my demo", "--example").returncode == 0
+    assert done_by(program, folder / "my demo", "validate").returncode == 0
     hashes = hashes_in(wheel)
     assert hashes == stage_hashes()  # in the repository and installed
     for name in ("engine/loss.py", "guard/keep_going.py"):  # the second decides no result
@@ -179,18 +189,33 @@ def test_windows_is_refused_in_a_sentence() -> None:
 
 
 def made_wheel(folder: Path) -> Path:
-    """The folder of an unpacked wheel of this repository."""
-    copy, target = folder / "source", folder / "wheel"
+    """The site-packages of an environment with the wheel that the source distribution of this repository makes."""
+    copy, env = folder / "source", folder / "with a space" / "env"
     listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     for name in listed:
         if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "docs/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_wheel('..')"]
+    command = [sys.executable, "-c", "from setuptools import build_meta; print(build_meta.build_sdist('..'))"]
     subprocess.run(command, cwd=copy, check=True, capture_output=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as file:
-        file.extractall(target)
-    return target
+    shutil.unpack_archive(next(folder.glob("*.tar.gz")), folder, filter="data")
+    command[-1] = command[-1].replace("sdist", "wheel")
+    subprocess.run(command, cwd=folder / "safetrain-0.1.0", check=True, capture_output=True)
+    shutil.rmtree(folder / "safetrain-0.1.0")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        f"--python={env}",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--quiet",
+    ]
+    subprocess.run([*pip, next(folder.glob("*.whl"))], check=True)
+    return next(env.glob("lib/python*/site-packages"))
 
 
 def hashes_in(wheel: Path) -> dict[str, str]:
@@ -201,14 +226,20 @@ def hashes_in(wheel: Path) -> dict[str, str]:
 
 
 def safetrain(wheel: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """A command of the unpacked program."""
+    """A command of the installed program."""
     return python(wheel, folder, "-m", "safetrain.cli", *words)
 
 
 def python(wheel: Path, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Python with the unpacked program before all else, for somebody with a home of their own."""
-    own = {"PYTHONPATH": str(wheel), "HOME": str(wheel.parent), "SAFETRAIN_LOCK_DIR": str(wheel.parent)}
-    command = [sys.executable, "-W", "error", *words]
+    """Python with the installed program before all else."""
+    return done_by(Path(sys.executable), folder, "-W", "error", *words, PYTHONPATH=str(wheel))
+
+
+def done_by(program: Path, folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """A program, with the packages that are installed here, for somebody with a home of their own."""
+    home = str(folder.parent)
+    own = {"PYTHONPATH": sysconfig.get_path("purelib"), "HOME": home, "SAFETRAIN_LOCK_DIR": home, **variables}
+    command = [str(program), *words]
     return subprocess.run(command, cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False)
 
 
