@@ -77,8 +77,9 @@ def update_ms(trick: str) -> float:
     from safetrain.core.data.training_rows import Cursor
     from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
     from safetrain.engine.batches import training_layout, update_at
+    from safetrain.engine.optimizer import apply_gradient, optimizer_of
     from safetrain.engine.selftest import settings_of, time_operation
-    from safetrain.engine.update import apply_gradient, equip, measure, optimizer_of
+    from safetrain.engine.update import equip, measure
     from tests.support.random_models import open_skeleton
 
     settings = settings_of(LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,)), ROWS, TOKENS)
@@ -88,7 +89,7 @@ def update_ms(trick: str) -> float:
     mx.eval(model.module.parameters(), optimizer.state)
     model.module.train()
     data = TokenRows.of([token_row(range(TOKENS + 1), [True] * (TOKENS + 1))] * ROWS)
-    batch = update_at(data, Cursor(0, 0), 1, ROWS, training_layout(model, ROWS, data.inputs()))
+    batch = update_at(data, Cursor(0, 0), 1, ROWS, training_layout(model, ROWS, data))
 
     def step() -> object:
         loss, gradient = gradients.of(batch, 0)

@@ -113,8 +113,9 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.engine.adapters import adapted_names
     from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.model import open_base
+    from safetrain.engine.optimizer import apply_gradient, optimizer_of
     from safetrain.engine.selftest import random_rows, settings_of
-    from safetrain.engine.update import apply_gradient, measure, optimizer_of, prepare
+    from safetrain.engine.update import measure, prepare
     from safetrain.engine.weight_files import apply_adapter, save_adapter
 
     folder, files = scratch / "model", read_model_files(scratch / "model")
@@ -132,7 +133,7 @@ def _train(_family: str, scratch: Path) -> None:
     optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     data = random_rows(ROWS, TOKENS, files.vocab_size)
-    layout = training_layout(model, ROWS, data.inputs())
+    layout = training_layout(model, ROWS, data)
     for number in range(UPDATES):
         model.module.train()
         loss, gradient = gradients.of(update_at(data, Cursor(0, 0), 1, ROWS, layout), number)

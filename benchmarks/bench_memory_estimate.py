@@ -74,8 +74,9 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.core.data.training_rows import Cursor
     from safetrain.engine.batches import layout_for, update_at
-    from safetrain.engine.update import apply_gradient, optimizer_of, prepare
+    from safetrain.engine.optimizer import apply_gradient, optimizer_of
     from safetrain.engine.update import measure as measure_update
+    from safetrain.engine.update import prepare
     from tests.support.random_models import build_model
     from tests.support.settings import SETTINGS
 

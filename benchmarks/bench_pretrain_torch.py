@@ -165,13 +165,14 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
     import mlx.core as mx
 
     from safetrain.engine.batches import training_layout, update_at
-    from safetrain.engine.update import apply_gradient, learning_rate, measure, optimizer_of, prepare
+    from safetrain.engine.optimizer import apply_gradient, learning_rate, optimizer_of
+    from safetrain.engine.update import measure, prepare
 
     model, gradients = prepare(model_folder, settings)
     optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.trainable_parameters(), optimizer.state)
-    layout, total = training_layout(model, settings.batch_size, data.inputs()), settings.max_steps or 0
+    layout, total = training_layout(model, settings.batch_size, data), settings.max_steps or 0
     model.module.train()
     for step in range(total):
         began = time.perf_counter()

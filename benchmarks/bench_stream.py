@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ SHAPES["32b"] = {**SHAPES["14b"], "num_hidden_layers": 64, "intermediate_size": 
 SHAPES["7b, 4 of 32 blocks"] = {**SHAPES["7b"], "num_hidden_layers": 4}
 CASES = (("0.5b", 256), ("7b, 4 of 32 blocks", 64))
 MIB, SPARE_BYTES = 2**20, 500 * 2**20  # private memory outside of mlx: Python, libraries, arenas of malloc
+PROMISED_GIB = {"7b": 1.5, "14b": 2.5, "32b": 4.0}  # hard limits
+STACK_BYTES = 2**19  # of each thread: a hard limit counts all of it, used or not
 MODES, IN_TURN = ("memory", "memory, recomputed", "disk"), "disk, blocks read when needed"
 
 
@@ -64,11 +67,12 @@ def predicted(folder: Path, mode: str, tokens: int) -> int:
     return total_bytes(predicted_peak(setup_of(files, settings, "cpu"), shape))
 
 
-def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
+def step(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     """Make one step in this process; with the base on disk under a hard limit."""
     limit = predicted(folder, mode, tokens)
+    hard = int(PROMISED_GIB[name] * 2**30) if name in PROMISED_GIB else limit + SPARE_BYTES
     if mode.startswith("disk"):
-        limit_memory(limit + SPARE_BYTES)
+        limit_memory(hard)
     load_fast_blas()
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -77,7 +81,8 @@ def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
     from safetrain.engine.adapters import set_adapter_weights
     from safetrain.engine.batches import BatchLayout, update_of_rows
     from safetrain.engine.model import Blocks
-    from safetrain.engine.update import apply_gradient, measure, optimizer_of, prepare
+    from safetrain.engine.optimizer import apply_gradient, optimizer_of
+    from safetrain.engine.update import measure, prepare
     from safetrain.engine.weight_files import save_arrays
 
     mx.set_memory_limit(limit)
@@ -110,7 +115,7 @@ def step(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
     most = int(lines["VmHWM"].split()[0]) // 1024
     return {
         "bits": digest.hexdigest()[:12], "seconds": seconds, "cpu": cpu, "read": read / 2**30, "process": most,
-        "mlx": mx.get_peak_memory() / MIB, "predicted": limit / MIB, "limit": (limit + SPARE_BYTES) / MIB,
+        "mlx": mx.get_peak_memory() / MIB, "predicted": limit / MIB, "limit": hard / MIB,
     }  # fmt: skip
 
 
@@ -119,21 +124,26 @@ def read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def measured(folder: Path, mode: str, tokens: int) -> dict[str, Any]:
+def measured(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     """The step in a process of its own."""
     os.sync()
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    command = [sys.executable, "-m", "benchmarks.bench_stream", "--step", str(folder), mode, str(tokens)]
-    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    command = [sys.executable, "-m", "benchmarks.bench_stream", "--step", str(folder), name, mode, str(tokens)]
+    soft, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
+    try:
+        result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, most))
     return result
 
 
 def main(arguments: list[str]) -> None:
     """Measure all cases, or make one step."""
     if arguments[:1] == ["--step"]:
-        print(json.dumps(step(Path(arguments[1]), arguments[2], int(arguments[3]))))
+        print(json.dumps(step(Path(arguments[1]), arguments[2], arguments[3], int(arguments[4]))))
         return
     cases = ((arguments[0], int(arguments[1])),) if arguments else CASES
     header = ["model", "tokens", "base", "loss and gradient", "process MiB", "mlx MiB (predicted)",
@@ -143,7 +153,7 @@ def main(arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_quantized_model(Path(scratch) / "model", **SHAPES[name])
             for mode in arguments[2:] or MODES:
-                one = measured(folder, mode, tokens)
+                one = measured(folder, name, mode, tokens)
                 limit = f"{one['limit']:,.0f}" if mode.startswith("disk") else "none"
                 table.append([
                     name, tokens, mode, one["bits"], f"{one['process']:,}",

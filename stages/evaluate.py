@@ -10,8 +10,8 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import describe_evaluation, describe_sample
 from safetrain.core.records.metrics import RunShape, evaluation_seconds
-from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.scoring import evaluation_of
+from safetrain.core.records.schema import PAIRED, Pipeline
+from safetrain.core.records.scoring import PairLoss, evaluation_of
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
@@ -44,7 +44,10 @@ def main(config: Pipeline) -> None:
     with ending_at_once():
         found = examination.measure(("base", base, None), ("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)
-    evaluation = evaluation_of(held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter)
+    pair_loss = PairLoss(run.method, run.beta) if run.method in PAIRED else None
+    evaluation = evaluation_of(
+        held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter, pair_loss
+    )
     write_record(paths.EVALUATION, evaluation)
     print_text("\n".join(describe_evaluation(evaluation)))
     for sample in evaluation.samples[:3]:

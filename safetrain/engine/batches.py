@@ -7,6 +7,7 @@ On a GPU rows are padded to rectangles, because mlx compiles a program for each 
 a number of rows and a number of labels, each rounded up, so that even a large dataset needs few programs.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ class BatchLayout:
     most_tokens: int  # of a micro-batch, padding included
     shards: int = 1  # lists per micro-batch, computed in parallel
     rectangles: bool = False  # whether each list is one rectangle of padded rows
+    unit: int = 1  # rows that stay in one list: 2 for pairs whose two rows are computed in one graph
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
@@ -42,10 +44,25 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
     return BatchLayout(most_tokens, device().shards, rectangles=not model.packs_rows)
 
 
-def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
-    """The layout for training on ``batch_size`` of the longest rows at once. ``inputs``: each row's token count."""
+def training_layout(model: BaseModel, batch_size: int, data: TrainRows) -> BatchLayout:
+    """The layout for training on ``batch_size`` of the longest rows at once.
+
+    One row at a time, or a base on disk, divides pairs: their rows are computed one after the other.
+    """
+    inputs, unit = data.inputs(), data.documents.unit
     longest = padded(int(inputs.max())) if model.packs_rows else int(widths_of(inputs.max()))
-    return layout_for(model, batch_size * longest)
+    unit = unit if batch_size >= unit and model.blocks is None else 1
+    return dataclasses.replace(layout_for(model, batch_size * longest), unit=unit)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a shard: rows of the pairs in sequence, chosen before rejected."""
+
+    rows: mx.array  # (labels,) each label's row, 0 for padding
+    lengths: mx.array  # (rows,) labels
+    references: mx.array  # (rows,) the reference's log-probabilities
+    share: mx.array  # of the update's mean that each pair has
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,7 @@ class Shard:
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
     rows: tuple[int, ...]  # their numbers in messages
     tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
+    pairs: Pairs | None = None  # if both rows of a pair are here
 
     @property
     def label_rows(self) -> np.ndarray:
@@ -80,12 +98,19 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Update:
-    """The micro-batches of one optimizer update, and its token counts."""
+    """The micro-batches of one optimizer update of ``data``, and its token counts."""
 
+    data: TokenRows
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
+    pairs: int = 0  # the mean is over labels, or over pairs if there are any
+
+    @property
+    def share(self) -> float:
+        """The share that a label, or a pair, has of the mean loss."""
+        return 1 / max(1, self.pairs or self.trained_tokens)
 
     def per_label(self, total: float) -> float:
         """Divide a sum by the number of labels; 0 without labels, as in fully masked windows."""
@@ -101,17 +126,30 @@ def update_at(
     Ranks take the rows in turn, the longest first; which rank computes a row changes sums only by rounding.
     """
     update = rows_at(data, cursor, seed, rows_per_update)
-    return update_of_rows(update.data, list(fill(update.data, update.rows[rank::ranks], layout)), layout, update.rows)
+    rows, unit = update.rows, update.data.unit
+    own = rows[rank::ranks]
+    if unit > 1:  # ranks share pairs
+        own = update.data.of_update(_by_pair(update.data, rows)[rank::ranks].reshape(-1)).rows
+    return update_of_rows(update.data, list(fill(update.data, own, layout)), layout, rows)
+
+
+def _by_pair(data: TokenRows, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(pairs, 2) the rows of whole pairs; the pair with the longest row first."""
+    pairs = np.sort(np.asarray(rows, dtype=np.int64)).reshape(-1, 2)
+    longest = data.lengths[pairs].max(axis=1)
+    return pairs[np.lexsort((pairs[:, 0], -longest))]
 
 
 def update_of_rows(
     data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout, counted: Sequence[int] | None = None
 ) -> Update:
     """Build an update from groups of rows, one micro-batch per group. ``counted``: all ranks' rows, for its counts."""
-    batches = tuple(make_batch(data, rows, layout) for rows in groups)
     rows = np.array([row for rows in groups for row in rows] if counted is None else counted, dtype=np.int64)
+    pairs = len(rows) // 2 if data.unit == 2 else 0
+    batches = tuple(make_batch(data, rows, layout, pairs) for rows in groups)
     labels, inputs = (int(each.sum(dtype=np.int64)) for each in (data.label_counts[rows], data.inputs(rows)))
-    return Update(batches, labels, inputs, sum(shard.inputs.size for batch in batches for shard in batch.shards))
+    computed = sum(shard.inputs.size for batch in batches for shard in batch.shards)
+    return Update(data, batches, labels, inputs, computed, pairs)
 
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
@@ -121,7 +159,13 @@ def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
 
 
 def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
-    """Divide ``rows``, sorted longest first, into groups: one row, or at most ``most_tokens`` tokens with padding."""
+    """Divide ``rows``, sorted longest first, into groups: one row, or at most ``most_tokens`` tokens with padding.
+
+    In a layout of pairs, a group holds whole pairs.
+    """
+    if layout.unit > 1:
+        yield from _fill_with_pairs(data, rows, layout)
+        return
     order = np.asarray(rows, dtype=np.int64)
     widths = data.inputs(order)
     ends = np.cumsum(widths, dtype=np.int64)
@@ -137,6 +181,20 @@ def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout)
         start = stop
 
 
+def _fill_with_pairs(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
+    """Divide whole pairs into groups of at most ``most_tokens`` tokens with padding, or of one pair."""
+    group, tokens = list[int](), 0
+    for pair in _by_pair(data, rows):
+        widths = data.inputs(pair)
+        wide = int(widths_of(data.inputs(group or pair).max())) * len(pair) if layout.rectangles else int(widths.sum())
+        if group and tokens + wide > layout.most_tokens:
+            yield group
+            group, tokens = [], 0
+        group, tokens = [*group, *pair.tolist()], tokens + wide
+    if group:
+        yield group
+
+
 def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
     """How many of the longest rows to put in one rectangle before padding costs more than another rectangle."""
     width = int(widths_of(widths[0]))
@@ -146,19 +204,24 @@ def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
     return most if rows >= most else 2 ** (rows.bit_length() - 1)  # few distinct numbers of rows
 
 
-def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> MicroBatch:
-    """Divide ``rows``, sorted longest first, into shards of about equal work, and lay each out."""
-    shares: list[list[int]] = [[] for _ in range(min(layout.shards, len(rows)))]
+def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout, pairs: int = 0) -> MicroBatch:
+    """Divide ``rows``, sorted longest first, into shards of about equal work, and lay each out.
+
+    ``pairs``: the pairs of the whole update, if the rows are pairs.
+    """
+    shares: list[list[int]] = [[] for _ in range(min(layout.shards, len(rows) // layout.unit))]
     tokens = [0] * len(shares)
-    for row, width in zip(rows, data.inputs(rows).tolist(), strict=True):
+    for unit in np.asarray(rows, dtype=np.int64).reshape(-1, layout.unit):
         least = tokens.index(min(tokens))
-        shares[least].append(row)
-        tokens[least] += width
-    return MicroBatch(tuple(make_shard(data, share, layout) for share in shares))
+        shares[least] += unit.tolist()
+        tokens[least] += int(data.inputs(unit).sum())
+    return MicroBatch(tuple(make_shard(data, share, layout, pairs) for share in shares))
 
 
-def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Shard:
-    """Concatenate rows, sorted longest first; padding is never a label."""
+def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout, pairs: int = 0) -> Shard:
+    """Concatenate rows, the longest first; padding is never a label."""
+    if layout.unit > 1:
+        rows = sorted(rows, key=lambda row: (-int(data.lengths[row]), row))
     widths, labels = data.inputs(rows), int(data.label_counts[list(rows)].sum())
     width = int(widths_of(widths[0])) if layout.rectangles else 0
     blocks = (Block(0, len(rows) * width, len(rows), width),) if width else _blocks(widths.tolist())
@@ -182,7 +245,17 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         rows=tuple(data.numbers(rows)),
         tokens=tokens,
+        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding)), pairs) if layout.unit > 1 else None,
     )
+
+
+def _pairs_of(data: TokenRows, rows: Sequence[int], label_rows: np.ndarray, pairs: int) -> Pairs:
+    """The pairs of a shard; ``label_rows``, (labels,): the row of each label, 0 for padding."""
+    order = np.sort(np.asarray(rows, dtype=np.int64))
+    places = np.clip(np.searchsorted(order, label_rows), 0, len(order) - 1)
+    references = np.zeros(len(data), dtype=np.float32) if data.references is None else data.references
+    lengths = mx.array(data.label_counts[order].astype(np.float32))
+    return Pairs(mx.array(places.astype(np.int32)), lengths, mx.array(references[order]), mx.array(1 / max(1, pairs)))
 
 
 def _blocks(widths: Sequence[int]) -> tuple[Block, ...]:

@@ -60,7 +60,7 @@ class BlockLoop:
             for group in self.grouped(update.micro_batches, len(self._blocks.parts) - self.lowest):
                 self._blocks.pulse = functools.partial(tell, number, Phase.GRADIENT, ())
                 tell(number, Phase.GRADIENT, None)
-                batches = self.forward(group, key_of, update.per_label(1.0))
+                batches = self.forward(group, key_of, update.share)
                 tell(number, Phase.FORWARD, batches[-1][-1].state)
                 total += self._losses(loss, batches)
                 tell(number, Phase.LOSS, total[-1])

@@ -33,15 +33,24 @@ class ShardLoss:
     ``trains_head``: the head is trained too, as in pretraining.
     """
 
-    def __init__(self, model: BaseModel, *, observe: Observe | None = None, trains_head: bool = False) -> None:
+    def __init__(
+        self, model: BaseModel, *, observe: Observe | None = None, trains_head: bool = False,
+        pair_loss: Callable[..., mx.array] | None = None,
+    ) -> None:  # fmt: skip
         if trains_head and model.split is not None and model.split.matrix is None:
             model = dataclasses.replace(model, split=None)  # all logits at once: mlx then derives every gradient itself
         self._model, self._observe, self._trains_head = model, observe, trains_head
         self._shared: Head | None = None
+        self._pair_loss = pair_loss
 
     def __call__(self, shard: Shard) -> mx.array:
         """The loss of one shard, as a lazy array; its gradient is computed with it, not in a second pass."""
         split, head = self._model.split, self._shared or self._model.head()
+        if shard.pairs is not None and self._pair_loss is not None:
+            losses = losses_by_label(head, self._chosen(shard), shard.targets, shard.weights, self._chunk())
+            rows = shard.pairs
+            sums = mx.zeros(rows.lengths.shape).at[rows.rows].add(-losses)
+            return self._pair_loss(sums, rows.lengths, rows.references).sum() * rows.share
         if split is None:
             return losses_of(head, self._chosen(shard), shard.targets, shard.weights).sum()
         trained = [split.matrix] if self._trains_head else []
@@ -53,8 +62,8 @@ class ShardLoss:
 
         Computed one chunk after the other, to save memory.
         """
-        split, head, hidden = self._model.split, self._shared or self._model.head(), self._chosen(shard)
-        losses, size = [mx.zeros(0)], max(1, len(hidden)) if split is None else chunk_of(split)
+        head, hidden, losses = self._shared or self._model.head(), self._chosen(shard), [mx.zeros(0)]
+        size = self._chunk() or max(1, len(hidden))
         for start in range(0, len(hidden), size):
             some = slice(start, start + size)
             here = mx.depends([hidden[some]], [losses[-1]])[0]
@@ -65,6 +74,10 @@ class ShardLoss:
         """(labels, features) outputs that predict the labels."""
         outputs = through(self._model, shard)
         return (outputs if self._observe is None else self._observe(outputs))[shard.positions]
+
+    def _chunk(self) -> int:
+        """Labels per chunk of logits; 0 if the model computes all logits at once."""
+        return 0 if self._model.split is None else chunk_of(self._model.split)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -133,6 +146,30 @@ def chunked_loss(head_of: Callable[..., Head], chunk: int) -> Callable[..., mx.a
 
     function = with_gradient(forward, backward)
     return lambda *arrays: function(*arrays)[0]
+
+
+def losses_by_label(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, chunk: int) -> mx.array:
+    """(labels,) losses whose gradient of ``hidden`` is computed with them, ``chunk`` labels at a time (0: all)."""
+
+    def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        losses = losses_of(head, hidden, targets, weights)
+        return losses.sum(), losses
+
+    def forward(hidden: mx.array, targets: mx.array, weights: mx.array) -> Arrays:
+        losses, gradients = [mx.zeros(0)], [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
+        for start in range(0, hidden.shape[0], chunk or max(1, hidden.shape[0])):
+            some = slice(start, start + (chunk or hidden.shape[0]))
+            here = mx.depends([hidden[some]], [gradients[-1]])[0] if start else hidden[some]
+            (_, own), gradient = mx.value_and_grad(of_chunk)(here, targets[some], weights[some])
+            losses, gradients = [*losses, own], [*gradients, gradient]
+        return mx.concatenate(losses), mx.concatenate(gradients)
+
+    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        gradient = (cotangents[0][:, None] * outputs[1]).astype(primals[0].dtype)
+        return gradient, mx.zeros_like(primals[1]), mx.zeros_like(primals[2])
+
+    losses: mx.array = with_gradient(forward, backward)(hidden, targets, weights)[0]
+    return losses
 
 
 @dataclass(eq=False)

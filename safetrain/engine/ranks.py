@@ -31,8 +31,9 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
+from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.state import TrainState
-from safetrain.engine.update import BlockOptimizer, Tree
+from safetrain.engine.update import Tree
 
 MESSAGE_BYTES = 64 * 2**20  # larger data is split
 FACTS_BYTES = 2048  # of what ranks compare, as JSON

@@ -1,6 +1,7 @@
 """A training run in memory: its parts, how it starts, and how it waits for free space on a full disk."""
 
 import dataclasses
+import hashlib
 import os
 import shutil
 import time
@@ -9,27 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.terms import most_shards_of_whole
-from safetrain.core.recorder import Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import DPO, PRETRAIN
 from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.backend import device, set_limits
-from safetrain.engine.batches import BatchLayout, training_layout
+from safetrain.engine.batches import BatchLayout, MicroBatch, training_layout
+from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
+from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
-from safetrain.engine.update import BlockOptimizer, Gradients, Tracer, optimizer_of, prepare
-from safetrain.engine.weight_files import save_adapter
+from safetrain.engine.update import Gradients, Tracer, prepare, work_of
+from safetrain.engine.weight_files import load_arrays, save_adapter, save_arrays
 
 WAIT_MINUTES = 30.0  # for space on a full disk
 LOOK_SECONDS = 1.0
+REFERENCE_FILE = "reference.safetensors"  # DPO: the base's log-probabilities of all rows, 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
+    if settings.method == DPO:  # the adapter is still new, so the model is the base
+        _set_references(job, model, watcher, writes=ranks.writes)
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, watcher) if ranks.writes else TrainState()
     if ranks.together:
@@ -106,6 +113,34 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         ranks.total(watcher.stop(), state.step)  # a rank may have received a signal before the first step
     layout, saved = _layout(job, model, state), (state.step, state.recorded_step)
     return TrainingRun(job, watcher, model, gradients, optimizer, state, layout, tracer, ranks, saved)
+
+
+def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: bool) -> None:
+    """Give training and validation rows the base's log-probabilities, from the file of an earlier start if it fits."""
+    settings, own = job.settings, dataclasses.replace(job.identity, settings="", draws="")
+    path, most = job.output / REFERENCE_FILE, training_layout(model, settings.batch_size, job.train).most_tokens
+    kept, needed = load_arrays(path) if path.is_file() else {}, dict[str, mx.array]()
+    was_kept = set(kept)
+
+    def beat(batch: MicroBatch) -> None:
+        watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, work_of(batch, -1, 0))
+        if stop := watcher.stop():
+            raise InterruptedRun(stop, "Stopped before the first step.", do="the same command starts again")
+
+    for part, rows in (("training", job.train.documents), ("validation", job.valid)):
+        facts = f"{own} {settings.max_seq_length} {settings.compute_dtype} {len(rows)}"
+        name = f"{part} {hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()}"
+        if rows.references is not None:
+            continue
+        if name not in kept:
+            watcher.say(f"reading {counted(len(rows) // 2, f'{part} pair')} with the base model, once")
+            with watcher.recorder.phase(Phase.EVALUATE):
+                kept[name] = mx.array(-row_losses(model, rows, most, beat).astype(np.float32))
+        needed[name] = kept[name]
+        rows.references = np.array(kept[name])
+    if writes and needed.keys() - was_kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_arrays(path, needed)
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watcher) -> TrainState:
@@ -130,7 +165,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
     On CPU a resumed run keeps its number of shards, even with a different number of cores; a GPU has one.
     """
-    layout = training_layout(model, job.settings.batch_size, job.train.inputs())
+    layout = training_layout(model, job.settings.batch_size, job.train)
     if not device().on_cpu:
         return layout
     if job.settings.method == PRETRAIN and not state.shards:
@@ -144,7 +179,7 @@ def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """Write the best adapter to its folder: the model's current weights, or a copy of the file ``weights``."""
     settings, form = job.settings, job.rows.prompt_format
     base = job.identity.base_model
-    save_adapter(model, settings.method, settings.lora, job.base_folder, job.adapters, form, weights, base)
+    save_adapter(model, settings.adapter, settings.lora, job.base_folder, job.adapters, form, weights, base)
 
 
 def write_or_wait(folder: Path, watcher: Watcher, needed_bytes: int, step: int, action: Callable[[], None]) -> None:

@@ -112,7 +112,7 @@ def gradient_fault(model: BaseModel) -> str:
     try:
         gradients = equip(model, settings)
         model.module.train()
-        update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data.inputs()))
+        update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data))
         with refusals():
             loss, gradient = gradients.of(update, 0)
             mx.eval(loss, gradient)
@@ -134,7 +134,7 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
     data = random_rows(rows, tokens, files.vocab_size)
     model, gradients = prepare(folder, settings_of(lora, rows, tokens))
     weights = spread(model.module)
-    update = update_at(data, Cursor(0, 0), SEED, rows, training_layout(model, rows, data.inputs()))
+    update = update_at(data, Cursor(0, 0), SEED, rows, training_layout(model, rows, data))
     model.module.train()
     for _ in range(2):  # the first pass compiles
         mx.reset_peak_memory()
@@ -299,7 +299,10 @@ def _open(job: Job, scratch: Path) -> TrainingRun:
     """Open the training run with its memory limits, but with only the longest validation rows."""
     output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
     output.mkdir()
-    rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.by_length[: settings.batch_size]))
+    longest, unit = job.valid.by_length[: settings.batch_size], job.valid.unit
+    rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.rows_of(np.unique(longest // unit))))
+    for each in (rows.train.documents, rows.valid):  # a dry run needs no reference
+        each.references = np.zeros(len(each), dtype=np.float32)
     trial = dataclasses.replace(
         job, settings=settings, trace=False, rows=rows, output=output, adapters=scratch / "adapters"
     )
@@ -346,6 +349,6 @@ def _largest_updates(run: TrainingRun) -> list[tuple[Update, bool]]:
         for rows in (groups[int(np.argmax(tokens))], max(groups, key=lambda rows: int(labels[rows].sum()))):
             if (window.data, rows) not in taken:
                 taken.append((window.data, rows))
-                before = [[window.rows[-1]]] if len(groups) > 1 else []
+                before = [groups[-1][-layout.unit :]] if len(groups) > 1 else []
                 updates.append((update_of_rows(window.data, [*before, rows], layout), number < len(own)))
     return sorted(updates, key=lambda each: -each[0].computed_tokens)

@@ -32,7 +32,7 @@ from safetrain.core.storage.paths import POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
-from safetrain.engine.update import BlockOptimizer
+from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.weight_files import ADAPTER_FILE, load_arrays, save_arrays
 
 TEXT_BYTES = 2**20  # text of a checkpoint or of metrics, with 1,600 records

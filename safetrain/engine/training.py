@@ -27,15 +27,17 @@ from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import MicroBatch, Update, update_at
 from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
+from safetrain.engine.optimizer import apply_gradient, learning_rate
 from safetrain.engine.ranks import ALONE, Ranks, require_same_weights
 from safetrain.engine.run import TrainingRun, Watcher, open_run, save_best
 from safetrain.engine.state import TEXT_BYTES, TrainState, checkpoint_bytes, save_checkpoint
 from safetrain.engine.tuned import TunedModel, remember_best
-from safetrain.engine.update import apply_gradient, last_work_of, learning_rate, measure, work_of
+from safetrain.engine.update import last_work_of, measure, work_of
 from safetrain.engine.weight_files import ADAPTER_FILE
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
 REMEMBERED = 32  # updates whose losses a new loss is compared with
+OF_PAIRS = ("valid_accuracy", "valid_margin", "chosen_logp", "rejected_logp")
 ENOUGH = 8  # earlier updates that are needed to call a higher loss a jump
 
 
@@ -153,17 +155,17 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
 
 def record(run: TrainingRun, *, validate: bool) -> None:
     """Record and report the updates since the last record; if ``validate``, measure the validation loss first."""
-    state, valid_loss = run.state, None
+    state, measured = run.state, list[float]()
     if validate:
         with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
-            valid_loss = _validate(run)
+            measured = _validate(run)
     per_epoch = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     state.records.append(
         StepRecord(
             step=state.step,
             epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
             train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
-            valid_loss=valid_loss,
+            valid_loss=measured[0] if measured else None,
             learning_rate=_rate_after(run, state.step - 1) if state.step else 0.0,
             grad_norm=state.grad_norm,
             trained_tokens=state.trained_tokens,
@@ -171,6 +173,7 @@ def record(run: TrainingRun, *, validate: bool) -> None:
             peak_memory_bytes=state.peak_memory_bytes,
             footprint_bytes=footprint_bytes(os.getpid()),
             elapsed_seconds=round(state.elapsed_seconds, 3),
+            **dict(zip(OF_PAIRS, measured[1:], strict=False)),
         )
     )
     state.recorded_step = state.step
@@ -179,8 +182,8 @@ def record(run: TrainingRun, *, validate: bool) -> None:
         run.write(TEXT_BYTES, lambda: run.watcher.record(state.records))
 
 
-def _validate(run: TrainingRun) -> float:
-    """Measure the validation loss, each rank on its part of the rows; save a new best adapter to its folder."""
+def _validate(run: TrainingRun) -> list[float]:
+    """Measure the validation loss, and for pairs OF_PAIRS, each rank on its part; save a new best adapter."""
     job, state, ranks, data = run.job, run.state, run.ranks, run.job.valid
 
     def beat(batch: MicroBatch) -> None:
@@ -191,12 +194,18 @@ def _validate(run: TrainingRun) -> float:
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:
         raise DataError("No token of the validation rows is a label.", do="add rows with answers to data/valid")
+    pair_loss, terms = run.gradients.pair_loss, labels
     if ranks.together:
-        data = data.take(data.by_length[ranks.rank :: ranks.size])
-    total = float(row_losses(run.model, data, run.layout.most_tokens, beat).sum())
+        order = data.by_length if pair_loss is None else np.arange(len(data) // 2)
+        data = data.take(data.rows_of(order[ranks.rank :: ranks.size]))
+    losses = row_losses(run.model, data, run.layout.most_tokens, beat)
+    sums = [float(losses.sum())]
+    if pair_loss is not None:
+        sums, terms = pair_loss.scores(-losses, data).sums, len(job.valid) // 2
     if ranks.together:  # the same bits on all
-        (total,) = ranks.total(run.watcher.stop(), state.step, total)
-    loss = total / labels
+        sums = ranks.total(run.watcher.stop(), state.step, *sums)
+    measured = [each / terms for each in sums]
+    loss = measured[0]
     if not math.isfinite(loss):
         do = "check the base model with 'safetrain ask', or lower train.learning_rate"
         raise TrainingError(f"The validation loss is not a number at step {state.step}.", got=str(loss), do=do)
@@ -208,7 +217,7 @@ def _validate(run: TrainingRun) -> float:
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
     elif state.step > 0:
         state.validations_since_best += 1
-    return loss
+    return measured
 
 
 def save(run: TrainingRun) -> None:

@@ -37,7 +37,7 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
+from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
@@ -63,6 +63,7 @@ ATTAINED = 0.5  # a training run's share of the speed of a large product (measur
 LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation; 1.5 if they are slow
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
+DIVIDED_PAIRS_COST = 1.45  # one more pass without a gradient (measured: benchmarks/bench_preferences)
 FEWER_BITS = (4, 3, 2)
 BITS_OF_SCALES = 0.5  # per weight: two 16-bit numbers for 64 weights
 
@@ -169,7 +170,7 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
     valid_tokens = min(MOST_VALID_TOKENS, int(rows.valid.inputs().sum(dtype=np.int64)))
     lengths, usual, longest = tuple(_lengths(data, model, train)), ROWS_PER_UPDATE, data.longest_row
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
-    count = min(data.train.rows, train.max_examples or data.train.rows)
+    count = min(data.train.rows, (train.max_examples or data.train.rows) * inputs.rows.train.documents.unit)
     if train.method == PRETRAIN:  # every window is full
         longest, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
         usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), longest)
@@ -203,7 +204,9 @@ def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], L
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train) -> int:
-    """The pinned epochs; else three (one above 50,000 rows), or up to eight for little data, to reach 300 steps."""
+    """The pinned epochs; else one for pairs; else three (one above 50,000 rows), or up to eight, to reach 300 steps."""
+    if train.method in PAIRED:
+        return train.num_epochs or 1
     per_epoch = updates_per_epoch(rows, rows_per_update)
     return train.num_epochs or max(usual_epochs(rows), min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
 
@@ -270,6 +273,8 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     train, run = question.train, question.run
     most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
+    if train.method in PAIRED:
+        sizes = [size for size in sizes if question.rows_per_update(size) % 2 == 0] or [2 * sizes[-1]]
     dequantizing = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
     dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
     recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
@@ -299,12 +304,13 @@ def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
     mean_tokens, shape = min(fit.tokens, question.mean_tokens), fit.micro_batch
     rows = max(1.0, min(shape.total / mean_tokens, fit.rows_per_update))
     shards, usual_shards = (shards_at_once(count, on_cpu=fit.on_cpu) for count in (int(rows), ROWS_PER_UPDATE))
+    divided = DIVIDED_PAIRS_COST if fit.method in PAIRED and (fit.rows == 1 or fit.stream) else 1.0
     if fit.method == PRETRAIN:  # windows can be split for all shards
         shards = usual_shards = shards_of(fit, shape)
     tokens = rows * mean_tokens / shards
     dequantizing = (2 + fit.checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
     work = (RECOMPUTED_COST if fit.checkpointing else 1.0) * tokens + dequantizing
-    return (work + FIXED_TOKENS.get(fit.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
+    return divided * (work + FIXED_TOKENS.get(fit.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
 
 
 def expected_seconds(question: PlannedTraining, fit: Estimate) -> tuple[float, float]:

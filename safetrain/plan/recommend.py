@@ -13,7 +13,7 @@ from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.records.metrics import evaluation_seconds, proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE
-from safetrain.core.records.schema import PRETRAIN, SET, WHOLE, Lora, Train
+from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     DryRun,
     Recommendation,
@@ -56,6 +56,7 @@ UNCERTAIN, LIKELY = 1.1, 0.5  # predicted speed ratios are off by a tenth; half 
 ALIKE = 1.1  # speeds within this ratio count as equal: two dry runs on a busy machine differ as much
 SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: processes differ a little in memory
 FULL_RATE_FACTOR = 10
+PAIRED_RATE_FACTOR = 10  # of DPO and ORPO (DPO: arXiv 2310.16944 uses 5e-7 where SFT has 2e-5; LoRA: TRL)
 
 
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Callable[[str], None]) -> Recommendation:
@@ -344,6 +345,10 @@ def learning_rate_for(fit: Estimate, reasons: dict[str, str]) -> float:
     width, rows, scale = fit.model.hidden_size, fit.rows_per_update, fit.lora.scale
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
     product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows / ROWS_PER_UPDATE)))
+    if fit.method in PAIRED:
+        product /= PAIRED_RATE_FACTOR
+        reasons["learning_rate"] = f"width {width}: a tenth of the rate for single answers, as published for pairs"
+        return float(f"{product / scale:.2g}")
     if fit.method == "full":
         reasons["learning_rate"] = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
         return float(f"{product / FULL_RATE_FACTOR:.2g}")

@@ -31,7 +31,7 @@ from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.update import BlockOptimizer, of_mlx
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.engine.test_architectures import FAMILIES, SMALL

@@ -59,7 +59,7 @@ def update_of(data: TokenRows, layout: BatchLayout) -> Update:
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)
     labels = sum(row.trained_tokens for row in data)
-    return Update(batches, labels, 1, 1)
+    return Update(data, batches, labels, 1, 1)
 
 
 def loss_and_gradient(

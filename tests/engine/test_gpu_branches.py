@@ -99,7 +99,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
 
     monkeypatch.setattr("safetrain.engine.row_attention.has_gradient_kernel", answer)
     model, gradients = prepared(folder, settings)
-    found, other = loss_and_gradient(model, gradients, data, training_layout(model, 2, data.inputs()))
+    found, other = loss_and_gradient(model, gradients, data, training_layout(model, 2, data))
     assert asked == {(TINY["hidden_size"] // TINY["num_attention_heads"], mx.float32)}
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
@@ -121,7 +121,7 @@ def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
 
     def found(folder: Path, **changes: Any) -> tuple[float, np.ndarray]:
         model, gradients = prepared(folder, dataclasses.replace(STILL, **changes))
-        return loss_and_gradient(model, gradients, data, training_layout(model, 2, data.inputs()))
+        return loss_and_gradient(model, gradients, data, training_layout(model, 2, data))
 
     for dequantize in (False, True):
         loss, gradient = found(base, dequantize_base=dequantize, compute_dtype="float32")

@@ -20,7 +20,8 @@ from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.update import Gradients, of_mlx, prepare
+from safetrain.engine.optimizer import of_mlx
+from safetrain.engine.update import Gradients, prepare
 from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import require_same_run, run

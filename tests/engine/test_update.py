@@ -21,7 +21,8 @@ from safetrain.engine.cpu.kernels import cross_entropy
 from safetrain.engine.layers import Randomness, key_of
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
-from safetrain.engine.update import BlockOptimizer, Gradients, apply_gradient, learning_rate, measure, of_mlx
+from safetrain.engine.optimizer import BlockOptimizer, apply_gradient, learning_rate, of_mlx
+from safetrain.engine.update import Gradients, measure
 from safetrain.engine.upstream.adaptation import call_packed
 from tests.engine.exact import (
     LAYOUTS,

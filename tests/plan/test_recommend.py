@@ -24,6 +24,7 @@ from tests.stores import worst_update
 
 GIB = 2**30
 OPEN = Train(
+    beta=0.1,
     batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",

@@ -69,6 +69,7 @@ class TokenRows:
         self.lengths = lengths.astype(np.int32, copy=False)
         self.label_counts = label_counts.astype(np.int32, copy=False)
         self.cut_rows, self.lost_labels = 0, 0  # by ``cut``
+        self.references: np.ndarray | None = None  # (rows,) log-probabilities by DPO's reference model, float32
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
@@ -108,7 +109,9 @@ class TokenRows:
         """A selection of rows, in this order."""
         places = rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
         chosen = self.starts[places], self.lengths[places], self.label_counts[places]
-        return TokenRows(self.ids, self.trained, *chosen, unit=self.unit)
+        taken = TokenRows(self.ids, self.trained, *chosen, unit=self.unit)
+        taken.references = None if self.references is None else self.references[places]
+        return taken
 
     def sample(self, most_tokens: int) -> np.ndarray:
         """Indices of all rows, or of evenly spaced rows (or pairs) with about ``most_tokens`` tokens in all."""

@@ -20,10 +20,11 @@ import numpy as np
 
 from safetrain.core.data.store import Store, open_split
 from safetrain.core.data.token_rows import MOST_VALID_TOKENS, Question, TokenRows, TokenWindows, TrainRows, UpdateRows
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.adapter_files import PromptFormat
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
@@ -48,6 +49,11 @@ class TrainingRows:
         The validation rows are a sample of at most MOST_VALID_TOKENS.
         """
         train, valid = self.train.documents, self.valid
+        if (train.unit == 2) != (method in PAIRED):
+            expected, got = "pairs of answers (prompt, chosen, rejected)", "rows with one answer"
+            expected, got = (expected, got) if method in PAIRED else (got, expected)
+            do = f"set train.method to {'lora' if method in PAIRED else ' or '.join(PAIRED)}, or use other data"
+            raise ConfigError(f"train.method={method} cannot use this data.", expected=expected, got=got, do=do)
         if method != PRETRAIN:
             return dataclasses.replace(self, train=train.cut(tokens), valid=_sampled(valid.cut(tokens)))
         ends = frozenset(self.prompt_format.stop_ids if self.prompt_format else ())
@@ -200,7 +206,8 @@ def held_out_in(
 
     If ``max_examples`` is None: all rows, or evenly spaced ones with about ``most_tokens`` tokens in all.
     """
-    first, ends = store.rows.take(slice(max_examples)), frozenset(store.made.stop_ids)
+    count = max_examples and max_examples * store.rows.unit
+    first, ends = store.rows.take(slice(count)), frozenset(store.made.stop_ids)
     most_tokens = sys.maxsize if max_examples is not None else most_tokens
     if method == PRETRAIN and not len(store.question_rows):
         rows = TokenWindows(first, max_seq_length, ends).some(min(MOST_VALID_TOKENS, most_tokens))

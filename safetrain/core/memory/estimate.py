@@ -47,7 +47,8 @@ MARGIN = 1.15
 LEAST_SHARE = 0.7
 OPTIMIZER_COPIES = 3  # copies of one block's numbers during its optimizer update (measured: 1.7 to 2.7)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx exceeds its limit by one allocation
-SLICES_ALIVE = 3  # of a head: in 16 bits, in float32, and the previous slice
+SLICES_ALIVE = 4  # of a head, in float32 (measured: 3.5 to 4.5)
+SLICED_LOGITS = 1.5  # with the factor below, 1.1 of the logits of all labels: their gradients replace them
 # With the base on disk (engine/block_loop.py), factors on the estimated terms (measured: benchmarks/bench_stream). A
 # memory limit bounds what mlx dequantizes ahead.
 STREAMED = {
@@ -59,8 +60,8 @@ STREAMED = {
     "gradient": 1.0,
     "head of the base": 1.0,
     "head, dequantized": 1.0,
-    "logits and loss": 1.3,
-    "logits of other shards": 1.0,
+    "logits and loss": 0.75,  # of LOGIT_COPIES
+    "logits of other shards": 0.75,
 }
 
 
@@ -109,7 +110,9 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
     logits, head = logit_bytes(run, shape), matrix_bytes(model) if run.dequantizes_per_use else 0
     labels = shape.total if shape.labels is None else shape.labels
     if head and slices_head(labels, model.hidden_size):
-        logits = FLOAT32 * (labels + min(labels, labels_in_chunk(run))) * model.vocab_size // shards
+        logits = (
+            int(SLICED_LOGITS * FLOAT32 * (labels + min(labels, labels_in_chunk(run))) * model.vocab_size) // shards
+        )
         head = head // HEAD_SLICES * SLICES_ALIVE
     loss = {
         "inputs of blocks": kept,

@@ -261,7 +261,7 @@ def optimizer_state_bytes(run: Setup) -> int:
     """Size of the optimizer's state (mlx/optimizers/optimizers.py: ``init_single``).
 
     Adam keeps two moments per number, SGD and Muon one. In pretraining with Muon, everything except the matrices of
-    blocks is trained with Adam (engine/update.py). Adafactor keeps a mean for each row and column of a matrix: for
+    blocks is trained with Adam (engine/optimizer.py). Adafactor keeps a mean for each row and column of a matrix: for
     an adapter, about one number per ``rank`` parameters.
     """
     trained = trained_parameters(run)

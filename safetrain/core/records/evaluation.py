@@ -67,6 +67,17 @@ class Forgetting:
     parts: tuple[PartLoss, ...]
 
 
+@dataclass(frozen=True)
+class Preference:
+    """How the tuned model ranks the two answers of test pairs; rewards as in the training's loss."""
+
+    accuracy: float  # share of pairs whose chosen answer has the higher reward
+    accuracy_low: float  # 95 % interval
+    accuracy_high: float
+    margin: float  # mean reward of chosen minus rejected, in nats
+    plus_minus: float | None  # half of the 95 % interval
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """evaluation.json: base and tuned side by side on the same rows."""
@@ -83,11 +94,12 @@ class Evaluation:
     adapter: str  # fingerprint of the measured adapter
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # highest loss of the tuned model
+    preference: Preference | None = None  # of pairs; then ``rows`` and losses are those of pairs
 
 
 def describe_evaluation(evaluation: Evaluation) -> list[str]:
     """Describe an evaluation in sentences for a terminal."""
-    lines = [describe_loss(evaluation)]
+    lines = [describe_loss(evaluation), *describe_preference(evaluation.preference)]
     if evaluation.answered:
         base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
         questions = counted(evaluation.answered, "test question")
@@ -96,6 +108,16 @@ def describe_evaluation(evaluation: Evaluation) -> list[str]:
     lines.append(describe_forgetting(evaluation.forgetting))
     lines += describe_answered(evaluation.answered, evaluation.questions)
     return [f"{line}." for line in lines]
+
+
+def describe_preference(preference: Preference | None) -> list[str]:
+    """A text such as ``The chosen answer is preferred in 92.0 % of the pairs (95 %: 81 to 97 %), margin 1.2 ± 0.2``."""
+    if preference is None:
+        return []
+    low, high, half = 100 * preference.accuracy_low, 100 * preference.accuracy_high, preference.plus_minus
+    margin = f"margin {preference.margin:.2f}" + ("" if half is None else f" ± {half:.2f}")
+    share = f"{100 * preference.accuracy:.1f} % of the pairs (95 %: {low:.0f} to {high:.0f} %)"
+    return [f"The chosen answer is preferred in {share}, {margin}"]
 
 
 def describe_answered(answered: int, questions: int) -> list[str]:
@@ -108,17 +130,18 @@ def describe_answered(answered: int, questions: int) -> list[str]:
 def describe_loss(evaluation: Evaluation) -> str:
     """A text such as ``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
     gain, half = evaluation.improvement.nats_per_label, evaluation.improvement.plus_minus
+    term, unit = ("token", "row") if evaluation.preference is None else ("pair", "pair")
     places, word = _places(half), "better" if gain > 0 else "worse"
     losses = f"{evaluation.base.loss:.{places + 1}f} → {evaluation.tuned.loss:.{places + 1}f}"
     of = f" of {evaluation.rows_available:,}" if evaluation.rows < evaluation.rows_available else ""
     size = f"{word} by {abs(gain):.{places}f}"
     size += (
-        " on one row: no confidence interval"
+        f" on one {unit}: no confidence interval"
         if half is None
-        else f" ± {half:.{places}f} (95 %, {evaluation.improvement.rows:,}{of} rows)"
+        else f" ± {half:.{places}f} (95 %, {evaluation.improvement.rows:,}{of} {unit}s)"
     )
     unclear = "no clear difference, " if half is not None and abs(gain) <= half else ""
-    return f"Test loss {losses} nats per token: {unclear}{size}"
+    return f"Test loss {losses} nats per {term}: {unclear}{size}"
 
 
 def describe_forgetting(forgetting: Forgetting) -> str:

@@ -33,6 +33,11 @@ class StepRecord:
     peak_memory_bytes: int  # peak memory of mlx over all steps
     footprint_bytes: int  # memory of the process (macOS: its footprint)
     elapsed_seconds: float  # time of the steps, without validation and saving
+    # preference training: means over the validation pairs; rewards and log-probabilities in nats
+    valid_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward
+    valid_margin: float | None = None  # reward of the chosen answer minus that of the rejected one
+    chosen_logp: float | None = None  # log-probability of a chosen answer
+    rejected_logp: float | None = None
 
 
 KINDS: dict[str, Any] = {column.name: int if column.type is int else float for column in fields(StepRecord)}
@@ -109,6 +114,7 @@ class RunShape:
     elapsed_seconds: float  # time of the updates
     tokens_per_second: float = 0.0  # input tokens, without padding
     method: str = "lora"
+    beta: float = 0.1
     stream_base: bool = False
 
     @property

@@ -16,6 +16,8 @@ NO_RECOMMENDED_RATE = ("muon", "sgd")
 SET = "set by you"  # in the reason for a value
 PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
+DPO = "dpo"
+PAIRED = (DPO, "orpo")  # methods that train LoRA on pairs of answers
 RANGE, CHOICES = "range", "choices"
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 LIST = "a list of texts"
@@ -56,7 +58,8 @@ class Data:
 class Train:
     """Settings of the training. None: use the recommendation; a limit or check is off."""
 
-    method: str = choice("lora", "dora", *WHOLE)
+    method: str = choice("lora", "dora", *WHOLE, *PAIRED)
+    beta: float = number(above=0, at_most=10)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
@@ -161,6 +164,10 @@ def check_ranges(config: Pipeline) -> None:
         problems += [f"lora.{key} is set with {method}, which has no adapter" for key in pinned]
         if train.stream_base:
             problems.append(f"train.stream_base is true with {method}, which trains the base")
+    if train.method in PAIRED:
+        problems += [f"lora.dropout is set with {method}, which compares two answers"] if lora.dropout else []
+        if train.batch_size and train.gradient_accumulation and train.batch_size * train.gradient_accumulation % 2:
+            problems.append(f"train.batch_size x gradient_accumulation is odd; with {method}, two rows are a pair")
     if train.optimizer == "adam" and train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has no weight decay: use adamw")
     like_adam = train.method == PRETRAIN and train.optimizer == "muon"  # its steps are as large as Adam's

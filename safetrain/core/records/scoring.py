@@ -4,18 +4,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer import LEAST_PIECES, GeneralText
 from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
-from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score
+from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Preference, Sample, Score
+from safetrain.core.records.schema import DPO
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
 SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst``
+LEAST_DOUBT = -1e-6  # log of the highest probability of a token: at 1 the odds are infinite
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
@@ -28,6 +32,54 @@ class ModelMeasures:
     general: np.ndarray  # (pieces,) of the general text
 
 
+@dataclass(frozen=True)
+class PairScores:
+    """What a model prefers, for each pair: arrays of shape (pairs,), in nats."""
+
+    losses: np.ndarray
+    margins: np.ndarray  # reward of the chosen answer minus that of the rejected one
+    chosen: np.ndarray  # log-probability of the chosen answer
+    rejected: np.ndarray
+
+    @property
+    def sums(self) -> list[float]:
+        """Sums over the pairs: loss, right pairs, margin, and the log-probabilities of chosen and rejected answers."""
+        return [float(each.sum()) for each in (self.losses, self.margins > 0, self.margins, self.chosen, self.rejected)]
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """DPO (arXiv 2305.18290, equation 7) or ORPO (arXiv 2403.07691, equations 5 to 7) on pairs, chosen row first.
+
+    Arrays have shape (rows,), two rows a pair: the log-probability of each answer (``sums``), its number of tokens, and
+    its log-probability under the reference model. Results have shape (pairs,). ``xp``: numpy, or mlx.core.
+    """
+
+    method: str
+    beta: float
+    xp: Any = np
+
+    def __call__(self, sums: Any, lengths: Any, references: Any) -> Any:
+        """The loss of each pair, in nats."""
+        xp = self.xp
+        if self.method == DPO:
+            return xp.logaddexp(xp.zeros(()), -self.margins(sums, lengths, references))
+        means = sums / lengths
+        odds = means - xp.log1p(-xp.exp(xp.minimum(means, LEAST_DOUBT)))  # log(p / (1 - p))
+        return -means[::2] + self.beta * xp.logaddexp(xp.zeros(()), odds[1::2] - odds[::2])
+
+    def margins(self, sums: Any, lengths: Any, references: Any) -> Any:
+        """Reward of the chosen answer minus that of the rejected one; above 0 the model prefers the chosen one."""
+        rewards = self.beta * (sums - references if self.method == DPO else sums / lengths)
+        return rewards[::2] - rewards[1::2]
+
+    def scores(self, sums: np.ndarray, rows: TokenRows, references: np.ndarray | None = None) -> PairScores:
+        """Score the pairs in ``rows``; ``references``: None for those of the rows."""
+        given = rows.references if references is None else references
+        theirs = sums, np.maximum(1, rows.label_counts), np.zeros(len(rows)) if given is None else given
+        return PairScores(self(*theirs), self.margins(*theirs), sums[::2], sums[1::2])
+
+
 def evaluation_of(
     held_out: HeldOut,
     general: GeneralText,
@@ -36,30 +88,47 @@ def evaluation_of(
     tuned: ModelMeasures,
     decode: Callable[[Sequence[int]], str],
     adapter: str,
+    pair_loss: PairLoss | None = None,
 ) -> Evaluation:
-    """Compare two models that answered the same questions. ``vocabulary``: the model's number of tokens."""
+    """Compare two models that answered the same questions. ``vocabulary``: the model's number of tokens.
+
+    With ``pair_loss``, the test rows are pairs: losses are per pair, and the base model is the reference.
+    """
     labels, samples = held_out.rows.label_counts, list[Sample]()
+    losses, terms, preference = (base.losses, tuned.losses), labels, None
+    if pair_loss is not None:
+        scores = [pair_loss.scores(-each, held_out.rows, -base.losses) for each in losses]
+        losses, terms = (scores[0].losses, scores[1].losses), np.ones(len(labels) // 2, dtype=np.int64)
+        preference = preference_of(scores[1].margins)
     for number in sorted(tuned.answers):
         question = held_out.questions[number]
         texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
         row, count = question.row, max(1, labels[question.row])
-        losses = [float(each.losses[row] / count) for each in (base, tuned)]
-        samples.append(Sample(question.text, texts[0], texts[1], texts[2], held_out.where(row), losses[0], losses[1]))
+        own = [float(each.losses[row] / count) for each in (base, tuned)]
+        samples.append(Sample(question.text, texts[0], texts[1], texts[2], held_out.where(row), own[0], own[1]))
     expected = [sample.expected for sample in samples]
     return Evaluation(
-        improvement=improvement(base.losses, tuned.losses, labels),
-        tuned=score(mean_loss(tuned.losses, labels), [sample.tuned for sample in samples], expected),
-        base=score(mean_loss(base.losses, labels), [sample.base for sample in samples], expected),
+        improvement=improvement(*losses, terms),
+        tuned=score(mean_loss(losses[1], terms), [sample.tuned for sample in samples], expected),
+        base=score(mean_loss(losses[0], terms), [sample.base for sample in samples], expected),
         forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
-        rows=len(labels),
-        rows_available=held_out.rows_available,
+        rows=len(terms),
+        rows_available=held_out.rows_available // held_out.rows.unit,
         cut_rows=held_out.rows.cut_rows,
         questions=held_out.questions_available,
         answered=len(samples),
         adapter=adapter,
         samples=tuple(samples[:SAMPLES]),
         worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
+        preference=preference,
     )
+
+
+def preference_of(margins: np.ndarray) -> Preference:
+    """Accuracy and mean margin over pairs, with 95 % intervals."""
+    right, pairs = int((margins > 0).sum()), len(margins)
+    margin = improvement(margins, np.zeros(pairs), np.ones(pairs, dtype=np.int64))
+    return Preference(right / pairs, *wilson_interval(right, pairs), margin.nats_per_label, margin.plus_minus)
 
 
 def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.system import MemoryBudget, own_limit_bytes
-from safetrain.core.records.schema import WHOLE, Lora, Train
+from safetrain.core.records.schema import PAIRED, WHOLE, Lora, Train
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
@@ -41,7 +41,7 @@ class LoraSettings:
 class TrainSettings:
     """Everything that decides what a training run computes. Steps are optimizer updates."""
 
-    method: str  # lora, dora, full, pretrain
+    method: str  # lora, dora, full, pretrain, dpo, orpo
     optimizer: str
     schedule: str
     batch_size: int
@@ -65,11 +65,17 @@ class TrainSettings:
     lora: LoraSettings
     compute_dtype: str | None = None  # on a GPU; None: the type of the base's files. A CPU computes in float32
     stream_base: bool = False  # the base stays on disk, and each block is read when it is computed
+    beta: float = 0.1  # of dpo and orpo
 
     @property
     def rows_per_update(self) -> int:
         """Rows whose tokens are averaged into one optimizer update."""
         return self.batch_size * self.gradient_accumulation
+
+    @property
+    def adapter(self) -> str:
+        """The kind of what is trained: lora, dora, full or pretrain."""
+        return "lora" if self.method in PAIRED else self.method
 
     @property
     def window(self) -> str:
@@ -285,7 +291,8 @@ def identity_of(settings: TrainSettings) -> str:
     limit), and settings for memory, which change results only by rounding and dropout's random numbers.
     """
     value = dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None))
-    identity = {key: setting for key, setting in value.items() if key not in MEMORY_ONLY}
+    unused = () if settings.method in PAIRED else ("beta",)
+    identity = {key: setting for key, setting in value.items() if key not in (*MEMORY_ONLY, *unused)}
     return json.dumps({**identity, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
 
