@@ -1,0 +1,51 @@
+"""TRL's side of bench_preferences: DPOTrainer or ORPOTrainer on given pairs and a given adapter; prints JSON.
+
+    python benchmarks/preferences_peer_trl.py JOB.json
+
+Needs trl, torch, transformers, peft and datasets, and nothing of safetrain. Texts are numbers; each is one token.
+"""
+
+import json
+import sys
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+
+def main(job: dict) -> None:
+    """Train and print each step's loss and gradient norm."""
+    torch.set_num_threads(2)
+    words = {str(number): number for number in range(job["vocabulary"])}
+    words["</s>"] = words.pop(str(job["end"]))
+    own = Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", pad_token="</s>")
+    base = AutoModelForCausalLM.from_pretrained(job["base"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, job["adapter"], is_trainable=True)
+    config, trainer_of = (DPOConfig, DPOTrainer) if job["method"] == "dpo" else (ORPOConfig, ORPOTrainer)
+    arguments = config(
+        output_dir=job["out"], beta=job["beta"], learning_rate=job["rate"], max_steps=job["steps"], max_length=512,
+        per_device_train_batch_size=job["pairs"], lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
+        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
+        disable_dropout=True, disable_tqdm=True, logging_nan_inf_filter=False,
+    )  # fmt: skip
+
+    class InOrder(trainer_of):
+        def _get_train_sampler(self, *_: object) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    data = Dataset.from_list(job["rows"])
+    trainer = InOrder(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    steps = [step for step in trainer.state.log_history if "grad_norm" in step]
+    print("\n" + json.dumps([[step["loss"], step["grad_norm"]] for step in steps]))
+
+
+if __name__ == "__main__":
+    main(json.loads(open(sys.argv[1]).read()))
