@@ -11,27 +11,26 @@ import json
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.bench_create import code_text
 from benchmarks.bench_memory_accuracy import stage
 from benchmarks.machine import show_result, write_result
 from models.recipe.text import document, subjects
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import read_record
+from safetrain.plan.create import PRESETS
 from tests.support.chaos.project import Project
 
-# As many as 100 MiB of text give each (benchmarks/results/bench_create.md), from less text
-VOCABULARIES = {"10m": 4096, "85m": 12_288, "400m": 24_576, "800m": 33_792}
 # What makes an update of the large ones take seconds and not minutes on a CPU
 PINS = {
     "85m": ("train.max_seq_length=512", "train.batch_size=2", "train.gradient_accumulation=1"),
     "400m": ("train.max_seq_length=128", "train.batch_size=1", "train.gradient_accumulation=1"),
     "800m": ("train.max_seq_length=64", "train.batch_size=1", "train.gradient_accumulation=1"),
 }
-TEXT_BYTES, DOCUMENTS, UPDATES = 12 * 2**20, 4_000, 3
+TEXT_BYTES, DOCUMENTS, UPDATES = 25 * 2**20, 4_000, 3
 HEADER = ["preset", "how", "closed form", "off", "dry run", "off", "said at the start", "off", "measured",
           "process", "s/update", "tokens/s"]  # fmt: skip
 
@@ -39,7 +38,7 @@ HEADER = ["preset", "how", "closed form", "off", "dry run", "off", "said at the 
 def main() -> None:
     """Make, plan and train; write the table when all presets ran as planned."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--presets", nargs="+", default=list(VOCABULARIES), choices=list(VOCABULARIES))
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
     parser.add_argument("--folder", type=Path, help="where the scratch projects go; default: a temporary folder")
     parser.add_argument("pins", nargs="*", help="more keys, as train.batch_size=4")
     asked = parser.parse_args()
@@ -48,7 +47,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
             found.append(pretrained(preset, Path(folder), (*PINS.get(preset, ()), *asked.pins)))
         print(found[-1], flush=True)
-    whole = asked.presets == list(VOCABULARIES) and not asked.pins
+    whole = asked.presets == list(PRESETS) and not asked.pins
     notes = (
         f"{UPDATES} updates each. The closed form is what planning chooses by, before its margin. Seconds per update "
         "are the training's own; the machine is shared.",
@@ -94,7 +93,7 @@ def make_model(preset: str, model: Path, documents: Path, scratch: Path) -> None
     """By the command, with as many tokens as it would have from more text."""
     text = code_text(scratch / "code.txt", TEXT_BYTES)
     command = [sys.executable, "-m", "safetrain.cli", "create", preset, str(model), "--text", str(text)]
-    command += ["--text", str(documents), "--vocabulary", str(VOCABULARIES[preset])]
+    command += ["--text", str(documents)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -112,6 +111,16 @@ def articles(count: int) -> Iterator[str]:
         if text not in seen:
             seen.add(text)
             yield text
+
+
+def code_text(path: Path, size_bytes: int) -> Path:
+    """So much code of the environment, in the order of its names: enough for the largest vocabulary."""
+    with path.open("w", encoding="utf-8") as file:
+        for source in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
+            file.write(source.read_text(encoding="utf-8", errors="ignore"))
+            if file.tell() >= size_bytes:
+                break
+    return path
 
 
 if __name__ == "__main__":

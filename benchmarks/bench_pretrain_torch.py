@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_pretrain import VOCABULARIES, articles, make_model, write_documents
+from benchmarks.bench_pretrain import PRESETS, articles, make_model, write_documents
 from benchmarks.machine import show_result, write_result
 from benchmarks.throughput_cases import ROOT
 from safetrain.core.data.token_rows import TokenRow, TokenRows, TokenWindows, token_row
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--windows", type=int, default=16, help="of an update")
     parser.add_argument("--window", type=int, default=128, help="tokens")
-    parser.add_argument("--preset", default="10m", choices=list(VOCABULARIES))
+    parser.add_argument("--preset", default="10m", choices=list(PRESETS))
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
     parser.add_argument("--minutes", type=float, default=60, help="for each optimizer, after which it ends early")
     asked = parser.parse_args()

@@ -170,29 +170,23 @@ def create(
     folder: Annotated[Path, Argument(metavar="DIR", help="folder to write; must not exist")],
     text: Annotated[list[Path] | None, Option(help="text or rows to train the tokenizer; repeatable")] = None,
     tokenizer: Annotated[Path | None, Option(help="copy the tokenizer of this model instead")] = None,
-    vocabulary: Annotated[int | None, Option(min=1, help="number of tokens; default: from model and text")] = None,
-    context: Annotated[int | None, Option(min=8, help="tokens; default: 1024, or 2048 from 50m up")] = None,
-    columns: Annotated[list[str] | None, Option(help="name of your text column, e.g. text=content")] = None,
     seed: Annotated[int, Option(min=0, help="seed of the initial weights")] = 42,
 ) -> None:
     """Make a new, untrained model for pretraining.
 
-    PRESET is the number of parameters, including embeddings. The command prints the model's shape with reasons.
+    PRESET is the number of parameters, including embeddings.
     """
-    from safetrain.data.forms import named_columns
     from safetrain.data.validate import training_texts
-    from safetrain.plan.create import create_model, reasons_of, request_for
+    from safetrain.plan.create import create_model, describe_shape, preset_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
-    if bool(text or vocabulary) == (tokenizer is not None):
-        expected = "--text FILE, to train one (--vocabulary N); or --tokenizer MODEL, to copy one as it is"
+    if bool(text) == (tokenizer is not None):
+        expected = "--text FILE, to train one; or --tokenizer MODEL, to copy one as it is"
         raise ConfigError("A model needs one tokenizer.", expected=expected)
-    request = request_for(preset, vocabulary, context)
-    texts = training_texts(text or (), named_columns(columns or ()))
-    where = ", ".join(map(str, text or ()))
+    shape, where = preset_named(preset), ", ".join(map(str, text or ()))
+    texts = training_texts(text or (), None)
     with still_working(f"creating {folder}"):
-        shape = create_model(folder, request, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)
-    for name, value, reason in reasons_of(shape):
-        print_text(f"{name:<17} {value:<20} {reason}")
+        shape = create_model(folder, shape, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)
+    print_text(describe_shape(shape))
     print_text(f"Created {folder}: {size_text(4 * shape.parameters)} of untrained weights.")
     print_text(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

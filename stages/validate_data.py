@@ -16,7 +16,7 @@ from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import training_texts, validate
-from safetrain.plan.create import create_model, request_for
+from safetrain.plan.create import create_model, preset_named
 from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -53,8 +53,8 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
         )
         return
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns))
-    request, where = request_for(preset), config.data.path
-    shape = create_model(folder, request, config.train.seed, texts=texts, where=where, say=say_on_terminal)
+    where, seed = config.data.path, config.train.seed
+    shape = create_model(folder, preset_named(preset), seed, texts=texts, where=where, say=say_on_terminal)
     print_text(f"created {folder}: {shape.parameters:,} untrained parameters, {shape.vocabulary:,} tokens")
 
 

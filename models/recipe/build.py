@@ -22,13 +22,13 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.storage.files import write_text
 from safetrain.data.validate import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas
-from safetrain.plan.create import ShapeRequest, create_model
+from safetrain.plan.create import ModelShape, create_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7
 PROJECT = ("params.yaml", "dvc.yaml", "conf")
 FILES = {"fused4": ("config.json", "model.safetensors"), "untrained": ("tokenizer.json", "tokenizer_config.json")}
-SHAPE = ShapeRequest(3_000_000, hidden=192, vocabulary=2048, context=512)
+SHAPE = ModelShape(192, 6, heads=6, key_heads=6, feed_forward=512, vocabulary=2048, context=512)
 ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document
 PIPELINE = (
     "train.method=pretrain", "train.optimizer=muon", "train.weight_decay=0.01", "train.schedule=linear",
@@ -40,7 +40,7 @@ PIPELINE = (
 class Recipe:
     """A model and how it is trained: updates of ``windows`` x ``tokens`` tokens."""
 
-    shape: ShapeRequest = SHAPE
+    shape: ModelShape = SHAPE
     windows: int = 8
     tokens: int = 256
     passes: int = 2  # over the text; one has 678,000 tokens
@@ -94,7 +94,7 @@ def _plain_quantization(path: Path) -> None:
     write_text(path, json.dumps(config, indent=2) + "\n")
 
 
-def prepare(project: Path, rounds: dict[str, int], shape: ShapeRequest = SHAPE) -> None:
+def prepare(project: Path, rounds: dict[str, int], shape: ModelShape = SHAPE) -> None:
     """The documents of each split, one in each row, and the untrained model; raises SafetrainError."""
     source, known = random.Random(SEED), subjects()
     for split, count in rounds.items():

@@ -1,6 +1,6 @@
 """Create an untrained Llama model as a folder in the Hugging Face layout: config, tokenizer, random weights.
 
-Its shape follows published rules, for a number of parameters that counts embeddings, blocks and norms.
+Its shape is a preset, named after its parameters: embeddings, blocks and norms.
 
 The same seed gives the same bytes on every machine and with any NumPy version: Philox's raw bits are fixed
 (Salmon et al. 2011; NumPy's NEP 19 promises it for bit generators, not for normal numbers). 16 of these bits
@@ -38,16 +38,9 @@ from safetrain.core.storage.files import (
 )
 from safetrain.plan.pretraining import count_text, wanted_tokens
 
-# Parameters, and a width near ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467)
-PRESETS = {"10m": (10_000_000, 256), "85m": (85_000_000, 576), "400m": (400_000_000, 1024), "800m": (800_000_000, 1344)}
-HEAD, SMALL_HEAD = 64, 32
-GROUPED_FROM = 384  # features
-MANY_FEATURES = 1024
-SMALL_MODEL, SHORT_CONTEXT, USUAL_CONTEXT = 50_000_000, 1024, 2048
-LEAST_VOCABULARY = 5 + 256  # special tokens and bytes
-SMALL_VOCABULARY = 1024  # with fewer, a text has nearly as many tokens as bytes
-VOCABULARY_STEP, FINE_STEP = 1024, 64
 BYTES_PER_TOKEN, SEEN = 3.5, 20
+SMALL_VOCABULARY = 1024  # with fewer, a text has nearly as many tokens as bytes
+FINE_STEP = 64  # of a vocabulary
 FREE = "free some space, or choose a smaller model"
 BLOCK = 2**20  # weights in memory at a time; a multiple of 4, as 64 random bits give 4 weights
 QUANTILES, EXACT_BITS = 2**16, 20
@@ -64,16 +57,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SAMPLE_BYTES = 64 * 2**20  # most text that a tokenizer is trained on
-
-
-@dataclass(frozen=True)
-class ShapeRequest:
-    """The requested size of a model: ``hidden`` in features, ``context`` in tokens. None: derived from the size."""
-
-    parameters: int
-    hidden: int
-    vocabulary: int | None = None
-    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,92 +84,74 @@ class ModelShape:
         return self.vocabulary * self.hidden + self.layers * block + self.hidden
 
 
-def request_for(name: str, vocabulary: int | None = None, context: int | None = None) -> ShapeRequest:
-    """The request for a preset; raises ConfigError for an unknown name."""
+# Widths near ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467); heads of 64 features that share
+# key heads from 384 features up (Ainslie et al. 2023); embeddings that grow as the 0.83rd power of the other parameters
+# (Tao et al. 2024, arXiv:2407.13623)
+PRESETS = {
+    "10m": ModelShape(256, 11, 4, 4, 704, 4096, 1024),
+    "85m": ModelShape(576, 22, 9, 3, 1536, 12288, 2048),
+    "400m": ModelShape(1024, 34, 16, 4, 2688, 24576, 2048),
+    "800m": ModelShape(1344, 39, 21, 7, 3584, 33792, 2048),
+}
+
+
+def preset_named(name: str) -> ModelShape:
+    """The shape of a preset; raises ConfigError for an unknown name."""
     if name not in PRESETS:
         raise ConfigError("No such preset.", expected=", ".join(PRESETS), got=name)
-    return ShapeRequest(*PRESETS[name], vocabulary, context)
+    return PRESETS[name]
 
 
-def shape_for(request: ShapeRequest, text_bytes: int | None = None) -> ModelShape:
-    """The shape for a request; raises ConfigError if there is none.
+def with_vocabulary(shape: ModelShape, tokens: int) -> ModelShape:
+    """A shape of about the same size for another vocabulary; raises ConfigError if the embedding takes all of it."""
+    block = shape.parameters - replace(shape, layers=shape.layers - 1).parameters
+    layers = shape.layers - round((tokens - shape.vocabulary) * shape.hidden / block)
+    if layers < 1:
+        what = f"A model of {shape.parameters:,} parameters is too small for a vocabulary of {tokens:,} tokens."
+        raise ConfigError(what, do="choose a larger preset, or a tokenizer with fewer tokens")
+    return replace(shape, vocabulary=tokens, layers=layers)
 
-    The best vocabulary also depends on the size of the text, ``text_bytes`` (None if unknown).
+
+def vocabulary_for(shape: ModelShape, text_bytes: int) -> int:
+    """Tokens for a text: the shape's own number, or fewer if the text is small.
+
+    95 % of a vocabulary V should occur at least 20 times (Gowda and May 2020, arXiv:2004.02334, have 100, but small
+    texts are read in several epochs). By Zipf's law, the token of rank r occurs T / (r (ln V + 0.58)) times in a text
+    of T tokens.
     """
-    size, hidden = request.parameters, request.hidden
-    heads, step = hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD), 64 if hidden < MANY_FEATURES else 128
-    sizes = (3, 4, 2) if hidden >= GROUPED_FROM else ()  # of groups that share a key head (Ainslie et al. 2023)
-    key_heads = heads // next((each for each in sizes if heads % each == 0), 1)
-    vocabulary = request.vocabulary or vocabulary_for(size, hidden, text_bytes)
-    context = request.context or (SHORT_CONTEXT if size < SMALL_MODEL else USUAL_CONTEXT)
-    feed_forward = max(1, round(8 * hidden / 3 / step)) * step
-    empty = ModelShape(hidden, 0, heads, key_heads, feed_forward, vocabulary, context)
-    block = replace(empty, layers=1).parameters - empty.parameters
-    layers = round((size - empty.parameters) / block)
-    if layers < 1 or vocabulary < LEAST_VOCABULARY:
-        raise ConfigError(
-            f"A model of {size:,} parameters cannot have this vocabulary.",
-            expected=f"{LEAST_VOCABULARY} (256 bytes and 5 special tokens) to {(size - block) // hidden:,} tokens",
-            got=f"{vocabulary:,} tokens",
-        )
-    return replace(empty, layers=layers)
-
-
-def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
-    """Vocabulary size for a model and a text.
-
-    By the model: embeddings grow as the 0.83rd power of the other parameters; a model of 3 billion has 43,000 tokens of
-    width 3,200 (Tao et al. 2024, arXiv:2407.13623). By the text: 95 % of a vocabulary V should occur at least 20 times
-    (Gowda and May 2020, arXiv:2004.02334, have 100, but small texts are read in several epochs). By Zipf's law, the
-    token of rank r occurs T / (r (ln V + 0.58)) times in a text of T tokens.
-    """
-    size_wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
-    if text_bytes is not None:
-        rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
-        most = bisect.bisect_right(range(1, size_wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
-        size_wanted = min(size_wanted, max(most, SMALL_VOCABULARY))
-    step = VOCABULARY_STEP if size_wanted >= 2 * VOCABULARY_STEP else FINE_STEP
-    return max(-(-LEAST_VOCABULARY // FINE_STEP) * FINE_STEP, size_wanted // step * step)
-
-
-def rope_theta_for(context: int) -> float:
-    """Base of the rotary position embedding: 10,000 (Su et al. 2021), more for long contexts.
-
-    The least base for n tokens is 0.0424 n^1.628 (Men et al. 2024, arXiv:2405.14591); it is rounded to one digit.
-    """
-    least = 0.0424 * context**1.628
-    digit = 10 ** math.floor(math.log10(least))
-    return float(max(10_000, round(least / digit) * digit))
+    rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
+    sizes = range(1, shape.vocabulary + 1)
+    most = bisect.bisect_right(sizes, rarest, key=lambda size: size * (math.log(size) + 0.58))
+    return min(shape.vocabulary, max(most // FINE_STEP * FINE_STEP, SMALL_VOCABULARY))
 
 
 def create_model(
-    folder: Path, request: ShapeRequest, seed: int, *, texts: Iterable[str] = (), where: str = "",
+    folder: Path, shape: ModelShape, seed: int, *, texts: Iterable[str] = (), where: str = "",
     tokenizer: Path | None = None, say: Callable[[str], None] = lambda _text: None,
 ) -> ModelShape:  # fmt: skip
     """Write a model, completely or not at all; its tokenizer is trained on ``texts`` or copied from another model.
 
-    ``where`` names the texts, which are read once. Raises ConfigError if the folder exists or the shape is impossible,
-    DataError for texts that cannot be read or are empty, ModelError for a folder without a tokenizer, DiskFullError.
+    ``where`` names the texts, which are read once. Raises ConfigError if the folder exists or the vocabulary is too
+    large, DataError for texts that cannot be read or are empty, ModelError without a tokenizer, DiskFullError.
     """
     require_new(folder)
-    shape_for(request)  # an impossible shape is refused before texts are read
     if tokenizer is not None:
         config, copied, ids = json_object(tokenizer / "config.json"), ChatTokenizer(tokenizer), dict[str, object]()
         for name in ("bos", "eos", "pad"):  # several tokens may end a text
             value = config.get(f"{name}_token_id", copied.special_id(name))
             ids[f"{name}_token_id"] = value if isinstance(value, int) or name == "eos" else None
         stated = config.get("vocab_size")
-        shape = shape_for(replace(request, vocabulary=max(copied.size, stated if isinstance(stated, int) else 0)))
+        shape = with_vocabulary(shape, max(copied.size, stated if isinstance(stated, int) else 0))
         _write(folder, shape, seed, ids, lambda into: _copy_tokenizer(tokenizer, into))
         return shape
     say(f"reading {where}")
     sample, total_bytes = read_sample(texts, SAMPLE_BYTES)
     if not total_bytes:
         raise DataError("The data has no text.", where=where, do="name a file that has text or rows")
-    vocabulary = shape_for(request, total_bytes).vocabulary
+    vocabulary = vocabulary_for(shape, total_bytes)
     say(f"training a tokenizer with {vocabulary:,} tokens")
     definition, tokens = _train_tokenizer(sample, vocabulary)
-    shape = shape_for(replace(request, vocabulary=tokens))
+    shape = with_vocabulary(shape, tokens)
     _write(folder, shape, seed, OWN_IDS, lambda into: _write_tokenizer(into, definition, shape.context))
     return shape
 
@@ -226,7 +191,7 @@ def config_of(shape: ModelShape, ids: Mapping[str, object]) -> dict[str, object]
         "head_dim": shape.head,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "rope_theta": rope_theta_for(shape.context),
+        "rope_theta": 10_000.0,  # Su et al. 2021
         "max_position_embeddings": shape.context,
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": True,
@@ -292,18 +257,14 @@ def normal_quantiles() -> np.ndarray:
     return np.concatenate([lower, -lower[::-1]])
 
 
-def reasons_of(shape: ModelShape) -> Iterator[tuple[str, str, str]]:
-    """Yield the main values of a model with their reasons."""
-    share = 100 * shape.vocabulary * shape.hidden / shape.parameters
-    target = count_text(wanted_tokens(shape.parameters))
-    yield "parameters", f"{shape.parameters:,}", f"{share:.0f} % embeddings; this size wants {target} tokens of text"
-    ratio = "close to the best ratio of depth to width (Levine et al. 2020)"
-    yield "layers x width", f"{shape.layers} x {shape.hidden}", ratio
-    shared = f"{shape.key_heads} for keys and values (Ainslie et al. 2023)"
-    yield "heads", f"{shape.heads} of width {shape.head}", shared
-    by_rule = "as set or copied; else by model (Tao et al. 2024) and text (Gowda and May 2020)"
-    yield "vocabulary", f"{shape.vocabulary:,}", by_rule
-    yield "context", f"{shape.context:,}", "tokens; --context changes it"
+def describe_shape(shape: ModelShape) -> str:
+    """The main values of a model, for a terminal."""
+    share, text = 100 * shape.vocabulary * shape.hidden / shape.parameters, wanted_tokens(shape.parameters)
+    return (
+        f"{shape.parameters:,} parameters ({share:.0f} % embeddings): {shape.layers} layers of width {shape.hidden}, "
+        f"{shape.heads} heads ({shape.key_heads} for keys and values), {shape.vocabulary:,} tokens, context "
+        f"{shape.context:,}; this size wants {count_text(text)} tokens of text"
+    )
 
 
 def read_sample(texts: Iterable[str], most_bytes: int) -> tuple[list[str], int]:

@@ -20,7 +20,7 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, what_would_fit
-from safetrain.plan.create import OWN_IDS, config_of, request_for, shape_for
+from safetrain.plan.create import OWN_IDS, config_of, preset_named
 from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
 from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
 from safetrain.plan.recommend import disk_bytes_of
@@ -145,7 +145,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
     """
     if Path(name).exists():
         return read_model_plan(Path(name))
-    return model_of_config(config_of(shape_for(request_for(name)), OWN_IDS), Path(name))
+    return model_of_config(config_of(preset_named(name), OWN_IDS), Path(name))
 
 
 def print_pretraining(

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,23 +25,23 @@ from safetrain.plan.create import (
     PRESETS,
     SAMPLE_BYTES,
     ModelShape,
-    ShapeRequest,
     create_model,
     initial_weights,
     normal_quantiles,
+    preset_named,
     read_sample,
-    request_for,
-    shape_for,
     vocabulary_for,
+    with_vocabulary,
 )
 from tests.conftest import EMBEDDED, ROOT
 
 EXAMPLE = ROOT / "data" / "example"
-TINY = ShapeRequest(132_000, 64, 400, 128)
+TINY = ModelShape(64, 2, 2, 2, 192, 400, 128)
+SIZES = {"10m": 10_000_000, "85m": 85_000_000, "400m": 400_000_000, "800m": 800_000_000}
 SHIPPED = ROOT / "models" / "encyclopedia-3m"
 
 
-def from_text(folder: Path, text: Path, asked: ShapeRequest = TINY, seed: int = 1) -> ModelShape:
+def from_text(folder: Path, text: Path, asked: ModelShape = TINY, seed: int = 1) -> ModelShape:
     return create_model(folder, asked, seed, texts=training_texts([text], None), where=str(text))
 
 
@@ -65,22 +66,21 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_of_its_name(name: str) -> None:
-    small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
-    assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280), "of a small text and of a larger one"
-    for vocabulary in (None, 8192):
-        shape = shape_for(request_for(name, vocabulary))
-        assert shape.parameters == pytest.approx(PRESETS[name][0], rel=0.03)
-        assert vocabulary in (None, shape.vocabulary)
+    small, larger = (vocabulary_for(PRESETS["800m"], size) for size in (2**20, 2**24))
+    assert 1024 <= small < 4096 < larger < PRESETS["800m"].vocabulary, "of a small text and of a larger one"
+    for vocabulary in (preset_named(name).vocabulary, 2048, 8192, 16384):
+        shape = with_vocabulary(preset_named(name), vocabulary)
+        assert shape.parameters == pytest.approx(SIZES[name], rel=0.03)
+        assert shape.vocabulary == vocabulary
         assert shape.heads * shape.head == shape.hidden
         assert shape.heads % shape.key_heads == shape.hidden % 64 == shape.feed_forward % 64 == 0
         assert shape.feed_forward == pytest.approx(8 / 3 * shape.hidden, rel=0.05)
-    asked = shape_for(ShapeRequest(3_000_000, 192, 2048, 512))
-    assert asked.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
+    assert build.SHAPE.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(made: Path, tmp_path: Path) -> None:
     files = read_model_files(made)
-    assert (files.parameters, files.vocab_size, files.max_positions) == (shape_for(TINY).parameters, 400, 128)
+    assert (files.parameters, files.vocab_size, files.max_positions) == (TINY.parameters, 400, 128)
     assert digests(made).keys() == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     tiny(tmp_path / "again")
     assert digests(tmp_path / "again") == digests(made)
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(made: Path, tmp
 
 def test_weights_follow_the_rule_and_are_the_same_bytes_on_every_machine() -> None:
     """Drawn with integers from a table; a library that draws otherwise would change every model."""
-    shape = shape_for(ShapeRequest(7_500_000, 256, 4096))
+    shape = ModelShape(256, 8, 4, 4, 704, 4096, 1024)
     query, down = (
         np.frombuffer(
             b"".join(
@@ -103,14 +103,13 @@ def test_weights_follow_the_rule_and_are_the_same_bytes_on_every_machine() -> No
     )
     assert [query.std(), 4 * down.std()] == pytest.approx([math.sqrt(2 / 5 / 256)] * 2, rel=0.02)
     assert float((np.abs(query) < query.std()).mean()) == pytest.approx(0.6827, abs=0.005)
-    drawn = b"".join(initial_weights(shape_for(TINY), 42, TensorHeader("model.norm_q.weight", "F32", (70, 64), 17920)))
+    drawn = b"".join(initial_weights(TINY, 42, TensorHeader("model.norm_q.weight", "F32", (70, 64), 17920)))
     assert hashlib.sha256(normal_quantiles().astype("<f8").tobytes()).hexdigest()[:16] == "809d53a690a2d233"
     assert hashlib.sha256(drawn).hexdigest()[:16] == "1f9870288e8b7c5c"
 
 
 def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
-    asked = ShapeRequest(300_000, 64, context=128)
-    create_model(tmp_path / "new", asked, 1, tokenizer=SHIPPED)
+    create_model(tmp_path / "new", replace(TINY, layers=4), 1, tokenizer=SHIPPED)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "new" / name).read_bytes() == (SHIPPED / name).read_bytes()
     config = json.loads((tmp_path / "new" / "config.json").read_text())
@@ -151,13 +150,12 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         from_text(tmp_path / "new", tmp_path / "missing.txt")
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         create_model(tmp_path / "new", TINY, 1, tokenizer=tmp_path)
-    for vocabulary in (100_000, 100):
-        with pytest.raises(ConfigError, match="cannot have this vocabulary"):
-            shape_for(ShapeRequest(1_000_000, 64, vocabulary))
+    with pytest.raises(ConfigError, match="too small for a vocabulary of 100,000 tokens"):
+        with_vocabulary(preset_named("10m"), 100_000)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="already exists"):
         tiny(tmp_path / "there")
-    huge = ShapeRequest(5 * 10**12, 16384, 300)
+    huge = ModelShape(16384, 2000, 128, 128, 43776, 300, 128)
     with pytest.raises(DiskFullError, match="no room"):
         from_text(tmp_path / "new", EXAMPLE, huge)
     monkeypatch.setattr(create, "initial_weights", Mock(side_effect=OSError(28, "No space left on device")))
@@ -168,9 +166,9 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
     words = ["create", "10m", str(tmp_path / "new")]
-    done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE), "--vocabulary", "300"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE)], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    for said in ("parameters", "x 256", "tokens of text", "safetrain info"):
+    for said in ("parameters", "of width 256", "tokens of text", "safetrain info"):
         assert said in done.output
     with pytest.raises(ConfigError, match="one tokenizer"):
         CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)
@@ -183,7 +181,7 @@ QUANTIZED = ("quantization", "quantization_config")  # in config.json
 
 def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path) -> None:
     texts = training_texts([ROOT / "data/example/train.jsonl"], None)
-    create_model(tmp_path / "new", ShapeRequest(127_000, 64, 320), 1, texts=texts)
+    create_model(tmp_path / "new", ModelShape(64, 2, 2, 2, 192, 320, 128), 1, texts=texts)
     model, _ = load(tmp_path / "new")
     logits = np.array(model(mx.array([[5, 9, 40, 300, 7]])).astype(mx.float32))[0]
     spread = logits - logits.max(axis=-1, keepdims=True)

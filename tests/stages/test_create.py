@@ -10,7 +10,7 @@ from safetrain.core.data.token_rows import TokenRows, TokenWindows
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.model.files import read_model_files
 from safetrain.data.validate import training_texts
-from safetrain.plan.create import create_model, request_for
+from safetrain.plan.create import create_model, preset_named
 from tests.corpora import TEXTS, tokenized, write_ds
 from tests.pipeline.workspace import Workspace
 from tests.support.random_models import TINY, build_model
@@ -57,7 +57,7 @@ def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace)
     assert read_model_files(folder).fingerprint == before
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"  # these alone
-    create_model(folder, request_for("10m"), 7, texts=training_texts([rows], None))
+    create_model(folder, preset_named("10m"), 7, texts=training_texts([rows], None))
     assert read_model_files(folder).fingerprint == before
 
 
