@@ -23,7 +23,7 @@ LINES = (
     "create 10m models/new --tokenizer models/encyclopedia-3m", "create 10m models/new",
     "convert models/new models/small", "convert models/new models/small --bits 7", "run data.path=data/exmaple",
     "run", "run train.learning_rat=1", "repro", "stage trian", "stage train train.seed=x",
-    "exp show --no-pager --only-changed", "monitor", "monitor --json", "monitor --output checkpoints_qlorra",
+    "exp show --no-pager --only-changed", "monitor", "monitor --output checkpoints_qlorra",
     "result", "result --gate", "report", "report --out params.yaml",
     "evaluate --adapter checkpoints_qlora/adapters --max-examples 20", "evaluate", "track wandb",
     'ask "What is the capital of Portugal?"', 'ask ""',

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from safetrain.watch.monitor import MonitorView
 
     Look = Callable[[], MonitorView]
-    LineOf = Callable[[MonitorView], str]
 
 GONE_LOOKS = 3  # readings in a row without a process mean that the run has ended: there are gaps between processes
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
@@ -39,7 +38,6 @@ Tracker = StrEnum("Tracker", "WANDB MLFLOW")  # the values are in lower case
 def monitor(
     refresh: Annotated[float, Option(min=0.2, max=3600, help="seconds between readings")] = 5.0,
     plain: Annotated[bool, Option("--plain", help="print a line of text per reading, for a log")] = False,
-    as_json: Annotated[bool, Option("--json", help="print a line of JSON per reading, for a script")] = False,
     once: Annotated[bool, Option("--once", help="read once, and exit")] = False,
     output: Annotated[Path, Option(help="folder of the run")] = paths.OUTPUT,
 ) -> None:
@@ -50,47 +48,46 @@ def monitor(
     from rich.console import Console
 
     from safetrain.core.run_folder import RunReader
-    from safetrain.watch.monitor import json_line, look_at
-    from safetrain.watch.monitor_screen import plain_line
+    from safetrain.watch.monitor import look_at
 
-    if plain and as_json:
-        raise ConfigError("Use either --plain or --json.", do="leave one of them out")
     if not output.is_dir() and output == paths.OUTPUT:
         require_project()
     elif not output.is_dir():
         do = similar_path(output) or "name the folder of a run: --output"
         raise ConfigError("The folder does not exist.", where=str(output), do=do)
     reader, screen = RunReader(output), Console(highlight=False, markup=False, emoji=False)
-    is_text = plain or as_json or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only
+    is_text = plain or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only
     try:
         if is_text:
-            _print_lines(lambda: look_at(reader), json_line if as_json else plain_line, refresh, once)
+            _print_lines(lambda: look_at(reader), refresh, once)
         else:
-            _draw(lambda: look_at(reader), plain_line, refresh, once, screen)
+            _draw(lambda: look_at(reader), refresh, once, screen)
     except Terminated:
         raise
     except KeyboardInterrupt:  # the user leaves
         return
 
 
-def _print_lines(look: "Look", line_of: "LineOf", refresh: float, once: bool) -> None:
+def _print_lines(look: "Look", refresh: float, once: bool) -> None:
     """Print a line for each reading until the training has ended; the last line says so."""
+    from safetrain.watch.monitor_screen import plain_line
+
     gone = GONE_LOOKS - 1
     while True:
         view = look()
         gone = 0 if view.state.is_running else gone + 1
         if gone in (0, GONE_LOOKS):
-            print(line_of(view), flush=True)
+            print(plain_line(view), flush=True)
         if once or gone == GONE_LOOKS:
             return
         time.sleep(min(refresh, 1.0) if gone else refresh)
 
 
-def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "Console") -> None:
+def _draw(look: "Look", refresh: float, once: bool, screen: "Console") -> None:
     """Draw until the user leaves, or only once if nothing is running."""
     from rich.live import Live
 
-    from safetrain.watch.monitor_screen import MonitorScreen
+    from safetrain.watch.monitor_screen import MonitorScreen, plain_line
 
     view = look()
     if once or not view.state.is_running:
@@ -103,7 +100,7 @@ def _draw(look: "Look", line_of: "LineOf", refresh: float, once: bool, screen: "
                 view = look()
                 live.update(MonitorScreen(view), refresh=True)
     finally:
-        print_text(line_of(view).replace("  ", "\n"))
+        print_text(plain_line(view).replace("  ", "\n"))
 
 
 def report(

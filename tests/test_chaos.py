@@ -26,7 +26,7 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
     ("open adapter", 1, "exit", signal.SIGSEGV, False),
     ("mark finished", 1, "entry", signal.SIGKILL, False),
 )
-MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT), (("--json",), signal.SIGHUP))
+MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT), (("--plain",), signal.SIGHUP))
 
 
 def ground_of(cache: Path, **train: int) -> Iterator[Ground]:

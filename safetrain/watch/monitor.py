@@ -1,12 +1,11 @@
-"""Finds out what a run is doing or how it ended, for screen and JSON: state, phase, time left, losses, memory."""
+"""Finds out what a run is doing or how it ended: state, phase, time left, losses, memory."""
 
 import enum
-import json
 import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from safetrain.core.storage import paths
 from safetrain.watch.charts import points_of, rungs_of_job
 from safetrain.watch.progress import MEASURE, time_left
 
-MOST_EVENTS, EVENTS_IN_JSON = 30, 5
+MOST_EVENTS = 30
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
 EVENTS: dict[type[Event], str] = {  # in words
@@ -158,9 +157,7 @@ def memory_of(run: Run) -> dict[str, int]:
     last, limit = run.flight[-1] if run.flight else None, run.marker or run.postmortem
     peaks = [record.peak_bytes for record in run.flight]
     return {
-        "mlx_active_bytes": last.active_bytes if last else 0,
         "mlx_peak_bytes": max([*peaks, *(record.peak_memory_bytes for record in run.steps[-1:])], default=0),
-        "mlx_cache_bytes": last.cache_bytes if last else 0,
         "predicted_peak_bytes": max((record.predicted_peak_bytes for record in run.flight), default=0),
         "mlx_budget_bytes": run.job.memory_budget.mlx_bytes if run.job else 0,
         "process_bytes": run.worker_footprint_bytes or (last.footprint_bytes if last else 0),
@@ -195,41 +192,6 @@ def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
     """Wall-clock time and text of the last events."""
     newest = [entry for entry in journal if type(entry.event) in EVENTS][-MOST_EVENTS:]
     return [(entry.wall_seconds, EVENTS[type(entry.event)].format(**vars(entry.event))) for entry in newest]
-
-
-def json_line(view: MonitorView) -> str:
-    """Return the view as one JSON object in one line; unknown values are null."""
-    run, job, header, checkpoint = view.run, view.run.job, view.run.header, view.run.checkpoint
-    limit, total = run.marker or run.postmortem, run.begun.total_steps if run.begun else None
-    left = {"seconds": view.left_seconds} if view.left_seconds is not None else None
-    position = {"step": view.step, "total_steps": total, "left": left}
-    values = {
-        "wall_seconds": run.read_at_seconds,
-        "state": view.state.value,
-        "stage": view.stage,
-        "model": job.base if job else "",
-        "device": header.device if header else "",
-        "pid": header.pid if header and run.worker_lives else 0,
-        "ranks": job.ranks if job else 1,
-        "phase": view.phase,
-        "progress": position | speed_of(run.steps),
-        "losses": losses_of(run.steps),
-        "memory": memory_of(run)
-        | {"process_limit_name": limit.limit_name if limit else "", "available_bytes": view.available_bytes},
-        "checkpoints": {
-            "last_step": checkpoint.step if checkpoint else None,
-            "last_age_seconds": max(0.0, run.read_at_seconds - checkpoint.saved_seconds) if checkpoint else None,
-            "last_folder": checkpoint.folder.name if checkpoint else "",
-        },
-        "rung": len(job.rungs) + len(job.gpu_rungs) if job else 0,
-        "rung_parts": batch_parts(job) if job else (),
-        "stopped_early": view.stopped_early,
-        "verdict": view.verdict,
-        "next_command": view.next_command,
-        "events": [{"wall_seconds": at, "text": text} for at, text in events_of(run.journal)[-EVENTS_IN_JSON:]],
-        "unreadable": dict(run.unreadable),
-    }
-    return json.dumps(values, default=asdict)
 
 
 def state_of(run: Run, stage: str = "") -> State:
