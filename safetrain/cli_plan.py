@@ -94,7 +94,7 @@ def preflight(
 
 
 def estimate(
-    model: Annotated[Path | None, Argument(help="model folder or config.json; default: model.path")] = None,
+    model: Annotated[Path | None, Argument(help="model folder, config.json or preset; default: model.path")] = None,
     machine: Annotated[str | None, Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
     macos_26: Annotated[bool, Option("--macos-26", help="plan for macOS 26, which allows more memory")] = False,
     memory_gb: Annotated[float | None, Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
@@ -106,31 +106,17 @@ def estimate(
     num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
     optimizer: Annotated[str, Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16; default: as in training")] = None,
-    pretrain: Annotated[str | None, Option(help="pretrain from scratch: 10m … 800m, or a model folder")] = None,
-    all_machines: Annotated[bool, Option("--all-machines", help="with --pretrain: for every known machine")] = False,
 ) -> None:
-    """Estimate memory and time, for this machine or another.
+    """Estimate memory, for this machine or another.
 
-    Exit 1: training does not fit. The command reads no weights.
+    Exit 1: training does not fit. The command reads no weights. A preset is one of `create`: 10m, 85m, 400m or 800m.
     """
-    from safetrain.core.model.files import read_model_plan
     from safetrain.plan import estimate as estimates
     from safetrain.plan.candidates import usual_dtype
-    from safetrain.plan.machine import HERE, place_of, profile_names
+    from safetrain.plan.machine import HERE, place_of
 
-    if pretrain is None and all_machines:
-        raise ConfigError("--all-machines applies only to pretraining.", do="add --pretrain, e.g. --pretrain 85m")
-    if pretrain is not None and model is not None:
-        raise ConfigError("The model is given twice.", got=str(model), do="give it only with --pretrain")
-    names: list[str | None] = [machine]
-    if all_machines or (pretrain is not None and not (machine or memory_gb or paths.MACHINE.is_file())):
-        names, memory_gb = [*profile_names()], None
-    places = [place_of(each, macos_26, memory_gb, PROBE) for each in names]
-    if pretrain is not None:
-        keep = params().train.get("keep_checkpoints", 2) if Path("params.yaml").is_file() else 2
-        fits = estimates.print_pretraining(console(), estimates.model_to_pretrain(pretrain), places, keep)
-        sys.exit(0 if fits else 1)
-    files, here = read_model_plan(model or model_of_params()), places[0][0]
+    files = estimates.model_to_estimate(model or model_of_params())
+    here = place_of(machine, macos_26, memory_gb, PROBE)
     run = estimates.estimate_of(
         files, here, method, rank, num_layers=num_layers, checkpointing=recompute, optimizer=optimizer,
         compute_dtype=compute_dtype or usual_dtype(here, files), rows=batch_size, tokens=tokens,

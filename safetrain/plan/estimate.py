@@ -1,8 +1,6 @@
 """`safetrain info` and `safetrain estimate`: memory and time of a training run, here or on a described machine."""
 
 import dataclasses
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +8,20 @@ from rich.console import Console
 from rich.table import Table
 
 from safetrain.core.errors import ConfigError, ModelError
-from safetrain.core.formatting import duration_text
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.estimate import MARGIN, read_bytes, require_computable, require_trainable, with_margin
-from safetrain.core.memory.terms import padded, trained_parameters
+from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import CHOICES, PRETRAIN, WHOLE, Train, describe_allowed
+from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, what_would_fit
-from safetrain.plan.create import OWN_IDS, config_of, preset_named
-from safetrain.plan.machine import ANY_CPU, ANY_GPU, HERE, Profile
-from safetrain.plan.pretraining import count_text, finish_text, flops_per_token, wanted_tokens, window_length
-from safetrain.plan.recommend import disk_bytes_of
+from safetrain.plan.create import OWN_IDS, PRESETS, config_of
+from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNKNOWN = "-"
-CPU_SHARE = 0.5  # a run's share of a matrix product's speed (measured: benchmarks/bench_throughput, 0.4 to 0.6)
 DISK_BYTES_PER_SECOND = 2.5e9  # assumed for an internal SSD
 
 
@@ -138,48 +132,11 @@ def _rows_text(rows: int) -> str:
     return UNKNOWN if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
 
 
-def model_to_pretrain(name: str) -> ModelFiles:
-    """The model of a folder or config.json, or of a preset with the shape that `safetrain create` uses.
+def model_to_estimate(name: Path) -> ModelFiles:
+    """The model of a folder or config.json, or one that `safetrain create` would make from a preset of this name.
 
-    Raises ConfigError for any other name, ModelError for a folder without a model.
+    Raises ModelError for any other name.
     """
-    if Path(name).exists():
-        return read_model_plan(Path(name))
-    return model_of_config(config_of(preset_named(name), OWN_IDS), Path(name))
-
-
-def print_pretraining(
-    console: Console, model: ModelFiles, places: Sequence[tuple[Machine, Profile | None]], keep_checkpoints: int
-) -> bool:
-    """Print memory and time of pretraining, a line for each machine. Returns whether any has enough memory."""
-    length, tokens, now, any_fits = window_length(model), wanted_tokens(model.parameters), datetime.now(), False
-    disk = size(disk_bytes_of(model.parameters, keep_checkpoints))
-    words = f"{count_text(model.parameters)} parameters, {count_text(tokens)} tokens (Hoffmann et al. 2022)"
-    title = f"{model.folder.name} from scratch: {words}, windows of {length} tokens; {disk} of checkpoints"
-    table = _table(console, title, "machine", "memory", "windows", "tokens/s", "duration", "finished on")
-    for machine, profile in places:
-        window = estimate_of(model, machine, PRETRAIN, tokens=length)
-        recomputed = not window.largest_batch
-        window = window.cheapest if recomputed else window
-        rows = f"{_rows_text(window.largest_batch)}{' (r)' if recomputed and window.fits else ''}"
-        per_second = training_speed(machine, profile, flops_per_token(model, padded(length), recompute=recomputed))
-        time = [UNKNOWN, UNKNOWN, UNKNOWN if window.fits else "it does not fit"]
-        if per_second is not None and window.fits:
-            seconds = tokens / per_second
-            time = [f"{per_second:,.0f}", duration_text(seconds), finish_text(now.astimezone(), seconds)]
-        table.add_row(profile.name if profile else HERE, size(window.needed_bytes), rows, *time)
-        any_fits |= window.fits
-    console.print(table)
-    console.print(
-        "Memory is for one window. Windows: how many fit at a time; (r): with recomputed blocks. The date: if it "
-        "starts now and never pauses. Speed: assumed (tflops in conf/machine), or half of this CPU's matrix products.",
-        style="dim",
-    )
-    return any_fits
-
-
-def training_speed(machine: Machine, profile: Profile | None, flops: float) -> float | None:
-    """Tokens per second of pretraining at ``flops`` operations per token; None: unknown."""
-    here = CPU_SHARE * machine.gemm_gflops / 1000 if machine.backend == "cpu" else None
-    tflops = profile.tflops if profile else here
-    return tflops * 1e12 / flops if tflops else None
+    if str(name) in PRESETS and not name.exists():
+        return model_of_config(config_of(PRESETS[str(name)], OWN_IDS), name)
+    return read_model_plan(name)

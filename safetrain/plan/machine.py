@@ -185,20 +185,18 @@ class Profile:
     source: str
     usable_memory_gb_macos_26: float | None = None  # if macOS 26 allows more
     compute_dtype: str | None = None  # for a bfloat16 base, if the GPU emulates bfloat16
-    tflops: float | None = None  # training speed in 10^12 operations per second, measured or assumed; None: unknown
 
 
 def place_of(
     name: str | None, macos_26: bool = False, memory_gb: float | None = None, probe_module: str = ""
-) -> tuple[Machine, Profile | None]:
-    """A machine from conf/machine with its profile, or this one if ``name`` is None.
+) -> Machine:
+    """A machine from conf/machine, or this one if ``name`` is None.
 
     This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds). Raises
     ConfigError for an unknown name, MachineError if mlx does not work.
     """
-    profile = read_profile(name) if name else None
-    if profile:
-        machine = machine_of(profile, macos_26=macos_26)
+    if name:
+        machine = machine_of(read_profile(name), macos_26=macos_26)
     elif paths.MACHINE.is_file() or not probe_module:
         machine = read_result(paths.MACHINE, Machine)
     else:
@@ -208,7 +206,7 @@ def place_of(
         machine = read_machine_now(probe)
     if memory_gb:
         machine = replace(machine, memory_budget_bytes=int(memory_gb * GIB))
-    return machine, profile
+    return machine
 
 
 def profile_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Pretraining: windows, tokens, passes and learning rate by published fits, and the time that all operations take.
+"""Pretraining: windows, tokens, passes and learning rate by published fits.
 
 For a given compute, 20 tokens per parameter train best (Hoffmann et al. 2022, arXiv:2203.15556,
 table 3). Up to four passes over the same text are worth nearly as much as new text; more are worth much less
@@ -14,9 +14,6 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 
-FORWARD, BACKWARD, WEIGHT_GRADIENT = 2, 2, 2  # operations per weight and token
-ATTENTION_PASSES = 3  # scores and weighted values: once forward, twice backward
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
 TOKENS_PER_PARAMETER = 20
 MOST_PASSES = 4
 FAR_BELOW = 0.5  # share of the wanted tokens
@@ -92,21 +89,6 @@ def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
 
 def _step_tokens(plan: Recommendation) -> int:
     return plan.batch_size * plan.gradient_accumulation * plan.max_seq_length  # windows are full
-
-
-def flops_per_token(model: ModelFiles, length: int, *, recompute: bool = False) -> float:
-    """Operations per token in windows of ``length`` tokens.
-
-    They are 6 per weight (Kaplan et al. 2020, arXiv:2001.08361), and for attention half of PaLM's 12 x layers x width
-    x length (arXiv:2204.02311, appendix B), because a token sees only earlier tokens. The embedding multiplies nothing,
-    unless it is also the head.
-    """
-    matrices = [tensor for tensor in model.tensors if tensor.weights and len(tensor.shape) >= 2]
-    has_head = any(HEAD in tensor.name for tensor in matrices)
-    weights = sum(tensor.weights for tensor in matrices if not (has_head and EMBEDDING in tensor.name))
-    attention = FORWARD * ATTENTION_PASSES * model.num_layers * model.num_heads * model.head_dim * length
-    again = FORWARD * weights + attention / ATTENTION_PASSES if recompute else 0
-    return (FORWARD + BACKWARD) * weights + WEIGHT_GRADIENT * model.parameters + attention + again
 
 
 def pretraining_lines(plan: Recommendation, parameters: int, tokens_there: int, now: datetime) -> Iterator[str]:
