@@ -2,19 +2,18 @@
 
 import base64
 import re
-import shlex
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
 from safetrain.core.events import Died
-from safetrain.core.formatting import counted, duration_text, override, printable, size_text
+from safetrain.core.formatting import counted, duration_text, printable, size_text
 from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.run_state import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
-from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, Recommendation, TrainSettings
+from safetrain.core.records.settings import MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
@@ -54,7 +53,7 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        command_of, configuration_of, death_of, describe_forgetting, describe_proof, describe_rows,
+        configuration_of, death_of, describe_forgetting, describe_proof, describe_rows,
         environment_of, exact_text, history_of, memory_sizes, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
@@ -194,20 +193,6 @@ def environment_of(run: Run) -> list[tuple[str, str]]:
         ("matrix product, float32", f"{machine.gemm_gflops:g} GFLOP/s" if machine.gemm_gflops else ""),
     ]
     return [row for row in rows if row[1]]
-
-
-def command_of(run: Run) -> str:
-    """Return the command that trains with exactly these values, whatever params.yaml says; empty before a run's end."""
-    if run.summary is None:
-        return ""
-    words = ["safetrain run", override("model.path", run.summary.base_model)]
-    words += [override("data.path", run.data.source)] if run.data is not None else []
-    for key, value in values_of(run.summary).items():
-        if isinstance(value, tuple):
-            words += [] if value == (ALL_LINEAR,) else [shlex.quote(f"{key}=[{','.join(value)}]")]
-        else:
-            words.append(override(key, value if isinstance(value, float) else value_text(value)))
-    return " ".join(words)
 
 
 def value_text(value: Any) -> str:

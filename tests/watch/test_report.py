@@ -75,7 +75,7 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
         "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25", "Validation measured 50 of 2,000 rows",
         "train.learning_rate 0.005 recommended width 64 and its scale", "1.80 GiB 90 % of the prediction",
         "What is it? expected expected What is it? base, not exact ✗ base What is it? tuned, exact ✓",
-        "safetrain run model.path=models/tiny data.path=data/mine.jsonl train.method=lora", "train 40 400 100",
+        "train 40 400 100",
     ):  # fmt: skip
         assert part in text, part
     assert (text.count("Missing:"), "Interruptions" in text, source.count("<img")) == (0, False, 5)
