@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.chaos.deaths import deaths
+from benchmarks.chaos.drawing import SIGNALS, make_reference, run_chains
 from benchmarks.machine import write_result
 from tests.support.chaos.ending import Ending, Ground, through_mlx_launch
 from tests.support.chaos.inject.chaos_sites import PHASES
-from tests.support.chaos.kills import RANKS, SIGNALS, Outcome, make_reference, run_chains
+from tests.support.chaos.kills import RANKS, Outcome
 from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
 
 

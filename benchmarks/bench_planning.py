@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import show_result, write_result
+from benchmarks.quantized_model import write_quantized_model
 from safetrain.core.formatting import duration_text
 from tests.support.chaos.project import Project
-from tests.support.random_models import EMBEDDED, write_quantized_model
+from tests.support.random_models import EMBEDDED
 
 ROWS, MOST_WORDS, TIMEOUT_SECONDS = 600, 200, 7200
 WORDS = ("the", "capital", "of", "a", "country", "is", "city", "and", "an", "element", "has", "number")

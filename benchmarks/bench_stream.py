@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import show_result, write_result
+from benchmarks.quantized_model import write_quantized_model
 from safetrain.core.memory.estimate import predicted_peak, setup_of, total_bytes
 from safetrain.core.memory.terms import Shape
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import load_fast_blas
-from tests.support.random_models import write_quantized_model
 from tests.support.settings import SETTINGS
 
 QWEN: dict[str, Any] = {"model_type": "qwen2", "head_dim": 64, "max_position_embeddings": 32768, "vocab_size": 151_936}

@@ -99,7 +99,6 @@ def write_data(case: Case, model: Path, folder: Path) -> None:
 def made_up_rows(case: Case, model: Path, count: int, seed: str) -> list[dict[str, Any]]:
     """Chats of made-up words. Their lengths are spread log-normally around the median, cut at the longest allowed."""
     from safetrain.core.data.tokenizer import ChatTokenizer
-    from tests.support.settings import as_trained
 
     tokenizer, draw = ChatTokenizer(model), random.Random(f"{case.name} {seed}")
     syllables = [a + b for a in "bdfgklmnprstv" for b in "aeiou"]
@@ -133,7 +132,6 @@ def write_tokens(model: Path, train: Path, max_tokens: int, target: Path) -> Non
 
     from safetrain.core.data.token_rows import TokenRows
     from safetrain.core.data.tokenizer import ChatTokenizer
-    from tests.support.settings import as_trained
 
     tokenizer = ChatTokenizer(model)
     lines = train.read_text(encoding="utf-8").splitlines()
@@ -169,3 +167,14 @@ def dequantize(model: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def as_trained(tokenizer: Any, row: object) -> Any:
+    """The tokens and labels of a row as a training sees them."""
+    from safetrain.data.forms import parse_row
+    from safetrain.data.render import Renderer
+    from safetrain.data.tokenize import labelled
+
+    renderer = Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
+    rendered = renderer.render(parse_row(row))
+    return labelled(rendered, tokenizer.encode_chats([rendered.text])[0])[0]

@@ -1,13 +1,6 @@
 """A few of the deaths that benchmarks/bench_chaos.py stages by the hundred: said right, continued bit for bit."""
 
-import contextlib
-import os
-import pty
-import select
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +19,6 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
     ("open adapter", 1, "exit", signal.SIGSEGV, False),
     ("mark finished", 1, "entry", signal.SIGKILL, False),
 )
-MONITORS = ((("--refresh", "0.1"), signal.SIGKILL), (("--plain",), signal.SIGINT), (("--plain",), signal.SIGHUP))
 
 
 def ground_of(cache: Path, **train: int) -> Iterator[Ground]:
@@ -56,40 +48,6 @@ def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: 
     assert [outcome.faults for outcome in chain.outcomes] == [[]] * len(KILLS), chain.history
     assert all(outcome.resumed_exactly for outcome in chain.outcomes)
     assert max(outcome.lost_steps for outcome in chain.outcomes) <= SAVE_STEPS
-
-
-def test_a_training_that_is_watched_ends_as_one_that_is_not(ground: Ground) -> None:
-    """Monitors in terminals of their own, each killed after it has shown something."""
-    process, drawn = ground.project.start_training(anew=True), list[int]()
-    for kind, number in MONITORS:
-        if process.poll() is None:
-            drawn.append(drawn_before_a_kill(ground.project, kind, number))
-    done = ground.project.finish(process)
-    assert done.code == 0, done.out
-    assert drawn
-    assert all(drawn)
-    assert ground.project.fingerprint() == ground.reference
-
-
-def drawn_before_a_kill(project: Project, kind: tuple[str, ...], number: int) -> int:
-    """Bytes that a monitor has shown until it was killed."""
-    ours, theirs = pty.openpty()
-    monitor = subprocess.Popen(
-        [sys.executable, "-m", "safetrain.cli", "monitor", "--refresh", "0.2", *kind], cwd=project.folder,
-        env=project.environment | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}, stdin=theirs, stdout=theirs,
-        stderr=theirs, start_new_session=True,
-    )  # fmt: skip
-    os.close(theirs)
-    drawn, end = 0, time.monotonic() + 60
-    while time.monotonic() < end and monitor.poll() is None:
-        with contextlib.suppress(OSError):  # it has ended
-            if select.select([ours], [], [], 0.05)[0]:
-                drawn += len(os.read(ours, 2**16))
-                end = min(end, time.monotonic() + 0.1)
-    monitor.send_signal(number)
-    os.close(ours)
-    monitor.wait(timeout=60)
-    return drawn
 
 
 def test_a_training_of_which_a_rank_is_killed_ends_as_if_nothing_had_happened(ground_of_ranks: Ground) -> None:

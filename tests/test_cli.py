@@ -1,4 +1,4 @@
-"""`safetrain convert`, `fuse`, `export` and `import`: complete folders or clear errors; what -h says."""
+"""`safetrain convert`, `fuse` and `export`: complete folders or clear errors; what -h says."""
 
 import json
 import os

@@ -5,8 +5,6 @@ A block that nobody runs says why above it: ``<!-- not run: … -->``.
 
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from contextlib import redirect_stderr
 from importlib.util import find_spec
@@ -194,13 +192,3 @@ def test_the_template_of_the_page_about_chats_fits_its_row(tmp_path: Path, capsy
         app(["validate", str(tmp_path / "row.jsonl"), "--model", str(tmp_path / "model"), "--show-mask", "1"])
     assert ended.value.code == 0
     assert "<|user|>Capital of Peru?<|end|><|assistant|>⟦Lima.<|end|>⟧" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each.words[0] in THIRD_PARTY], ids=str)
-def test_another_program_has_the_options_where_it_is_installed(command: Command) -> None:
-    path = shutil.which(command.words[0]) or str(Path(sys.executable).with_name(command.words[0]))
-    if not Path(path).is_file():
-        pytest.skip("it is not installed here")
-    words = [word for word in command.words[1:3] if re.fullmatch(r"[a-z]+", word)]
-    told = subprocess.run([path, *words, "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(word.partition("=")[0] in told for word in command.words if word.startswith("--"))

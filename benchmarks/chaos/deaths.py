@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
-from tests.support.chaos.project import Project, chat, sums
+from tests.support.chaos.ending import Ending, Ground, hit
+from tests.support.chaos.project import Done, Project, chat, left_over, sums
 
 DAY_SECONDS = 86_400.0
 METAL = "[METAL] Command buffer execution failed: "
@@ -109,3 +109,25 @@ def poison(project: Project) -> None:
         raise RuntimeError("a model without names")
     arrays["model.embed_tokens.weight"][token] = float("inf")
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+
+
+def train_hit(project: Project, plan: dict[str, Any], *overrides: str) -> tuple[Done, dict[str, Any], dict[str, Any]]:
+    """Start anew, be hit as planned, to the end; returns that, the truth and the post-mortem."""
+    (project.output / "postmortem.json").unlink(missing_ok=True)
+    done = project.train(*overrides, plan=plan, anew=True)
+    truth = project.read_truth()
+    if truth is None:
+        raise RuntimeError(f"the training never came to the place where it was to be hit: {done.out[-2000:]}")
+    return done, truth, project.json("postmortem.json")
+
+
+def go_on(ground: Ground, ending: Ending, *overrides: str) -> Done:
+    """The same command again: it must continue where the post-mortem says, and end as if nothing had happened."""
+    project = ground.project
+    promised = project.json("postmortem.json").get("resumes_from_step")
+    ending.require(not (left := left_over(project.folder)), f"still there: {left}")
+    done = project.train(*overrides)
+    ending.compare(project, ground.reference, done)
+    found = project.json("training_summary.json").get("resumed_from_step")
+    ending.require(found == promised and bool(found), f"continued from step {found}, promised was {promised}")
+    return done

@@ -19,11 +19,8 @@ from safetrain.core.lock import lock_path, require_no_training, training_lock
 from safetrain.core.records.run_state import (
     MANIFEST,
     Checkpoint,
-    checkpoints_in,
     fault_of,
     name_of,
-    newest_whole,
-    set_aside,
     to_prune,
     write_manifest,
 )
@@ -192,27 +189,6 @@ def test_whatever_is_cut_grown_flipped_or_lost_is_named(tmp_path: Path) -> None:
     for text in ("", "[]", "null", '{"sha256": ["state.json"]}'):
         file.write_text(text)
         assert fault_of(file.parent).startswith(MANIFEST)
-
-
-def test_the_newest_whole_one_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
-    for step in (2, 10, 9):  # not in the order of their names
-        checkpoint(tmp_path, step, epoch=step // 4)
-    (tmp_path / "checkpoint_epoch_9_step_x").mkdir()
-    (tmp_path / "checkpoint_epoch_9_step_99").write_text("no folder")
-    (tmp_path / "damaged_checkpoint_epoch_9_step_98").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    assert [found.step for found in checkpoints_in(tmp_path)] == [10, 9, 2]
-    for step in (10, 9, 2):
-        found = newest_whole(tmp_path)
-        assert found is not None
-        assert found.step == step
-        assert sorted(tmp_path.rglob("*")) == before
-        with (found.folder / "state.json").open("ab") as file:
-            file.write(b"damage")
-    assert newest_whole(tmp_path) is newest_whole(tmp_path / "nowhere") is None
-    moved = set_aside(Checkpoint(tmp_path / name_of(2, 10), 10)), set_aside(checkpoint(tmp_path, 10, epoch=2))
-    assert all((folder / "state.json").is_file() for folder in moved), "neither overwrites the other"
-    assert [found.step for found in checkpoints_in(tmp_path)] == [9, 2]
 
 
 @pytest.mark.parametrize(

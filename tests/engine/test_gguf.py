@@ -1,4 +1,4 @@
-"""A tuned model as a GGUF file: the weights that were trained, nothing half written; llama.cpp judges it.
+"""A tuned model as a GGUF file: the weights that were trained, nothing half written.
 
 And what no export takes, each of them: fuse, GGUF, PEFT.
 """
@@ -32,7 +32,6 @@ from safetrain.engine.tuned import ExportJob  # noqa: E402
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter  # noqa: E402
 from tests.engine.test_fuse import adapter_of as moved_adapter  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
-from tests.support.llama_judge import LlamaJudge, divergence, needs_llama_cpp  # noqa: E402
 from tests.support.tokenizers_made import CORPUS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("memory_limit")
@@ -111,37 +110,6 @@ def test_the_tuned_weights_are_in_the_file(name: str, method: str, bits: int | N
         expected = np.array(tuned(base, adapter).layers[0].mlp.up_proj(mx.eye(64))).T
         found = gguf.quants.dequantize(tensors["blk.0.ffn_up.weight"].data, KINDS[kind])  # by the package itself
         assert np.linalg.norm(found - expected) < ERRORS[kind] * np.linalg.norm(expected)
-
-
-@needs_llama_cpp
-@pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_splits_computes_and_writes_as_the_training(name: str, tmp_path: Path) -> None:
-    base = build(tmp_path / "base", name)
-    adapter, tokenizer = adapter_of(base, tmp_path / "adapter"), ChatTokenizer(base)
-    out = write(base, tmp_path / "m.gguf", adapter, kind="f16", may_lose=1.0).out
-    judge, module = LlamaJudge(out), tuned(base, adapter)
-    for text in CORPUS:
-        in_chat = f"<|user|>\n{text}<|end|>\n"
-        assert judge.split(in_chat) == tokenizer.encode_chat(in_chat)
-        assert judge.split(text) == tokenizer.encode_chat(text) or name == "mistral"  # outside of chats
-        ids = tokenizer.encode_chat(text)[:256]
-        assert divergence(logits(module, ids), judge.logits(ids)) < 5e-3
-    chat = [{"role": "user", "content": "Qual é a capital de Portugal? 你好 🙂"}]
-    for messages in (chat, [*chat, {"role": "assistant", "content": "Lisboa."}, *chat]):
-        assert judge.render(messages) == tokenizer.template.write(messages, prompt=True)
-
-
-def logits(module: Any, ids: list[int]) -> np.ndarray:
-    return np.array(module(mx.array([ids]))[0].astype(mx.float32))
-
-
-@needs_llama_cpp
-def test_gemma_2_sees_its_whole_text_in_llama_cpp_as_in_training(tmp_path: Path) -> None:
-    """llama.cpp would give half of its blocks a window of 4,096 tokens, and mlx-lm has none."""
-    base = build(tmp_path / "base", "gemma2", num_hidden_layers=2)
-    judge = LlamaJudge(write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0).out, context=4700)
-    ids = np.random.default_rng(3).integers(3, read_model_files(base).vocab_size - 3, 4700).tolist()
-    assert divergence(logits(tuned(base, tmp_path / "base-adapter"), ids)[-32:], judge.logits(ids)[-32:]) < 5e-3
 
 
 def test_what_does_not_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:

@@ -69,29 +69,6 @@ def test_a_model_that_does_not_load_or_has_no_gradient_fails_with_its_reason_and
     assert [of_model(each).status for each in ("MODEL-LOAD", "MODEL-TRAIN")] == ["skip", "skip"], "not called passed"
 
 
-def test_memory_that_is_not_there_fails() -> None:
-    small = dataclasses.replace(MACHINE, memory_budget_bytes=10**6)
-    assert of_model("MEM-STATIC", machine=small).status == "warn", "the base may stay on disk"
-    in_memory = dataclasses.replace(OPEN, stream_base=False)
-    assert of_model("MEM-STATIC", machine=small, train=in_memory).status == "fail"
-    assert next(c for c in engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
-    tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
-    assert fit(tight).status == "warn"
-    uncertain = fit(plan(), by_dry_run=True)
-    assert (uncertain.status, uncertain.critical) == ("skip", True)
-
-
-def test_what_may_fit_is_left_to_the_dry_run() -> None:
-    planned = plan()
-    needed = planned.predicted_peak_bytes + planned.margin_bytes + planned.process_memory_bytes
-    exact, tight = (dataclasses.replace(planned, memory_budget_bytes=size) for size in (needed, needed - 2**20))
-    assert (fit(exact).status, fit(tight).status) == ("pass", "warn")
-    assert "recommend_config's dry run decides" in fit(tight).found
-    measured = dataclasses.replace(tight, verified=True, measured_peak_bytes=2**20, measured_footprint_bytes=2**21)
-    assert fit(measured, by_dry_run=True).status == "pass"
-    assert "measured in a dry run: 2.0 MiB, of which mlx 1.0 MiB" in fit(measured).found
-
-
 def died(output: Path, **changed: object) -> None:
     """Leave a post-mortem."""
     usual = dataclasses.replace(DEATH, title="out of memory", step=7, ended_seconds=time.time() - 60)

@@ -1,11 +1,6 @@
 """Complete settings of a small training, for benchmarks and tests to change what they need."""
 
-from safetrain.core.data.token_rows import TokenRow
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.data.forms import parse_row
-from safetrain.data.render import Renderer
-from safetrain.data.tokenize import labelled
 
 SETTINGS = TrainSettings(
     method="lora", optimizer="adam", schedule="cosine", batch_size=2, gradient_accumulation=2, max_seq_length=64,
@@ -14,10 +9,3 @@ SETTINGS = TrainSettings(
     max_loss_jump=None, dequantize_base=True, gradient_checkpointing=False, seed=7,
     lora=LoraSettings(4, 2.0, 0.0, 2, ("all-linear",)),
 )  # fmt: skip
-
-
-def as_trained(tokenizer: ChatTokenizer, row: object) -> TokenRow:
-    """The tokens and labels of a row as a training sees them."""
-    renderer = Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
-    rendered = renderer.render(parse_row(row))
-    return labelled(rendered, tokenizer.encode_chats([rendered.text])[0])[0]

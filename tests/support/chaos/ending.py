@@ -62,28 +62,6 @@ def hit(action: str, site: str = "micro-batch", occurrence: int = LATE_CALL, **m
     return {"action": action, "site": site, "occurrence": occurrence, "place": "entry", **more}
 
 
-def train_hit(project: Project, plan: dict[str, Any], *overrides: str) -> tuple[Done, dict[str, Any], dict[str, Any]]:
-    """Start anew, be hit as planned, to the end; returns that, the truth and the post-mortem."""
-    (project.output / "postmortem.json").unlink(missing_ok=True)
-    done = project.train(*overrides, plan=plan, anew=True)
-    truth = project.read_truth()
-    if truth is None:
-        raise RuntimeError(f"the training never came to the place where it was to be hit: {done.out[-2000:]}")
-    return done, truth, project.json("postmortem.json")
-
-
-def go_on(ground: Ground, ending: Ending, *overrides: str) -> Done:
-    """The same command again: it must continue where the post-mortem says, and end as if nothing had happened."""
-    project = ground.project
-    promised = project.json("postmortem.json").get("resumes_from_step")
-    ending.require(not (left := left_over(project.folder)), f"still there: {left}")
-    done = project.train(*overrides)
-    ending.compare(project, ground.reference, done)
-    found = project.json("training_summary.json").get("resumed_from_step")
-    ending.require(found == promised and bool(found), f"continued from step {found}, promised was {promised}")
-    return done
-
-
 MIDDLE = 8  # call of "micro-batch" of a rank, with two checkpoints behind it
 THROUGH_MLX_LAUNCH = """
 import sys

@@ -1,29 +1,18 @@
-"""Trainings that are killed, continued, killed again, to their end; which must be the end of one that nobody killed.
-
-Kills are drawn from a seed: in which phase and call, how far into it, by which signal, of several ranks which one.
-"""
+"""Trainings that are killed, continued, killed again, to their end; which must be the end of one that nobody killed."""
 
 import os
-import random
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.chaos.inject.chaos_sites import OF_RANKS, SITES, Site
+from tests.support.chaos.inject.chaos_sites import Site
 from tests.support.chaos.project import SAVE_STEPS, UPDATES, Done, Fingerprint, Project, left_over
 
 RANKS = 2  # where there are several
 STOPS = (signal.SIGTERM, signal.SIGINT)
-SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, *STOPS)
-SIGNALS_OF_RANKS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)
 CAUSES = {signal.SIGKILL: "killed", signal.SIGSEGV: "crash", signal.SIGABRT: "crash", signal.SIGBUS: "crash"}
-ON_ALL_RANKS = ("read rows", "open base", "add adapters", "micro-batch", "update")
-NOT_OF_RANKS = ("validate", "load BLAS", "keep best", "measure")  # not called there, or in another phase than its own
 Cell = tuple[str, signal.Signals, int | None]  # a phase, a signal, a rank
-MOST_DELAY_SECONDS = 0.005
-MOST_TRAININGS = 500  # so that every seed comes to an end
 END_SECONDS = 5.0  # for all ranks
 
 
@@ -79,23 +68,6 @@ class Chain:
     history: list[str] = field(default_factory=list)
 
 
-def sites_of(rank: int | None) -> list[Site]:
-    """Where a training process can be hit."""
-    if rank is None:
-        return list(SITES)
-    every = [site for site in (*SITES, *OF_RANKS) if site.name not in NOT_OF_RANKS]
-    return [site for site in every if rank == 0 or site.name in ON_ALL_RANKS or site in OF_RANKS]
-
-
-def draw(cell: Cell, source: random.Random) -> Kill:
-    """A kill of this kind, which not every process comes to."""
-    phase, number, rank = cell
-    site = source.choice([each for each in sites_of(rank) if each.phase == phase])
-    place, delay = source.choice(("entry", "exit", "inside", "inside")), source.random() * MOST_DELAY_SECONDS
-    outside = number in STOPS and source.random() < 0.5
-    return Kill(site, source.randint(1, site.calls), place, delay, number, outside, rank)
-
-
 def faults_of(kill: Kill, began_at: int, truth: dict[str, Any], done: Done, told: dict[str, Any]) -> list[str]:
     """What is wrong with the end of a killed training and with what was said of it; empty if nothing."""
     step, stops = max(began_at, truth["step"]), kill.signal in STOPS
@@ -132,47 +104,12 @@ def phases_of_stop(step: int) -> set[str]:
     return {"after save", "after resume"} | late | (early if step <= 1 else set())
 
 
-def make_reference(project: Project) -> Fingerprint:
-    """What a training comes to that nobody kills; raises RuntimeError unless two end alike."""
-    found = undisturbed(project)
-    if undisturbed(project) != found:
-        raise RuntimeError("two trainings that nobody killed differ")
-    return found
-
-
 def undisturbed(project: Project) -> Fingerprint:
     """Train once; raises RuntimeError when that ends badly."""
     done = project.train(anew=True)
     if done.code:
         raise RuntimeError(f"the training does not run at all: {done.out[-3000:]}")
     return project.fingerprint()
-
-
-def run_chains(
-    project: Project, reference: Fingerprint, kills: int, seed: int, say: Callable[[str], None], ranks: int = 1
-) -> list[Outcome]:
-    """Kill trainings until every kind of kill has had its turns; at least ``kills`` of them."""
-    source, outcomes = random.Random(seed), list[Outcome]()
-    numbers = SIGNALS if ranks == 1 else SIGNALS_OF_RANKS
-    who: list[int | None] = [None] if ranks == 1 else [*range(ranks)]
-    phases = [(phase, rank) for rank in who for phase in dict.fromkeys(each.phase for each in sites_of(rank))]
-    kinds = [(phase, number, rank) for phase, rank in phases for number in numbers]
-    waiting = kinds * -(-kills // len(kinds))
-    for _ in range(MOST_TRAININGS):
-        chain = Chain()
-        while waiting and not chain.finished:
-            cell = source.choice(waiting)
-            if kill_once(project, chain, draw(cell, source)):
-                waiting.remove(cell)
-        finish_chain(project, reference, chain)
-        outcomes += chain.outcomes
-        wrong = sum(bool(outcome.faults) for outcome in chain.outcomes)
-        say(f"{len(chain.outcomes)} kills of one training (seed {seed}), {wrong} wrong; {len(waiting)} to be made")
-        for line in chain.history if wrong else []:
-            say(f"    {line}")
-        if not waiting:
-            break
-    return outcomes
 
 
 def kill_once(project: Project, chain: Chain, kill: Kill) -> bool:

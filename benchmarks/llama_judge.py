@@ -1,17 +1,12 @@
 """llama.cpp as the judge of an exported GGUF file: how it splits texts, what it computes and how it writes chats."""
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 BATCH = 512
-needs_llama_cpp = pytest.mark.skipif(
-    find_spec("llama_cpp") is None, reason="llama.cpp is not installed: pip install -e '.[llama]'"
-)
 
 
 class LlamaJudge:
