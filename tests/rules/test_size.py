@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_280,
-    "program tokens": 177_767,
-    "program files": 112,
-    "files under 60 lines": 6,
-    "dataclasses": 136,
+    "program lines": 23_494,
+    "program tokens": 179_727,
+    "program files": 114,
+    "files under 60 lines": 7,
+    "dataclasses": 139,
     "helper modules with one importer": 11,
-    "keys of params.yaml": 56,
-    "test lines": 15_837,
-    "benchmark, tool and recipe lines": 6_412,
-    "docs words": 22_129,
+    "keys of params.yaml": 57,
+    "test lines": 15_639,
+    "benchmark, tool and recipe lines": 6_345,
+    "docs words": 21_964,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
