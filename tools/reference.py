@@ -30,9 +30,9 @@ SHARED = 3  # an option of this many commands is described once
 _WORDS = re.compile(r"\S+")
 SAID = frozenset(
     _WORDS.findall("""
-    --example --clear --into --vocabulary --num-layers --num-heads --seed --dtype --bits --json --refresh --plain
-    --once --output --batch-size --tokens --rank --method --optimizer --ranks --rows --data --out --max-examples
-    --max-questions --max-new-tokens --temperature --top-p --host --name --replace --project --uri --machine --memory-gb
+    --example --clear --into --num-layers --seed --bits --json --refresh --plain
+    --once --output --batch-size --tokens --rank --method --optimizer --data --out --max-examples
+    --max-questions --max-new-tokens --temperature --top-p --name --replace --project --uri --machine --memory-gb
     FOLDER HUB_ID DIR SOURCE TARGET OUT MODEL FILES… OVERRIDES… WORDS… QUESTION NAME
     """)
 )  # options and arguments whose names and defaults are self-explanatory; `--help` describes them too
