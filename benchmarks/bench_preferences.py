@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import write_result
+from benchmarks.quantized_model import write_quantized_model
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.cpu.blas import load_fast_blas
-from tests.support.random_models import TINY, build_model, write_quantized_model
+from tests.support.random_models import TINY, build_model
 from tests.support.settings import SETTINGS
 
 STEPS, PAIRS, END, VOCABULARY = 30, 4, 3, 2048

@@ -20,8 +20,8 @@ CEILINGS = {
     "helper modules with one importer": 11,
     "keys of params.yaml": 57,
     "test lines": 15_639,
-    "benchmark, tool and recipe lines": 6_345,
-    "docs words": 21_964,
+    "benchmark, tool and recipe lines": 6_346,
+    "docs words": 22_042,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
