@@ -3,7 +3,8 @@
     python -m benchmarks.bench_preferences PYTHON     # an interpreter that has trl, torch, transformers, peft, datasets
 
 A tiny random Llama in float32; the same pairs in the same order, and the same LoRA weights, which PEFT reads from our
-export. ORPO's prompts are one token, because TRL's likelihood includes the prompt, and ours does not.
+export. For ORPO, prompts are one token and chosen answers equally long: TRL's likelihood includes the prompt and is a
+mean over tokens; ours, as in the paper, is a mean over answers.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench_stream import SHAPES
 from benchmarks.machine import write_result
 from benchmarks.quantized_model import write_quantized_model
 from safetrain.core.data.token_rows import TokenRows, token_row
@@ -34,8 +36,9 @@ def pairs_of(prompt: int, answer: int, count: int) -> TokenRows:
     source, rows = np.random.default_rng(1), []
     for _ in range(count):
         ids = source.integers(5, VOCABULARY, prompt if prompt == 1 else int(source.integers(2, prompt))).tolist()
-        for _ in range(2):
-            own = [*source.integers(5, VOCABULARY, int(source.integers(1, answer))).tolist(), END]
+        for is_rejected in (0, 1):
+            size = int(source.integers(1, answer)) if is_rejected or prompt > 1 else answer
+            own = [*source.integers(5, VOCABULARY, size).tolist(), END]
             rows.append(token_row([*ids, *own], [False] * len(ids) + [True] * len(own)))
     data = TokenRows.of(rows)
     return TokenRows(data.ids, data.trained, data.starts, data.lengths, data.label_counts, unit=2)
@@ -87,11 +90,11 @@ def beside_trl(python: str, method: str) -> list[object]:
         own = np.array(ours(settings, base, data, adapter)["steps"])
         rows = []
         for pair in range(len(data) // 2):
-            texts = [
-                " ".join(map(str, data[2 * pair + k].ids[data[2 * pair + k].trained].tolist()[:-1])) for k in (0, 1)
-            ]
-            prompt = " ".join(map(str, data[2 * pair].ids[~data[2 * pair].trained].tolist()))
-            rows.append({"prompt": f"{prompt} ", "chosen": texts[0], "rejected": texts[1]})
+            chosen, rejected = data[2 * pair], data[2 * pair + 1]
+            ids = chosen.ids[~chosen.trained], *(row.ids[row.trained][:-1] for row in (chosen, rejected))
+            texts = (" ".join(map(str, each.tolist())) for each in ids)
+            rows.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
+            rows[-1]["prompt"] += " "
         job = {"base": str(base), "adapter": str(adapter), "out": str(Path(scratch) / "out"), "method": method,
                "beta": settings.beta, "rate": settings.learning_rate, "steps": STEPS, "pairs": PAIRS, "rows": rows,
                "vocabulary": VOCABULARY, "end": END}  # fmt: skip
@@ -99,7 +102,6 @@ def beside_trl(python: str, method: str) -> list[object]:
         run = subprocess.run([python, str(PEER), str(Path(scratch) / "job.json")], check=True, stdout=subprocess.PIPE)
     theirs = np.array(json.loads(run.stdout.splitlines()[-1]))
     apart = np.abs(own - theirs) / np.abs(theirs)
-    print(own[[0, 1, -1]], theirs[[0, 1, -1]], sep="\n")
     return [method, STEPS, *(f"{own[place][0]:.6f} / {theirs[place][0]:.6f}" for place in (0, -1)),
             f"{apart[:, 0].max():.1e}", f"{apart[:, 1].max():.1e}"]  # fmt: skip
 
@@ -108,11 +110,9 @@ def main(python: str) -> None:
     """Compare with TRL, then measure both ways to compute a pair on the shape of Qwen2.5-0.5B."""
     load_fast_blas()
     table = [beside_trl(python, method) for method in ("dpo", "orpo")]
-    shape = {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864,
-             "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151_936}  # fmt: skip
     notes = ["Losses: ours / TRL's. Differences are relative, the largest of all steps."]
     with tempfile.TemporaryDirectory() as scratch:
-        base = write_quantized_model(Path(scratch) / "base", **shape)
+        base = write_quantized_model(Path(scratch) / "base", **SHAPES["0.5b"])
         for name, batch in (("both rows in one graph", 2), ("divided, one row at a time", 1)):
             settings = dataclasses.replace(SETTINGS, method="dpo", dequantize_base=False, batch_size=batch)
             one = ours(settings, base, pairs_of(200, 60, 4), Path(scratch) / "peft", 2)

@@ -7,6 +7,8 @@ Needs trl, torch, transformers, peft and datasets, and nothing of safetrain. Tex
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -18,7 +20,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 
-def main(job: dict) -> None:
+def main(job: dict[str, Any]) -> None:
     """Train and print each step's loss and gradient norm."""
     torch.set_num_threads(2)
     words = {str(number): number for number in range(job["vocabulary"])}
@@ -28,7 +30,8 @@ def main(job: dict) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", pad_token="</s>")
     base = AutoModelForCausalLM.from_pretrained(job["base"], dtype=torch.float32)
     model = PeftModel.from_pretrained(base, job["adapter"], is_trainable=True)
-    config, trainer_of = (DPOConfig, DPOTrainer) if job["method"] == "dpo" else (ORPOConfig, ORPOTrainer)
+    config: Any = DPOConfig if job["method"] == "dpo" else ORPOConfig
+    trainer_of: Any = DPOTrainer if job["method"] == "dpo" else ORPOTrainer
     arguments = config(
         output_dir=job["out"], beta=job["beta"], learning_rate=job["rate"], max_steps=job["steps"], max_length=512,
         per_device_train_batch_size=job["pairs"], lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
@@ -48,4 +51,4 @@ def main(job: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(open(sys.argv[1]).read()))
+    main(json.loads(Path(sys.argv[1]).read_text()))
