@@ -81,8 +81,7 @@ def new_project(preset: str, folder: Path) -> Project:
     open_keys = ("batch_size", "gradient_accumulation", "num_epochs", "save_steps", "eval_steps", "learning_rate")
     project.pin(
         model={"path": "models/new"},
-        data={"path": "data/documents.jsonl", "near_duplicate_similarity": 1, "valid_fraction": 0.01,
-              "test_fraction": 0.01},
+        data={"path": "data/documents.jsonl", "near_duplicate_similarity": 1, "held_out_fraction": 0.01},
         train=dict.fromkeys(open_keys),
         lora={"rank": None, "dropout": None},
     )  # fmt: skip

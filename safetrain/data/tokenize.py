@@ -53,7 +53,7 @@ def settings_of(data: Data | Any, words: Iterable[str] = (), *, documents: bool 
         downgrade=checked_downgrade(data.downgrade or ()),
         columns=columns or checked_columns(data.columns),
         similarity=data.near_duplicate_similarity,
-        shares={"valid": data.valid_fraction, "test": data.test_fraction},
+        shares=dict.fromkeys(("valid", "test"), data.held_out_fraction),
         documents=documents,
     )
 

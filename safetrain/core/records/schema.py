@@ -48,8 +48,7 @@ class Data:
 
     path: str
     columns: Any  # a mapping; typed, OmegaConf could not merge one into null
-    valid_fraction: float = number(above=0, at_most=0.5)
-    test_fraction: float = number(above=0, at_most=0.5)
+    held_out_fraction: float = number(above=0, at_most=0.4)
     near_duplicate_similarity: float = number(at_least=0.5, at_most=1)
     downgrade: list[str] | None
 
