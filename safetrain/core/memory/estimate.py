@@ -48,20 +48,20 @@ LEAST_SHARE = 0.7
 OPTIMIZER_COPIES = 3  # copies of one block's numbers during its optimizer update (measured: 1.7 to 2.7)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx exceeds its limit by one allocation
 SLICES_ALIVE = 4  # of a head, in float32 (measured: 3.5 to 4.5)
-SLICED_LOGITS = 1.5  # with the factor below, 1.1 of the logits of all labels: their gradients replace them
+SLICED_LOGITS = 2.25  # with the factor below, 1.1 of the logits of all labels: their gradients replace them
 # With the base on disk (engine/block_loop.py), factors on the estimated terms (measured: benchmarks/bench_stream). A
 # memory limit bounds what mlx dequantizes ahead.
 STREAMED = {
-    "inputs of blocks": 1.15,
+    "inputs of blocks": 1.05,
     "two blocks of the base": 1.0,
-    "block in its backward pass": 1.2,  # without a limit, on a GPU, its gradients too
-    "attention scores": 1.3,
-    "a block's weights, dequantized": 1.5,
+    "block in its backward pass": 1.0,  # without a limit, on a GPU, its gradients too
+    "attention scores": 1.0,
+    "a block's weights, dequantized": 1.0,
     "gradient": 1.0,
     "head of the base": 1.0,
     "head, dequantized": 1.0,
-    "logits and loss": 0.75,  # of LOGIT_COPIES
-    "logits of other shards": 0.75,
+    "logits and loss": 0.5,  # of LOGIT_COPIES
+    "logits of other shards": 0.5,
 }
 
 
