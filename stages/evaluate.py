@@ -10,8 +10,9 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import describe_evaluation, describe_sample
 from safetrain.core.records.metrics import RunShape, evaluation_seconds
+from safetrain.core.records.preferences import PairLoss
 from safetrain.core.records.schema import PAIRED, Pipeline
-from safetrain.core.records.scoring import PairLoss, evaluation_of
+from safetrain.core.records.scoring import evaluation_of
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record

@@ -13,8 +13,8 @@ from mlx.utils import tree_map, tree_reduce
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
+from safetrain.core.records.preferences import PairLoss
 from safetrain.core.records.schema import PAIRED, PRETRAIN
-from safetrain.core.records.scoring import PairLoss
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device

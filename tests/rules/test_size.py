@@ -20,7 +20,7 @@ CEILINGS = {
     "helper modules with one importer": 11,
     "keys of params.yaml": 57,
     "test lines": 15_639,
-    "benchmark, tool and recipe lines": 6_346,
+    "benchmark, tool and recipe lines": 6_350,
     "docs words": 22_042,
 }
 SMALL_LINES = 60

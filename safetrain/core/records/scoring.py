@@ -4,22 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer import LEAST_PIECES, GeneralText
 from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Preference, Sample, Score
-from safetrain.core.records.schema import DPO
+from safetrain.core.records.preferences import PairLoss
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
 SAMPLES, SHOWN = 8, 10  # samples; rows in ``worst``
-LEAST_DOUBT = -1e-6  # log of the highest probability of a token: at 1 the odds are infinite
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
@@ -30,54 +27,6 @@ class ModelMeasures:
     losses: np.ndarray  # (rows,) of the test rows
     answers: dict[int, list[int]]  # token ids, by the question's number
     general: np.ndarray  # (pieces,) of the general text
-
-
-@dataclass(frozen=True)
-class PairScores:
-    """What a model prefers, for each pair: arrays of shape (pairs,), in nats."""
-
-    losses: np.ndarray
-    margins: np.ndarray  # reward of the chosen answer minus that of the rejected one
-    chosen: np.ndarray  # log-probability of the chosen answer
-    rejected: np.ndarray
-
-    @property
-    def sums(self) -> list[float]:
-        """Sums over the pairs: loss, right pairs, margin, and the log-probabilities of chosen and rejected answers."""
-        return [float(each.sum()) for each in (self.losses, self.margins > 0, self.margins, self.chosen, self.rejected)]
-
-
-@dataclass(frozen=True)
-class PairLoss:
-    """DPO (arXiv 2305.18290, equation 7) or ORPO (arXiv 2403.07691, equations 5 to 7) on pairs, chosen row first.
-
-    Arrays have shape (rows,), two rows a pair: the log-probability of each answer (``sums``), its number of tokens, and
-    its log-probability under the reference model. Results have shape (pairs,). ``xp``: numpy, or mlx.core.
-    """
-
-    method: str
-    beta: float
-    xp: Any = np
-
-    def __call__(self, sums: Any, lengths: Any, references: Any) -> Any:
-        """The loss of each pair, in nats."""
-        xp = self.xp
-        if self.method == DPO:
-            return xp.logaddexp(xp.zeros(()), -self.margins(sums, lengths, references))
-        means = sums / lengths
-        odds = means - xp.log1p(-xp.exp(xp.minimum(means, LEAST_DOUBT)))  # log(p / (1 - p))
-        return -means[::2] + self.beta * xp.logaddexp(xp.zeros(()), odds[1::2] - odds[::2])
-
-    def margins(self, sums: Any, lengths: Any, references: Any) -> Any:
-        """Reward of the chosen answer minus that of the rejected one; above 0 the model prefers the chosen one."""
-        rewards = self.beta * (sums - references if self.method == DPO else sums / lengths)
-        return rewards[::2] - rewards[1::2]
-
-    def scores(self, sums: np.ndarray, rows: TokenRows, references: np.ndarray | None = None) -> PairScores:
-        """Score the pairs in ``rows``; ``references``: None for those of the rows."""
-        given = rows.references if references is None else references
-        theirs = sums, np.maximum(1, rows.label_counts), np.zeros(len(rows)) if given is None else given
-        return PairScores(self(*theirs), self.margins(*theirs), sums[::2], sums[1::2])
 
 
 def evaluation_of(
