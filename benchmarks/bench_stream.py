@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -47,7 +46,6 @@ SHAPES["7b, 4 of 32 blocks"] = {**SHAPES["7b"], "num_hidden_layers": 4}
 CASES = (("0.5b", 256), ("7b, 4 of 32 blocks", 64))
 MIB, SPARE_BYTES = 2**20, 500 * 2**20  # private memory outside of mlx: Python, libraries, arenas of malloc
 PROMISED_GIB = {"7b": 1.5, "14b": 2.5, "32b": 4.0}  # hard limits
-STACK_BYTES = 2**19  # of each thread: a hard limit counts all of it, used or not
 MODES, IN_TURN = ("memory", "memory, recomputed", "disk"), "disk, blocks read when needed"
 
 
@@ -131,12 +129,7 @@ def measured(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     command = [sys.executable, "-m", "benchmarks.bench_stream", "--step", str(folder), name, mode, str(tokens)]
-    soft, most = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
-    try:
-        result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    finally:
-        resource.setrlimit(resource.RLIMIT_STACK, (soft, most))
+    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return result
 
 
