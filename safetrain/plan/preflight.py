@@ -337,7 +337,7 @@ def reading_check(model: ModelFiles) -> Check:
         speed = done / max(1e-9, time.perf_counter() - began)
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     system = next((mounts[parent] for parent in file.resolve().parents if parent in mounts), "an unknown file system")
-    text = f"the base stays on disk: {speed / 1e9:.1f} GB/s from {system}, "
+    text = f"the base stays on disk: {size(int(speed))} a second from {system}, "
     text += f"about {2 * model.static_bytes / speed:.0f} s of reading per step"
     return verdict("DISK-READ", speed >= SLOW_BYTES and not system.startswith(NETWORKS), False, text,
                    f"at least {size(SLOW_BYTES)} a second, not over a network", str(model.folder),

@@ -139,6 +139,7 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
     assert tracked == [
         "checkpoints_qlora/README.md", "data/README.md",
         "data/example/test.jsonl", "data/example/train.jsonl", "data/example/valid.jsonl",
+        "data/preferences.jsonl",
         *(f"data/pretrain_example/{split}.jsonl" for split in ("test", "train", "valid")),
     ]  # fmt: skip
 
