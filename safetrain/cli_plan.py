@@ -102,7 +102,7 @@ def estimate(
     tokens: Annotated[int, Option(min=8, help="tokens in the longest row")] = 512,
     rank: Annotated[int, Option(min=1, help="LoRA rank")] = 16,
     recompute: Annotated[bool, Option("--recompute", help="train.gradient_checkpointing=true")] = False,
-    method: Annotated[str, Option(help="lora, dora, full or pretrain")] = "lora",
+    method: Annotated[str, Option(help="lora, dora, full, dpo, orpo or pretrain")] = "lora",
     num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
     optimizer: Annotated[str, Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16; default: as in training")] = None,

@@ -10,11 +10,12 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import (
     LargestUpdate,
     TrainJob,
     identity_of,
+    rows_text,
     total_updates,
     usual_warmup,
 )
@@ -116,10 +117,11 @@ def describe(job: Job, predicted_bytes: int) -> str:
     adapter = f"{settings.method} of rank {settings.lora.rank} on {layers}"
     trained = {PRETRAIN: "all weights", "full": f"all weights of {layers}"}.get(settings.method, adapter)
     trained += ", the base read from disk block by block" if settings.stream_base else ""
+    pairs = " (two rows are a pair)" if settings.method in PAIRED else ""
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return (
-        f"training on {counted(len(job.train), 'window' if settings.method == PRETRAIN else 'row')}: "
-        f"{settings.window} rows per update{shared}, {counted(job.updates, 'update')}; "
+        f"training on {rows_text(len(job.train), settings.method)}: "
+        f"{settings.window} rows per update{pairs}{shared}, {counted(job.updates, 'update')}; "
         f"{settings.optimizer}, {settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; "
         f"predicted peak of mlx {size_text(predicted_bytes)}"
     )

@@ -148,6 +148,7 @@ def _summary(job: Job, result: "Result", proof: Proof, predicted: int, blas: str
         **vars(result.metrics),
         base_model=job.base,
         train_rows=len(rows.train),
+        cut_rows=rows.train.documents.cut_rows,
         valid_rows=len(rows.valid),
         valid_rows_available=rows.valid_rows_available,
         trainable_parameters=result.trainable_parameters,

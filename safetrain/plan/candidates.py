@@ -13,7 +13,7 @@ import numpy as np
 from safetrain.core.data.token_rows import MOST_VALID_TOKENS
 from safetrain.core.data.training_rows import TrainingRows, largest_update
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.formatting import run_again, size_text
+from safetrain.core.formatting import counted, run_again, size_text
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,
     does_not_fit,
@@ -225,8 +225,9 @@ def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[L
     if unknown:
         raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
     rank = 16 if data.train.rows >= 1000 or model.hidden_size < 1024 else 8
+    many = counted(data.train.pairs, "pair") if data.train.pairs else counted(data.train.rows, "row")
     texts = {
-        "rank": f"{rank}: enough for {data.train.rows:,} rows; the learning rate does not depend on it",
+        "rank": f"{rank}: enough for {many}; the learning rate does not depend on it",
         "scale": "2: alpha = 2 x rank; the learning rate is chosen together with it",
         "dropout": "0: not needed for few epochs",
         "num_layers": f"all {model.num_layers} blocks: many layers at a low rank beat few layers at a high rank",

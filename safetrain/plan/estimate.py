@@ -14,7 +14,7 @@ from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
+from safetrain.core.records.schema import CHOICES, PAIRED, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, what_would_fit
 from safetrain.plan.create import OWN_IDS, PRESETS, config_of
@@ -101,6 +101,8 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
     if run.fits:
         console.print(f"rows of {run.tokens} tokens that fit at a time: {_rows_text(run.largest_batch)}")
+        if run.method in PAIRED:
+            console.print("a pair is two rows; with one row at a time, they are computed one after the other")
     else:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":

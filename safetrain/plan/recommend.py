@@ -19,6 +19,7 @@ from safetrain.core.records.settings import (
     Recommendation,
     TrainJob,
     resolve,
+    rows_text,
     total_updates,
     updates_per_epoch,
     usual_warmup,
@@ -269,6 +270,7 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
     together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
+    together += f" ({counted(rows // 2, 'pair')})" if train.method in PAIRED else ""
     accumulation = f"{together}; {SET if train.gradient_accumulation else usual}"
     return {**reasons, **pinned, "gradient_accumulation": accumulation}
 
@@ -298,8 +300,9 @@ def _epochs_and_steps(
     if train.method != PRETRAIN:
         epochs, per_epoch = epochs_for(rows, rows_per_update, train), updates_per_epoch(rows, rows_per_update)
         ended = f", ended by max_steps = {steps}" if 0 < (steps or 0) < epochs * per_epoch else ""
+        passes = "1 pass" if epochs == 1 else f"{epochs} passes"
         note = "; the step with the best validation is kept" if epochs > usual_epochs(rows) else ""
-        reasons["num_epochs"] = f"{epochs} passes of {per_epoch:,} updates over {rows:,} rows{ended}{note}"
+        reasons["num_epochs"] = f"{passes} of {per_epoch:,} updates over {rows_text(rows, train.method)}{ended}{note}"
         return epochs, steps
     if steps is not None:
         reasons["num_epochs"] = "as many as train.max_steps needs"

@@ -11,11 +11,13 @@ from typing import Any
 
 from safetrain.core.events import Begun
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.schema import PAIRED
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_atomic
 
 CURVES = {  # title, unit and field of StepRecord by the name of the picture
+    "accuracy": ("Pairs whose chosen answer is preferred", "share of the validation pairs", "valid_accuracy"),
     "learning_rate": ("Learning rate", "", "learning_rate"),
     "speed": ("Speed", "labels per second", "labels_per_second"),
     "gradient_norm": ("Gradient norm before clipping", "", "grad_norm"),
@@ -41,8 +43,9 @@ def pictures(run: Run) -> dict[str, bytes]:
     """Draw every picture that the run has records for, keyed by file name."""
     if not run.steps:
         return {}
+    unit = "nats per pair" if run.settings is not None and run.settings.method in PAIRED else "nats per label"
     drawn = {
-        "loss": _draw("Loss", "nats per label", partial(_add_loss, run)),
+        "loss": _draw("Loss", unit, partial(_add_loss, run)),
         "memory_usage": _draw("Memory", "GiB", partial(_add_memory, run)),
     }
     for name, (title, unit, field) in CURVES.items():

@@ -144,12 +144,17 @@ def running_stage(project: Path) -> str:
 
 
 def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Losses in nats per label, with the steps of the last and the best validation."""
+    """Losses in nats per label or pair, with the steps of the last and the best validation."""
     train, valid = points_of(steps, "train_loss"), points_of(steps, "valid_loss")
     best = min((point for point in valid if point[0]), key=lambda point: point[1], default=(None, None))
     last = valid[-1] if valid else (None, None)
     return {"train": train[-1][1] if train else None, "valid": last[1], "valid_step": last[0], "best": best[1],
             "best_step": best[0], "base": valid[0][1] if valid and not valid[0][0] else None}  # fmt: skip
+
+
+def pairs_of(steps: Sequence[StepRecord]) -> StepRecord | None:
+    """The newest record of a validation on pairs; None without one."""
+    return next((record for record in reversed(steps) if record.valid_accuracy is not None), None)
 
 
 def memory_of(run: Run) -> dict[str, int]:

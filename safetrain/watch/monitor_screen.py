@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.records.metrics import describe_pairs
 from safetrain.core.records.run_state import describe_rows
 from safetrain.watch.charts import Points, points_of, smoothed
-from safetrain.watch.monitor import MonitorView, State, batch_parts, events_of, losses_of, memory_of, speed_of
+from safetrain.watch.monitor import MonitorView, State, batch_parts, events_of, losses_of, memory_of, pairs_of, speed_of
 from safetrain.watch.progress import clock_text, time_left_text
 
 LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
@@ -49,6 +50,7 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     if view.phase is not None and not verdict and view.state is not State.FINISHED:
         rows.append(("doing" if view.state.is_running else "last", _phase_text(view.phase)))
     rows.append(("loss", _numbers(LOSSES, losses_of(run.steps))))
+    rows.append(("pairs", ", ".join(describe_pairs(pairs_of(run.steps)))))
     if not verdict:
         rows.append(("speed", _numbers(SPEEDS, speed_of(run.steps)) if view.state.is_running else ""))
         rows += _memory_rows(view)

@@ -11,7 +11,7 @@ import numpy as np
 
 from safetrain.core.events import Begun, Event, JournalEntry, Progress, Said
 from safetrain.core.formatting import duration_text, print_text
-from safetrain.core.records.metrics import StepRecord, TrainingSummary
+from safetrain.core.records.metrics import StepRecord, TrainingSummary, describe_pairs
 from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
@@ -101,6 +101,7 @@ def line_of(record: StepRecord, begun: Begun, seconds_left: float) -> str:
     parts += [f"loss {record.train_loss:.4f}"] if record.train_loss is not None else []
     parts += [f"valid {valid:.4f}"] if valid is not None else []
     parts += [f"{valid * bits:.3f} bits/byte"] if valid is not None and bits else []
+    parts += describe_pairs(record)[:2]
     parts += [f"{record.labels_per_second:,.0f} labels/s"] if record.labels_per_second is not None else []
     parts += [f"{duration_text(seconds_left)} left"] if seconds_left else []
     return " · ".join(parts)

@@ -25,7 +25,8 @@ from safetrain.core.records.evaluation import (
 )
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
-from safetrain.core.records.schema import PRETRAIN, Gate
+from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
+from safetrain.core.records.settings import rows_text
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
@@ -39,15 +40,14 @@ AGAIN = "fuse or export it again, into another folder"
 def describe_result(run: Run, command: str = "dvc repro") -> str:
     """Describe the result for a terminal; ``command`` ran the pipeline. Raises ConfigError without an evaluated run."""
     summary, scores = _measured(run)
-    pretrained = summary.method == PRETRAIN
-    rows = f"{summary.train_rows:,} {'windows' if pretrained else 'rows'}"
+    rows = rows_text(summary.train_rows, summary.method)
     headline = f"Trained {counted(summary.steps, 'step')} on {rows} in {duration_text(summary.elapsed_seconds)}."
     lines = ["", headline, *describe_evaluation(scores)]
     if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
     texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
-    commands = _next(sample, command, run.data, pretrained=pretrained)
+    commands = _next(sample, command, run.data, summary.method)
     listed = [f"{line:<45} # {note}" if note else line for line, note in commands]
     return "\n".join([*lines, *(["", *texts] if texts else []), "", "Next:  " + "\n       ".join(listed)])
 
@@ -77,17 +77,18 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
 
 
-def _next(sample: Sample | None, command: str, data: DataReport | None, *, pretrained: bool) -> list[tuple[str, str]]:
+def _next(sample: Sample | None, command: str, data: DataReport | None, method: str) -> list[tuple[str, str]]:
     """Return commands to run next, with or without DVC, each with its purpose."""
     must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
     lines = [("source .venv/bin/activate", "")] if must_activate else []
-    if pretrained:
+    if method == PRETRAIN:
         lines += [('safetrain ask "The "', "it continues a text")]
         fuse, change = ("safetrain fuse models/mine", "then set model.path to it"), "train.max_steps=…"
     else:
         question = sample.question if sample and _can_be_typed(sample.question) else "..."
         lines += [(f'safetrain ask "{question}" --base', ""), ("safetrain chat --compare", "talk with both models")]
-        fuse, change = ("safetrain fuse fused", "merge adapter into base"), "train.learning_rate=2e-3"
+        change = "train.beta=0.2" if method in PAIRED else "train.learning_rate=2e-3"
+        fuse = "safetrain fuse fused", "merge adapter into base"
     lines += [("safetrain report", "a page with everything"), fuse]
     if command.endswith(" repro"):
         start = command.removesuffix("repro")
@@ -125,12 +126,14 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     if scores is not None and scores.adapter != fingerprint(own):
         scores = None
     license_of_base = _license(base)
+    is_paired = scores is not None and scores.preference is not None
+    method = run.summary.method if is_paired and run.summary is not None else adapter_method(own)
     lines = describe_evaluation(scores) if scores is not None else []
     environment = Environment(
         loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     text = environment.get_template("card.md").render(
-        kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=adapter_method(own),
+        kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=method,
         title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
         summary=run.summary, lines=lines, fused=reports[0] if kind == "mlx" else None, size_text=size_text,
         quoted=json.dumps,

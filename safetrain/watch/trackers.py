@@ -55,6 +55,10 @@ def _numbers(record: StepRecord) -> dict[str, float]:
     values = {
         "loss/train": record.train_loss,
         "loss/valid": record.valid_loss,
+        "pairs/accuracy": record.valid_accuracy,
+        "pairs/margin": record.valid_margin,
+        "pairs/chosen_logp": record.chosen_logp,
+        "pairs/rejected_logp": record.rejected_logp,
         "train/learning_rate": record.learning_rate if record.step else None,
         "train/grad_norm": record.grad_norm,
         "train/epoch": record.epoch,
@@ -87,6 +91,7 @@ def _results(run: Run) -> Iterator[tuple[str, float]]:
     if run.evaluation is not None:
         sides = ("base", run.evaluation.base), ("tuned", run.evaluation.tuned)
         values |= {f"test/{side}_{name}": getattr(score, name) for side, score in sides for name in SCORES}
+        values |= {f"test/{name}": getattr(run.evaluation.preference, name, None) for name in ("accuracy", "margin")}
         values["test/nats_per_label_gained"] = run.evaluation.improvement.nats_per_label
     yield from ((name, value) for name, value in values.items() if value is not None)
 

@@ -78,7 +78,8 @@ def test_the_command_writes_it(project: Path) -> None:
         "base_model_relation": "finetune", "tags": ["mlx", "safetrain", "dora"],
     }  # fmt: skip
     for words in (
-        "# fused", "https://huggingface.co/owner/Base-4bit", "better by 0.75 ± 0.25 (95 %, 9 rows)", "| rows | 1656 |",
+        "# fused", "https://huggingface.co/owner/Base-4bit", "better by 0.75 ± 0.25 (95 %, 9 rows)",
+        "| coverage | 1,656 rows, ",
         "| 10.0 % (5.0 to 30.0) |", "| rank | 4 |", "8 bits, 2.0 MiB, keeps 99.1 %",
         "| this folder | 0.5100 | 95 of 100 |", "same system prompt", '`"<think>"`',
         "Forgetting: general text loss +0.10 ± 0.02 nats per token",

@@ -184,7 +184,7 @@ def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits:
     """
     gain = improvement.nats_per_label
     half = math.inf if improvement.plus_minus is None else improvement.plus_minus
-    measures = [_compare("gain in loss, nats per token", gain - half, gain + half, limits.least_gain)]
+    measures = [_compare("gain in loss, nats", gain - half, gain + half, limits.least_gain)]
     if limits.least_exact_match is not None:
         low, high = tuned.exact_match_low or 0.0, 1.0 if tuned.exact_match_high is None else tuned.exact_match_high
         measures.append(_compare("exact match", low, high, limits.least_exact_match))

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import TrainingError
-from safetrain.core.records.settings import TrainSettings
+from safetrain.core.formatting import counted
+from safetrain.core.records.settings import TrainSettings, rows_text, updates_per_epoch
 from safetrain.core.storage.files import write_text
 
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
@@ -98,7 +99,17 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
     gpu_rungs: tuple[str, ...]  # changes after the GPU watchdog
     valid_rows: int = 0  # rows of each validation; 0: unknown
     valid_rows_available: int = 0
+    cut_rows: int | None = None  # training rows truncated to max_seq_length; None: unknown
     proof: Proof
+
+    @property
+    def coverage(self) -> str:
+        """A text such as ``484 pairs, each seen 6 times; 41,838 labels trained; no row truncated``."""
+        times = self.steps / max(1, updates_per_epoch(self.train_rows, self.rows_per_update))
+        seen = f"each seen {times:.0f} times" if times.is_integer() else f"seen {times:.2f} times on average"
+        text = f"{rows_text(self.train_rows, self.method)}, {'each seen once' if times == 1 else seen}"
+        cut = f"{counted(self.cut_rows, 'row') if self.cut_rows else 'no row'} truncated"
+        return f"{text}; {self.trained_tokens:,} labels trained" + ("" if self.cut_rows is None else f"; {cut}")
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,15 @@ class RunShape:
     def mlx_limit_bytes(self) -> int:
         """mlx's memory limit: the larger of the measured and predicted peaks (a resumed run may measure too little)."""
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
+
+
+def describe_pairs(record: StepRecord | None) -> list[str]:
+    """Accuracy, margin and log-probabilities of a validation on pairs, with their names; empty without one."""
+    if record is None or record.valid_accuracy is None:
+        return []
+    texts = [f"accuracy {100 * record.valid_accuracy:.1f} %"]
+    logs = {"margin": record.valid_margin, "chosen": record.chosen_logp, "rejected": record.rejected_logp}
+    return texts + [f"{name} {round(value or 0.0, 3) + 0.0:g}" for name, value in logs.items()]
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:

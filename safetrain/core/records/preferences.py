@@ -9,6 +9,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.records.schema import DPO
 
 LEAST_DOUBT = -1e-6  # log of the highest probability of a token: at 1 the odds are infinite
+TIE = 1e-5  # nats: a smaller margin is rounding, as before the first step of DPO
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class PairScores:
     @property
     def sums(self) -> list[float]:
         """Sums over the pairs: loss, right pairs, margin, and the log-probabilities of chosen and rejected answers."""
-        return [float(each.sum()) for each in (self.losses, self.margins > 0, self.margins, self.chosen, self.rejected)]
+        right = self.margins > TIE
+        return [float(each.sum()) for each in (self.losses, right, self.margins, self.chosen, self.rejected)]
 
 
 @dataclass(frozen=True)

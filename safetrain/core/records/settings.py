@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import counted
 from safetrain.core.memory.system import MemoryBudget, own_limit_bytes
-from safetrain.core.records.schema import PAIRED, WHOLE, Lora, Train
+from safetrain.core.records.schema import PAIRED, PRETRAIN, WHOLE, Lora, Train
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
@@ -224,6 +225,13 @@ def _pins_over(pins: object, recommended: object, kind: type[Any]) -> dict[str, 
 def is_target(layer: str, target: str) -> bool:
     """Whether ``target`` names the layer (self_attn.q_proj inside a block) in full or by its end (q_proj)."""
     return layer == target or layer.endswith(f".{target}")
+
+
+def rows_text(rows: int, method: str) -> str:
+    """A number of rows as the method counts them: ``484 pairs`` of two rows, ``20 windows`` or ``1,656 rows``."""
+    if method in PAIRED:
+        return counted(rows // 2, "pair")
+    return counted(rows, "window" if method == PRETRAIN else "row")
 
 
 def updates_per_epoch(rows: int, rows_per_update: int) -> int:
