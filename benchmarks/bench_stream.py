@@ -92,6 +92,7 @@ def step(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     mx.random.seed(11)
     weights = tree_flatten(model.module.trainable_parameters())
     set_adapter_weights(model, {name: array + 0.01 * mx.random.normal(array.shape) for name, array in weights})
+    del weights  # else the first adapter stays in memory
     optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.trainable_parameters(), optimizer.state)
