@@ -5,11 +5,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text, similar_path
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 GONE_LOOKS = 3  # readings in a row without a process mean that the run has ended: there are gaps between processes
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens per row; time for answers without --max-questions
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
-Tracker = StrEnum("Tracker", "WANDB MLFLOW")  # the values are in lower case
 
 
 def monitor(
@@ -121,23 +119,20 @@ def report(
 
 
 def track(
-    tracker: Annotated[Tracker, Argument(help="wandb or mlflow")],
     project: Annotated[str, Option(help="W&B project; default: $WANDB_PROJECT, else safetrain")] = "",
-    uri: Annotated[str, Option(help="MLflow server; default: $MLFLOW_TRACKING_URI, else a local database file")] = "",
-    name: Annotated[str, Option(help="name of the run; default: the tracker's choice")] = "",
+    name: Annotated[str, Option(help="name of the run; default: W&B's choice")] = "",
 ) -> None:
-    """Send a run to W&B or MLflow.
+    """Send a run to W&B.
 
-    Sends steps, settings and scores, but no rows or answers. Each call makes a new run in the tracker. With
-    WANDB_MODE=offline, W&B needs no account.
+    Sends steps, settings and scores, but no rows or answers. Each call makes a new run there. With WANDB_MODE=offline,
+    it needs no account.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.watch.trackers import export
 
     require_project()
-    place = project if tracker is Tracker.WANDB else uri
-    with console().status(f"sending to {tracker}"):
-        line = export(tracker, read_run(), place, name)
+    with console().status("sending to W&B"):
+        line = export(read_run(), project, name)
     print_text(line)
 
 

@@ -164,7 +164,7 @@ def test_an_adapter_goes_out(tuned: Callable[[int], Path]) -> None:
 
 # Each costs from a hundredth of a second to several.
 HEAVY = (
-    "dvc", "huggingface_hub", "hydra", "jinja2", "matplotlib", "mlx", "mlx_lm", "mlflow", "numpy", "omegaconf",
+    "dvc", "huggingface_hub", "hydra", "jinja2", "matplotlib", "mlx", "mlx_lm", "numpy", "omegaconf",
     "pandas", "psutil", "pyarrow", "requests", "scipy", "tokenizers", "torch", "transformers", "wandb",
     "yaml",
 )  # fmt: skip

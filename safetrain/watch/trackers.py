@@ -1,13 +1,11 @@
-"""Send a recorded run to W&B or MLflow, as a new run there: settings, steps, scores; no rows or answers.
+"""Send a recorded run to W&B, as a new run there: settings, steps, scores; no rows or answers.
 
 The training process is not involved.
 """
 
 import importlib.util
-import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,7 @@ from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 
 FOLDER = paths.OUTPUT / "trackers"
-PROJECT = "safetrain"  # W&B's project, MLflow's experiment
-MLFLOW_BATCH = 100  # steps per request: MLflow accepts 1000 numbers
-MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # default: 5 minutes
-CREDENTIALS = re.compile(r"//[^/\s]*@")  # in a URL
+PROJECT = "safetrain"
 MACHINE_FACTS = ("backend", "chip", "device", "system", "mlx", "mlx_lm", "total_memory_bytes")
 SCORES = ("loss", "exact_match", "token_f1")
 GIB = 2**30
@@ -32,13 +27,13 @@ Settings = dict[str, Any]
 Point = tuple[int, float, dict[str, float]]  # step, wall clock in seconds, numbers by name
 
 
-def export(tracker: str, run: Run, place: str = "", name: str = "") -> str:
+def export(run: Run, project: str = "", name: str = "") -> str:
     """Send a run; return a line that says where it is now. Raises ConfigError.
 
-    ``place``: W&B project or MLflow address; empty: the default. ``name``: the run's name there.
+    ``project`` and ``name`` are those of the run there; empty: the default.
     """
-    if importlib.util.find_spec(tracker) is None:
-        raise ConfigError(f"{tracker} is not installed.", do=f"pip install -e '.[{tracker}]' -c constraints.txt")
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("wandb is not installed.", do="pip install -e '.[wandb]' -c constraints.txt")
     if not any(record.step for record in run.steps):
         raise ConfigError("No step is recorded yet.", where=str(paths.METRICS_CSV), do="train first: safetrain run")
     last, results = run.steps[-1], dict(_results(run))
@@ -46,9 +41,9 @@ def export(tracker: str, run: Run, place: str = "", name: str = "") -> str:
     points = [(record.step, began + record.elapsed_seconds, _numbers(record)) for record in run.steps]
     points.append((last.step, began + last.elapsed_seconds, results))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    where = SEND[tracker](place, name, dict(_settings(run)), points)
+    where = _send(project, name, dict(_settings(run)), points)
     also = f" and {counted(len(results), 'result')}" if results else ""
-    return f"{counted(len(run.steps), 'step')}{also} sent to {tracker}: {where}"
+    return f"{counted(len(run.steps), 'step')}{also} sent to W&B: {where}"
 
 
 def _numbers(record: StepRecord) -> dict[str, float]:
@@ -96,14 +91,14 @@ def _results(run: Run) -> Iterator[tuple[str, float]]:
     yield from ((name, value) for name, value in values.items() if value is not None)
 
 
-def _send_wandb(place: str, name: str, settings: Settings, points: Sequence[Point]) -> str:
+def _send(project: str, name: str, settings: Settings, points: Sequence[Point]) -> str:
     import wandb
 
     private = wandb.Settings(  # no names of hosts, users or packages, no code
         silent=True, console="off", x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
         x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
     )  # fmt: skip
-    project = place or os.environ.get("WANDB_PROJECT") or PROJECT
+    project = project or os.environ.get("WANDB_PROJECT") or PROJECT
     try:
         run = wandb.init(
             project=project, name=name or None, config=settings, dir=str(FOLDER.resolve()), settings=private
@@ -119,37 +114,3 @@ def _send_wandb(place: str, name: str, settings: Settings, points: Sequence[Poin
         do = "run 'wandb login'; without an account, set WANDB_MODE=offline"
         raise ConfigError(f"W&B refused the run: {error}", do=do) from error
     return str(where)
-
-
-def _send_mlflow(place: str, name: str, settings: Settings, points: Sequence[Point]) -> str:
-    from mlflow.entities import Metric, Param
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
-    os.environ.update({name: os.environ.get(name, value) for name, value in MLFLOW_PATIENCE.items()})
-    for library in ("alembic", "mlflow"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    address = place or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{FOLDER.resolve() / 'mlflow.db'}"
-    shown = CREDENTIALS.sub("//", address)
-    try:
-        client = MlflowClient(tracking_uri=address)
-        experiment = client.get_experiment_by_name(PROJECT)
-        number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
-        run_id = client.create_run(number, run_name=name or None).info.run_id
-        client.log_batch(run_id, params=[Param(key, str(value)) for key, value in settings.items()])
-        for start in range(0, len(points), MLFLOW_BATCH):
-            batch = points[start : start + MLFLOW_BATCH]
-            numbers = [(*number, round(1000 * at), step) for step, at, values in batch for number in values.items()]
-            client.log_batch(run_id, metrics=[Metric(*number) for number in numbers])
-        client.set_terminated(run_id)
-    except MlflowException as error:
-        text = CREDENTIALS.sub("//", str(error))
-        failure = ConfigError(f"MLflow refused the run: {text}", where=shown, do="check that the server is running")
-        raise failure from None  # the traceback has the password
-    return f"run {run_id} of {PROJECT!r} in {shown}"
-
-
-SEND: dict[str, Callable[[str, str, Settings, Sequence[Point]], str]] = {
-    "wandb": _send_wandb,
-    "mlflow": _send_mlflow,
-}

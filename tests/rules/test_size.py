@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_560,
-    "program tokens": 180_273,
+    "program lines": 23_520,
+    "program tokens": 179_830,
     "program files": 115,
-    "files under 60 lines": 7,
+    "files under 60 lines": 8,
     "dataclasses": 139,
     "helper modules with one importer": 11,
-    "keys of params.yaml": 57,
-    "test lines": 15_701,
+    "keys of params.yaml": 56,
+    "test lines": 15_690,
     "benchmark, tool and recipe lines": 6_350,
-    "docs words": 22_522,
+    "docs words": 22_490,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

@@ -145,7 +145,7 @@ def describe_pairs(record: StepRecord | None) -> list[str]:
         return []
     texts = [f"accuracy {100 * record.valid_accuracy:.1f} %"]
     logs = {"margin": record.valid_margin, "chosen": record.chosen_logp, "rejected": record.rejected_logp}
-    return texts + [f"{name} {round(value or 0.0, 3) + 0.0:g}" for name, value in logs.items()]
+    return texts + [f"{name} {round(value or 0.0, 4) + 0.0:.3g}" for name, value in logs.items()]
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:
