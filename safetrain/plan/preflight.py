@@ -193,6 +193,8 @@ def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None
         data = read_result(paths.DATA_REPORT, DataReport)
         require_data_of(data, config.data.path)
         rows = load_training_rows(model.folder, config.train.max_examples) if model else None
+        if rows is not None:
+            rows.require_rows_for(config.train.method)
     except (ConfigError, DataError) as error:
         return None, None, from_error("DATA-FILES", error)
     return data, rows, data_check(data)

@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_520,
-    "program tokens": 179_830,
+    "program lines": 23_530,
+    "program tokens": 179_870,
     "program files": 115,
     "files under 60 lines": 8,
     "dataclasses": 139,

@@ -49,16 +49,20 @@ class TrainingRows:
         The validation rows are a sample of at most MOST_VALID_TOKENS.
         """
         train, valid = self.train.documents, self.valid
-        if (train.unit == 2) != (method in PAIRED):
-            expected, got = "pairs of answers (prompt, chosen, rejected)", "rows with one answer"
-            expected, got = (expected, got) if method in PAIRED else (got, expected)
-            do = f"set train.method to {'lora' if method in PAIRED else ' or '.join(PAIRED)}, or use other data"
-            raise ConfigError(f"train.method={method} cannot use this data.", expected=expected, got=got, do=do)
+        self.require_rows_for(method)
         if method != PRETRAIN:
             return dataclasses.replace(self, train=train.cut(tokens), valid=_sampled(valid.cut(tokens)))
         ends = frozenset(self.prompt_format.stop_ids if self.prompt_format else ())
         measured = TokenWindows(valid, tokens, ends).some(MOST_VALID_TOKENS)
         return dataclasses.replace(self, train=TokenWindows(train, tokens, ends), valid=measured)
+
+    def require_rows_for(self, method: str) -> None:
+        """Raise ConfigError if ``method`` trains on pairs and these rows are not pairs, or the other way round."""
+        if (self.train.documents.unit == 2) != (method in PAIRED):
+            expected, got = "pairs of answers (prompt, chosen, rejected)", "rows with one answer"
+            expected, got = (expected, got) if method in PAIRED else (got, expected)
+            do = f"set train.method to {'lora' if method in PAIRED else ' or '.join(PAIRED)}, or use other data"
+            raise ConfigError(f"train.method={method} cannot use this data.", expected=expected, got=got, do=do)
 
 
 def load_training_rows(base: Path, max_examples: int | None, method: str = "lora") -> TrainingRows:
