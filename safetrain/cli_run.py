@@ -53,7 +53,10 @@ def _set_values(values: dict[str, str | None]) -> None:
     for key, value in given.items():
         if not Path(value).exists() and FROM_HUB.fullmatch(value) is None:
             raise ConfigError(f"--{key.partition('.')[0]} names a path that does not exist.", where=value)
-    if not PARAMS.is_file() and given.keys() == values.keys():
+    if not PARAMS.is_file() and given:
+        if given.keys() != values.keys():
+            do = "name both --data and --model, or make a project: safetrain init"
+            raise ConfigError("There is no project here, and a new one needs data and a model.", do=do)
         make_project(Path(), example=False)
     require_project()
     text = PARAMS.read_text(encoding="utf-8")

@@ -94,8 +94,8 @@ def _next(sample: Sample | None, command: str, data: DataReport | None, method: 
         start = command.removesuffix("repro")
         lines += [(f"{start}exp run -S {change}", "another run"), (f"{start}exp show", "compare the runs")]
     else:
-        repro = "the same" if command.endswith(" run") else "with the values of params.yaml"
-        lines += [(f"{command} {change}", "replaces these results"), ("safetrain repro", f"{repro}, kept by DVC")]
+        lines.append((f"{command} {change}", "replaces these results"))
+        lines += [("safetrain repro", "the same, kept by DVC")] if command.endswith(" run") else []
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 CEILINGS = {
     "program lines": 23_530,
-    "program tokens": 179_870,
+    "program tokens": 179_880,
     "program files": 115,
     "files under 60 lines": 8,
     "dataclasses": 139,
