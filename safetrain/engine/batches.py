@@ -126,9 +126,8 @@ def update_at(
     Ranks take the rows in turn, the longest first; which rank computes a row changes sums only by rounding.
     """
     update = rows_at(data, cursor, seed, rows_per_update)
-    rows, unit = update.rows, update.data.unit
-    own = rows[rank::ranks]
-    if unit > 1:  # ranks share pairs
+    rows, own = update.rows, update.rows[rank::ranks]
+    if update.data.unit > 1:  # ranks share pairs
         own = update.data.of_update(_by_pair(update.data, rows)[rank::ranks].reshape(-1)).rows
     return update_of_rows(update.data, list(fill(update.data, own, layout)), layout, rows)
 
@@ -185,8 +184,8 @@ def _fill_with_pairs(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: 
     """Divide whole pairs into groups of at most ``most_tokens`` tokens with padding, or of one pair."""
     group, tokens = list[int](), 0
     for pair in _by_pair(data, rows):
-        widths = data.inputs(pair)
-        wide = int(widths_of(data.inputs(group or pair).max())) * len(pair) if layout.rectangles else int(widths.sum())
+        widest = int(widths_of(data.inputs(group or pair).max()))
+        wide = len(pair) * widest if layout.rectangles else int(data.inputs(pair).sum())
         if group and tokens + wide > layout.most_tokens:
             yield group
             group, tokens = [], 0
@@ -251,11 +250,12 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout, pairs:
 
 def _pairs_of(data: TokenRows, rows: Sequence[int], label_rows: np.ndarray, pairs: int) -> Pairs:
     """The pairs of a shard; ``label_rows``, (labels,): the row of each label, 0 for padding."""
-    order = np.sort(np.asarray(rows, dtype=np.int64))
+    order = np.sort(rows)
     places = np.clip(np.searchsorted(order, label_rows), 0, len(order) - 1)
-    references = np.zeros(len(data), dtype=np.float32) if data.references is None else data.references
     lengths = mx.array(data.label_counts[order].astype(np.float32))
-    return Pairs(mx.array(places.astype(np.int32)), lengths, mx.array(references[order]), mx.array(1 / max(1, pairs)))
+    return Pairs(
+        mx.array(places.astype(np.int32)), lengths, mx.array(data.reference(order)), mx.array(1 / max(1, pairs))
+    )
 
 
 def _blocks(widths: Sequence[int]) -> tuple[Block, ...]:

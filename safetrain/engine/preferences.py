@@ -23,9 +23,8 @@ def factored(update: Update, loss: PairLoss, sums: np.ndarray) -> tuple[float, U
     rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(shard.tokens >> 32 for shard in shards)]))
     if not len(rows):  # a rank without pairs in this update
         return 0.0, update
-    references = np.zeros(len(data)) if data.references is None else data.references
-    given = (each[rows].astype(np.float32) for each in (sums, data.label_counts, references))
-    own, *rest = map(mx.array, given)
+    given = sums[rows], data.label_counts[rows], data.reference(rows)
+    own, *rest = (mx.array(each.astype(np.float32)) for each in given)
 
     def total(values: mx.array) -> mx.array:
         return loss(values, *rest).sum()

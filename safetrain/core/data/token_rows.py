@@ -122,6 +122,14 @@ class TokenRows:
         """Indices of the rows of these pairs, (pairs x 2,); rows that are not pairs stay as they are."""
         return (units[:, None] * self.unit + np.arange(self.unit, dtype=units.dtype)).reshape(-1)
 
+    def first(self, count: int | None) -> "TokenRows":
+        """The first ``count`` rows or pairs; None: all."""
+        return self.take(slice(None if count is None else count * self.unit))
+
+    def reference(self, rows: np.ndarray) -> np.ndarray:
+        """The reference's log-probabilities of these rows, (rows,) float32; zeros if there are none."""
+        return np.zeros(len(rows), dtype=np.float32) if self.references is None else self.references[rows]
+
     def cut(self, max_seq_length: int) -> "TokenRows":
         """Truncate rows to ``max_seq_length`` tokens: the first ones, or those around a later first label."""
         starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()

@@ -72,8 +72,7 @@ def load_training_rows(base: Path, max_examples: int | None, method: str = "lora
     are damaged.
     """
     train, valid = open_split("train", base), open_split("valid", base)
-    unit = train.rows.unit
-    made, rows = train.made, train.rows.take(slice(max_examples and max_examples * unit))
+    made, rows = train.made, train.rows.first(max_examples)
     documents = method == PRETRAIN and bool(np.all(rows.label_counts >= rows.lengths - 1))  # not chats
     form = PromptFormat(made.stop_ids, made.opening, made.asked, made.system, documents)
     bits = 1 / (math.log(2) * valid.label_bytes) if valid.label_bytes else 0.0
@@ -210,8 +209,7 @@ def held_out_in(
 
     If ``max_examples`` is None: all rows, or evenly spaced ones with about ``most_tokens`` tokens in all.
     """
-    count = max_examples and max_examples * store.rows.unit
-    first, ends = store.rows.take(slice(count)), frozenset(store.made.stop_ids)
+    first, ends = store.rows.first(max_examples), frozenset(store.made.stop_ids)
     most_tokens = sys.maxsize if max_examples is not None else most_tokens
     if method == PRETRAIN and not len(store.question_rows):
         rows = TokenWindows(first, max_seq_length, ends).some(min(MOST_VALID_TOKENS, most_tokens))

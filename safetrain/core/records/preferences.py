@@ -56,6 +56,6 @@ class PairLoss:
 
     def scores(self, sums: np.ndarray, rows: TokenRows, references: np.ndarray | None = None) -> PairScores:
         """Score the pairs in ``rows``; ``references``: None for those of the rows."""
-        given = rows.references if references is None else references
-        theirs = sums, np.maximum(1, rows.label_counts), np.zeros(len(rows)) if given is None else given
+        given = rows.reference(np.arange(len(rows))) if references is None else references
+        theirs = sums, np.maximum(1, rows.label_counts), given
         return PairScores(self(*theirs), self.margins(*theirs), sums[::2], sums[1::2])

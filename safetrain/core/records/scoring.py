@@ -12,7 +12,7 @@ from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Preference, Sample, Score
-from safetrain.core.records.preferences import PairLoss
+from safetrain.core.records.preferences import PairLoss, PairScores
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
@@ -48,7 +48,7 @@ def evaluation_of(
     if pair_loss is not None:
         scores = [pair_loss.scores(-each, held_out.rows, -base.losses) for each in losses]
         losses, terms = (scores[0].losses, scores[1].losses), np.ones(len(labels) // 2, dtype=np.int64)
-        preference = preference_of(scores[1].margins)
+        preference = preference_of(scores[1])
     for number in sorted(tuned.answers):
         question = held_out.questions[number]
         texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
@@ -73,10 +73,10 @@ def evaluation_of(
     )
 
 
-def preference_of(margins: np.ndarray) -> Preference:
+def preference_of(scores: PairScores) -> Preference:
     """Accuracy and mean margin over pairs, with 95 % intervals."""
-    right, pairs = int((margins > 0).sum()), len(margins)
-    margin = improvement(margins, np.zeros(pairs), np.ones(pairs, dtype=np.int64))
+    right, pairs = int(scores.sums[1]), len(scores.margins)
+    margin = improvement(scores.margins, np.zeros(pairs), np.ones(pairs, dtype=np.int64))
     return Preference(right / pairs, *wilson_interval(right, pairs), margin.nats_per_label, margin.plus_minus)
 
 
