@@ -177,7 +177,7 @@ if sys.argv[1] == "deaf":
 else:
     signal.signal(signal.SIGTERM, lambda n, f: (Path(sys.argv[2]).write_text("ended"), sys.exit(143)))
 print("before", flush=True)
-kept = bytearray(int(sys.argv[3]))
+kept = [bytearray(2**20) for _ in range(int(sys.argv[3]) >> 20)]  # a signal is answered between two of them
 if sys.argv[1] != "small":
     time.sleep(60)
 """
@@ -196,6 +196,7 @@ def test_a_child_beyond_its_cap_is_asked_to_end_or_killed_and_what_it_said_is_ke
 ) -> None:
     """As on macOS, where nothing else holds a dry run back from swapping the desktop."""
     word = tmp_path / "word"
+    monkeypatch.setattr("safetrain.plan.child.GRACE_SECONDS", 60)
     lines, ended = run_lines(growing, ["listens", str(word), str(200 * MIB)], 30, 100 * MIB)
     assert (lines, ended) == (["before"], f"{PASSED_CAP} 100.0 MiB")
     assert word.read_text() == "ended"
