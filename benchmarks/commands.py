@@ -25,7 +25,7 @@ LINES = (
     "run", "run train.learning_rat=1", "repro", "stage trian", "stage train train.seed=x",
     "exp show --no-pager --only-changed", "monitor", "monitor --output checkpoints_qlorra",
     "result", "result --gate", "report", "report --out params.yaml",
-    "evaluate --adapter checkpoints_qlora/adapters --max-examples 20", "evaluate", "track",
+    "track",
     'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
     "card fused --replace", "card data", "export peft peft", "export gguf tuned", "diagnose", "discard",

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from safetrain.cli_models import ask, card, chat, convert, export, fetch, fuse, push
 from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
-from safetrain.cli_watch import evaluate, monitor, report, track
+from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
 from safetrain.project import cache, init, update
@@ -27,7 +27,7 @@ COMMANDS = {
     "A project": (init, update, cache),
     "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
     "Train": (run, stage, repro, exp),
-    "Inspect a run": (monitor, result, report, evaluate, track),
+    "Inspect a run": (monitor, result, report, track),
     "Use the model": (ask, chat, fuse, card, push, ("export", export)),
     "After a crash": (diagnose, discard),
 }

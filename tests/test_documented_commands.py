@@ -31,7 +31,7 @@ from tests.support.documented import Block, Command, all_blocks, commands_in, co
 RUN_ELSEWHERE = (
     "dvc repro", "dvc exp run", "dvc metrics", "python -m stages.train", "safetrain ask", "safetrain cache",
     "safetrain card", "safetrain chat", "safetrain create", "safetrain diagnose",
-    "safetrain discard", "safetrain evaluate", "safetrain export gguf", "safetrain export peft", "safetrain exp",
+    "safetrain discard", "safetrain export gguf", "safetrain export peft", "safetrain exp",
     "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain preflight",
     "safetrain repro", "safetrain report", "safetrain result", "safetrain run", "safetrain selftest", "safetrain stage",
     "safetrain update", "mlx_lm.generate",

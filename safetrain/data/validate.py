@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Provenance, open_store, read_made, store_path
+from safetrain.core.data.store import Provenance, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.training_rows import HeldOut, held_out_in
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import tokenizer_hash
@@ -32,7 +31,7 @@ from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
 from safetrain.data.folders import PLAIN, SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import RowError
-from safetrain.data.split import MIN_GROUPS, TRAIN, SplitWriter, add_rows, split_off, stored_rows, write_splits
+from safetrain.data.split import MIN_GROUPS, TRAIN, add_rows, split_off, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
@@ -89,25 +88,6 @@ def validate(
     if len(paths) == 1 and paths[0].exists() and corpus_of(paths[0]):
         return _validate_tokens(paths[0], model, settings, into, findings)
     return _validate_rows(paths, model, settings, into, findings, shown_rows)
-
-
-def read_held_out(
-    path: Path, model: Path, settings: DataSettings, max_examples: int | None, max_seq_length: int
-) -> HeldOut:
-    """Read the first ``max_examples`` rows of ``path`` (None: all) as a test set for ``model``, and truncate them.
-
-    Raises DataError if the file is missing, has no rows or has unusable rows, ModelError if the model cannot be used.
-    """
-    tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
-    findings = Findings(settings.downgrade)
-    reader = RowReader(files, tokenizer, settings, findings)
-    with written(None) as folder, SplitWriter(folder, "test", tokenizer) as writer:
-        for _, block in reader.blocks():
-            writer.add(stored_rows(block, 0))
-        findings.refuse_errors()
-        writer.finish(reader.provenance(_provenance(model, None, "")), [path])
-        store = open_store(store_path(folder, "test"))  # stays open when its file is removed
-    return held_out_in(store, max_examples, max_seq_length)
 
 
 def today() -> date:

@@ -165,16 +165,6 @@ def test_exp_run_plans_and_trains_with_the_values_that_it_records(workspace: Wor
     workspace.commit("six steps")
 
 
-def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
-    few = "--adapter checkpoints_qlora/adapters --max-examples 10 --max-questions 2 --max-new-tokens 4 --json"
-    said = workspace.cli("evaluate", *few.split())
-    found = json.loads(said[said.index("{") :])["beside_base"]  # a warning comes first, on stderr
-    evaluation = workspace.json("evaluation.json")
-    for name in ("tuned", "base"):
-        assert found[name]["loss"] == pytest.approx(evaluation[name]["loss"], rel=1e-4)
-    assert (found["rows"], found["answered"]) == (evaluation["rows"], 2)
-
-
 def test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back(workspace: Workspace) -> None:
     workspace.succeed("python", "-m", "stages.train", "train.learning_rate=2e-4")
     assert workspace.json("training_summary.json")["learning_rate"] == 2e-4

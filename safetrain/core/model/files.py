@@ -296,13 +296,6 @@ def tokenizer_hash(folder: Path) -> str:
     return state.hexdigest()
 
 
-def make_same_tokens(first: Path, second: Path) -> bool:
-    """Whether two models split texts in the same way; their stop tokens may differ."""
-    files = [[folder / name for name in TOKENIZER_FILES[:2] if (folder / name).is_file()] for folder in (first, second)]
-    one, other = (paths[0].read_bytes() if paths else b"" for paths in files)
-    return one == other
-
-
 def hub_id_of(folder: Path) -> str:
     """The Hub ID of a folder that safetrain fetched; empty for any other folder."""
     path = folder / SOURCE
