@@ -1,15 +1,17 @@
 """Commands of `safetrain` that write a model or an adapter, or talk with a model (ask and chat)."""
 
+import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
 
-from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+from safetrain.core.errors import ConfigError, DataError, ModelError, SafetrainError
 from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
@@ -268,11 +270,13 @@ def ask(
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
     max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
+    samples: Annotated[int | None, Option(min=1, help="give N answers, drawn at temperature 1, seed 0")] = None,
+    jsonl: Annotated[bool, Option("--jsonl", help="the question is a file of rows: print them with answers")] = False,
 ) -> None:
     """Ask the tuned model a question.
 
     Prompts are built as in training, with the system prompt if all training rows share one. A model trained only on
-    documents continues the text.
+    documents continues the text. With --jsonl, QUESTION is a file of rows, each with a prompt.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.engine.cpu.blas import load_fast_blas
@@ -280,6 +284,9 @@ def ask(
 
     if not question.strip():
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
+    if base and (samples or jsonl):
+        raise ConfigError("--base cannot be combined with --samples or --jsonl.", do="leave --base out")
+    rows = list(_prompts_in(Path(question))) if jsonl else [{"prompt": question}]
     asked = _asked(model, adapter, None, base=False)
     prompt = asked.prompts.ids(asked.prompts.with_system([{"role": "user", "content": question}], asked.system))
     remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
@@ -287,14 +294,36 @@ def ask(
         print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer
+    from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import apply_adapter, open_tuned
 
     opened = open_tuned(asked.folder, None, stream=asked.stream)
+    if samples or jsonl:
+        apply_adapter(opened, adapter)
+        speaker = Conversation(opened, asked.prompts.stop_ids, asked.context, max_new_tokens, bool(samples), seed=0)
+        for row in rows:
+            messages = [{"role": "user", "content": row["prompt"]}]
+            prompt = asked.prompts.ids(asked.prompts.with_system(messages, asked.system))
+            answers = [asked.tokenizer.decode(list(speaker.answer(prompt))).strip() for _ in range(samples or 1)]
+            line = json.dumps({**row, "answers": answers}, ensure_ascii=False)
+            print(line, flush=True) if jsonl else print_text("\n".join(answers))
+        return
     for label in ("base:  ", "tuned: ") if base else ("",):
         if label != "base:  ":
             apply_adapter(opened, adapter)
         text = asked.tokenizer.decode(answer(opened, [prompt], asked.prompts.stop_ids, max_new_tokens, 1)[0])
         print_text(label + (question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER))
+
+
+def _prompts_in(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a data file, each with a prompt; raises DataError."""
+    from safetrain.data.files import rows_of
+
+    for place, row in rows_of(file):
+        if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
+            do = 'write rows such as {"prompt": "What is the capital of Portugal?"}'
+            raise DataError("The row has no prompt.", where=f"{file}:{place}", do=do)
+        yield row
 
 
 def chat(

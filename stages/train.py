@@ -12,7 +12,7 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport, require_data_of
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.settings import Recommendation, hosts_of, job_of, require_plan_for, shared_by
+from safetrain.core.records.settings import HOSTS_FILE, Recommendation, hosts_of, job_of, require_plan_for, shared_by
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT
@@ -34,7 +34,7 @@ def main(config: Pipeline) -> None:
         require_plan_for(recommendation, train.method, config.model.path)
         data = read_result(paths.DATA_REPORT, DataReport)
         require_data_of(data, config.data.path)
-        hosts = hosts_of(train.hostfile, train.ranks)
+        hosts = hosts_of(train.ranks)
         job = job_of(config.model.path, train, config.lora, recommendation)
         backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
         here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
@@ -48,7 +48,7 @@ def main(config: Pipeline) -> None:
             locks,
             ranks=job.ranks,
             backend=job.rank_backend,
-            hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
+            hostfile=None if hosts.all_here else HOSTS_FILE,
             launcher=LAUNCHER,
         )
         planned = PlannedUpdate(backend, largest, here, files.quantization_bits is not None)

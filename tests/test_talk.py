@@ -75,6 +75,23 @@ def test_in_a_pipe_each_line_is_a_turn_and_only_answers_come_out(adapter: Path) 
     assert run("ask", QUESTION, "--adapter", str(adapter)).out == f"{first}\n"
 
 
+def test_questions_of_a_file_get_several_answers_each(adapter: Path, tmp_path: Path) -> None:
+    file = tmp_path / "questions.csv"
+    file.write_text(f"prompt,answer\n{QUESTION},Lisbon\n{OTHER},Lima\n")
+    words = "ask", str(file), "--jsonl", "--adapter", str(adapter), "--max-new-tokens", "8"
+    sampled = [json.loads(line) for line in run(*words, "--samples", "4").out.splitlines()]
+    assert [(row["prompt"], row["answer"], len(row["answers"])) for row in sampled] == [
+        (QUESTION, "Lisbon", 4), (OTHER, "Lima", 4),
+    ]  # fmt: skip
+    assert all(len(set(row["answers"])) > 1 for row in sampled)
+    assert [json.loads(line) for line in run(*words, "--samples", "4").out.splitlines()] == sampled
+    greedy = [json.loads(line)["answers"] for line in run(*words).out.splitlines()]
+    assert greedy == [expected(adapter, question, most=8) for question in (QUESTION, OTHER)]
+    file.write_text(f"question\n{QUESTION}\n")
+    with pytest.raises(DataError, match=r"no row with a prompt|no prompt(.*\n)*.*questions.csv"):
+        run(*words)
+
+
 def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
     base, tuned = expected(None, QUESTION, OTHER), expected(adapter, QUESTION, OTHER)
     assert base[0] != tuned[0]

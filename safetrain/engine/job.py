@@ -6,9 +6,11 @@ from pathlib import Path
 
 from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows, largest_update, load_training_rows, order_fingerprint
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.adapter_files import fingerprint, starting_shape
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import (
@@ -78,7 +80,14 @@ def load_job(asked: TrainJob) -> Job:
     if asked.warmup_is_recommended:  # the plan may have been for a longer run
         updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
-    digests = files.fingerprint, rows.train_digest, rows.valid_digest
+    start = files.fingerprint
+    if settings.from_adapter is not None:
+        shape = starting_shape(settings.from_adapter, settings.method, base, files.fingerprint, files.num_layers)
+        if dataclasses.replace(shape, dropout=settings.lora.dropout) != settings.lora:
+            what = "The recommended configuration is for another train.from_adapter."
+            raise ConfigError(what, where=settings.from_adapter, do="run recommend_config with the same overrides")
+        start += f" {fingerprint(Path(settings.from_adapter))}"
+    digests = start, rows.train_digest, rows.valid_digest
     identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
     job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files)
     if settings.max_steps is None:
@@ -116,6 +125,7 @@ def describe(job: Job, predicted_bytes: int) -> str:
     layers = f"the top {counted(settings.lora.num_layers, 'block')}"
     adapter = f"{settings.method} of rank {settings.lora.rank} on {layers}"
     trained = {PRETRAIN: "all weights", "full": f"all weights of {layers}"}.get(settings.method, adapter)
+    trained += f", beginning with {settings.from_adapter}" if settings.from_adapter else ""
     trained += ", the base read from disk block by block" if settings.stream_base else ""
     pairs = " (two rows are a pair)" if settings.method in PAIRED else ""
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""

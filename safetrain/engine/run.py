@@ -20,7 +20,7 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
 from safetrain.core.records.schema import DPO, PRETRAIN
 from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
-from safetrain.engine.adapters import adapter_weights
+from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device, set_limits
 from safetrain.engine.batches import BatchLayout, MicroBatch, training_layout
 from safetrain.engine.evaluation import row_losses
@@ -30,11 +30,11 @@ from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.update import Gradients, Tracer, prepare, work_of
-from safetrain.engine.weight_files import load_arrays, save_adapter, save_arrays
+from safetrain.engine.weight_files import adapter_arrays, load_arrays, save_adapter, save_arrays
 
 WAIT_MINUTES = 30.0  # for space on a full disk
 LOOK_SECONDS = 1.0
-REFERENCE_FILE = "reference.safetensors"  # DPO: the base's log-probabilities of all rows, 4 bytes each
+REFERENCE_FILE = "reference.safetensors"  # DPO: the first log-probabilities of all rows, 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,12 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         model, gradients = prepare(job.base_folder, settings, recorder, tracer)
         if model.blocks is not None:
             model.blocks.pulse = recorder.repeat
+        if settings.from_adapter is not None:
+            set_adapter_weights(model, adapter_arrays(Path(settings.from_adapter)))
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-    if settings.method == DPO:  # the adapter is still new, so the model is the base
+    if settings.method == DPO:  # the adapter is still the first one
         _set_references(job, model, watcher, writes=ranks.writes)
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, watcher) if ranks.writes else TrainState()
@@ -116,7 +118,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
 
 
 def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: bool) -> None:
-    """Give training and validation rows the base's log-probabilities, from the file of an earlier start if it fits."""
+    """Give all rows their log-probabilities before training, from the file of an earlier start if it fits."""
     settings, own = job.settings, dataclasses.replace(job.identity, settings="", draws="")
     path, most = job.output / REFERENCE_FILE, training_layout(model, settings.batch_size, job.train).most_tokens
     kept, needed = load_arrays(path) if path.is_file() else {}, dict[str, mx.array]()
@@ -133,7 +135,7 @@ def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: boo
         if rows.references is not None:
             continue
         if name not in kept:
-            watcher.say(f"reading {counted(len(rows) // 2, f'{part} pair')} with the base model, once")
+            watcher.say(f"reading {counted(len(rows) // 2, f'{part} pair')} before training, once")
             with watcher.recorder.phase(Phase.EVALUATE):
                 kept[name] = mx.array(-row_losses(model, rows, most, beat).astype(np.float32))
         needed[name] = kept[name]
@@ -178,7 +180,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """Write the best adapter to its folder: the model's current weights, or a copy of the file ``weights``."""
     settings, form = job.settings, job.rows.prompt_format
-    base = job.identity.base_model
+    base = job.files.fingerprint
     save_adapter(model, settings.adapter, settings.lora, job.base_folder, job.adapters, form, weights, base)
 
 

@@ -17,7 +17,14 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.formatting import run_again
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.adapter_files import BASE_FINGERPRINT, CHAT_FILE, TRAINED_BY, PromptFormat
+from safetrain.core.records.adapter_files import (
+    BASE_FINGERPRINT,
+    CHAT_FILE,
+    TRAINED_BY,
+    PromptFormat,
+    adapter_method,
+    adapter_shape,
+)
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import write_folder, write_record
@@ -85,13 +92,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
         )
     weights = adapter_arrays(folder)
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        method = config.get(TRAINED_BY) or config.get("fine_tune_type", "lora")
-        shape = config.get("lora_parameters", {})
-        targets = tuple(shape.get("keys") or (ALL_LINEAR,))
-        layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # -1 means all
-        lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, layers, targets)
-        make_trainable(model, method, lora, seed=0)
+        make_trainable(model, adapter_method(folder), adapter_shape(folder, len(model.module.layers)), seed=0)
         set_adapter_weights(model, weights)
     except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, SafetrainError) as error:
         raise ModelError(f"The adapter does not fit this model: {error}", where=str(folder)) from error

@@ -181,7 +181,7 @@ def _ssh_failed(ending: Ending) -> Cause | None:
     """Explain an end with ssh's own exit code: mlx.launch hides ssh's message (LogLevel=QUIET)."""
     if not ending.host or ending.return_code != SSH_FAILED or ending.failed is not None:
         return None
-    advice = f"run 'ssh {ending.host} true' to see why; safetrain preflight checks every machine of train.hostfile"
+    advice = f"run 'ssh {ending.host} true' to see why; safetrain preflight checks every machine of hosts.json"
     return Cause("ssh", f"ssh to {ending.host} failed", LIKELY, (f"exit code {SSH_FAILED}",), advice=advice)
 
 
@@ -190,7 +190,7 @@ def _python_error(ending: Ending) -> Cause | None:
     if ending.return_code <= 0 or not lines:
         return None
     if (timeout := next((line for line in lines if JOIN_TIMEOUT.match(line)), None)) is not None:
-        advice = "check the addresses in train.hostfile and the firewalls; safetrain preflight tests every machine"
+        advice = "check the addresses in hosts.json and the firewalls; safetrain preflight tests every machine"
         return Cause("ranks_apart", "the ranks could not reach each other", LIKELY, (timeout,), advice=advice)
     advice = "the traceback is above"
     return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice)

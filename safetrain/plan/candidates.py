@@ -36,8 +36,9 @@ from safetrain.core.memory.terms import (
     shards_of,
 )
 from safetrain.core.model.files import ModelFiles, adapted_weights
+from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
+from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
@@ -167,6 +168,10 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
         budget = within_data_limit(machine.memory_budget_bytes, own_limit_bytes(train.memory_limit_gb))
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     lora, reasons = recommended_lora(data, model, pins)
+    if train.from_adapter:
+        base = model.folder, model.fingerprint, model.num_layers
+        lora = dataclasses.replace(starting_shape(train.from_adapter, train.method, *base), dropout=lora.dropout)
+        reasons |= {f"lora.{key}": f"that of {train.from_adapter}" for key in OF_START}
     valid_tokens = min(MOST_VALID_TOKENS, int(rows.valid.inputs().sum(dtype=np.int64)))
     lengths, usual, longest = tuple(_lengths(data, model, train)), ROWS_PER_UPDATE, data.longest_row
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
@@ -179,8 +184,7 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
         model, lora, machine.backend, train.method, optimizer=train.optimizer,
         compute_dtype=compute_dtype_of(train, machine, model), machine=machine,
     )  # fmt: skip
-    reasons = {} if train.method in WHOLE else reasons
-    largest = _largest_updates(inputs, train)
+    reasons, largest = {} if train.method in WHOLE else reasons, _largest_updates(inputs, train)
     return PlannedTraining(run, reasons, train, lengths, longest, mean, largest, count, usual, valid_tokens)
 
 

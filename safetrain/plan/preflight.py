@@ -31,7 +31,7 @@ from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
-from safetrain.core.records.settings import Recommendation, hosts_of
+from safetrain.core.records.settings import HOSTS_FILE, Recommendation, hosts_of
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
@@ -244,16 +244,16 @@ def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Chec
 
 
 def _hosts_check(train: Train) -> Iterator[Check]:
-    """Check train.hostfile, if several ranks train; the ranks themselves compare versions, data and model."""
-    if train.ranks == 1 and train.hostfile is None:
+    """Check hosts.json, if several ranks train; the ranks themselves compare versions, data and model."""
+    if train.ranks == 1:
         return
     try:
-        here = hosts_of(train.hostfile, train.ranks).ranks_here
+        here = hosts_of(train.ranks).ranks_here
     except ConfigError as error:
         yield from_error("HOSTS-FILE", error)
         return
     text = f"{counted(train.ranks, 'rank')}, {here} on this machine"
-    yield Check("HOSTS-FILE", PASS, True, text, source=train.hostfile or "train.ranks")
+    yield Check("HOSTS-FILE", PASS, True, text, source=str(HOSTS_FILE) if HOSTS_FILE.exists() else "train.ranks")
 
 
 def model_checks(

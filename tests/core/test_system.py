@@ -304,14 +304,14 @@ THERE = {"ssh": "second-mac.local", "ips": ["192.168.1.11"]}
 
 
 def test_a_file_of_mlx_launch_is_read_as_it_does_and_without_one_all_ranks_are_here(tmp_path: Path) -> None:
-    hosts, hostfile = hosts_of(None, 3), tmp_path / "hosts.json"
+    hosts, hostfile = hosts_of(3, tmp_path / "hosts.json"), tmp_path / "hosts.json"
     assert (hosts.all_here, hosts.ranks_here) == (True, 3)
     assert [hosts.backend_on(device) for device in ("cpu", "metal", "cuda")] == ["ring", "ring", "nccl"]
     hostfile.write_text(json.dumps([HERE, THERE]))
-    hosts = hosts_of(str(hostfile), 2)
+    hosts = hosts_of(2, hostfile)
     assert (hosts.names, hosts.all_here, hosts.ranks_here) == (("127.0.0.1", "second-mac.local"), False, 1)
     hostfile.write_text(json.dumps({"backend": "jaccl", "hosts": [{**HERE, "ssh": socket.gethostname()}, THERE]}))
-    hosts = hosts_of(str(hostfile), 2)
+    hosts = hosts_of(2, hostfile)
     assert (hosts.backend_on("metal"), hosts.ranks_here) == ("jaccl", 1)
     assert Hosts(("127.0.0.1", "127.0.0.1"), "jaccl").backend_on("metal") == "ring", "on one machine"
 
@@ -323,14 +323,12 @@ def test_a_file_of_mlx_launch_is_read_as_it_does_and_without_one_all_ranks_are_h
     ({"backend": "mpi", "hosts": [HERE, THERE]}, "its backend is mpi"),
     ({"machines": []}, "cannot be read"),
     ("second-mac.local", "cannot be read"),
-    (None, "cannot be read"),
 ])  # fmt: skip
 def test_a_file_that_mlx_launch_could_not_use_is_refused(tmp_path: Path, content: object, words: str) -> None:
     hostfile = tmp_path / "hosts.json"
-    if content is not None:
-        hostfile.write_text(json.dumps(content))
+    hostfile.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=words):
-        hosts_of(str(hostfile), 2)
+        hosts_of(2, hostfile)
 
 
 def job(total_bytes: int, limit_bytes: int | None) -> TrainJob:

@@ -167,6 +167,18 @@ def test_a_killed_run_continues_bit_for_bit(batch_size: int, tiny_model: Build, 
     assert same(final_state(broken), final_state(tmp_path / "whole"))
 
 
+def test_training_begins_with_an_adapter_and_dpo_compares_with_it(tiny_model: Build, tmp_path: Path) -> None:
+    base = tiny_model(bits=4)
+    first = run(job_in(tmp_path / "first", base, STILL))
+    start = str(tmp_path / "first" / "adapters")
+    more = run(job_in(tmp_path / "more", base, dataclasses.replace(STILL, from_adapter=start)))
+    assert more.state.records[0].valid_loss == first.state.best_valid_loss != first.state.records[0].valid_loss
+    paired = run(paired_job(tmp_path / "paired", base, dataclasses.replace(DPO, from_adapter=start)))
+    assert paired.state.records[0].valid_loss == pytest.approx(math.log(2), abs=1e-6)
+    other = run(paired_job(tmp_path / "other", base, DPO))
+    assert paired.state.records[0].chosen_logp != other.state.records[0].chosen_logp
+
+
 def test_pairs_and_methods_must_match() -> None:
     pairs, rows = (TrainingRows(data, data) for data in (pairs_of(3), pairs_of(3).take(slice(None))))
     rows.train.documents.unit = 1

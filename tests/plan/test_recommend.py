@@ -24,13 +24,13 @@ from tests.stores import worst_update
 
 GIB = 2**30
 OPEN = Train(
-    beta=0.1,
+    beta=0.1, from_adapter=None,
     batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
     gradient_checkpointing=None, stream_base=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
-    hang_minutes=2.0, trace="none", ranks=1, hostfile=None,
+    hang_minutes=2.0, trace="none", ranks=1,
 )  # fmt: skip
 NO_ROWS = TokenRows.of([])
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)

@@ -30,14 +30,14 @@ from tests.rules.imports import python_files
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
-SURVIVAL = ("keep_checkpoints", "hang_minutes", "trace", "ranks", "hostfile")
+SURVIVAL = ("keep_checkpoints", "hang_minutes", "trace", "ranks")
 NOT_IN_DVC = (
     {f"train.{key}" for key in ("log_steps", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
-    "batch_size", "compute_dtype", "dequantize_base", "gradient_accumulation",
+    "batch_size", "compute_dtype", "dequantize_base", "from_adapter", "gradient_accumulation",
     "gradient_checkpointing", "max_examples", "max_seq_length", "max_steps",
     "memory_limit_gb", "method", "num_epochs", "optimizer", "stream_base",
 }  # fmt: skip

@@ -49,6 +49,7 @@ OPTIMIZER_COPIES = 3  # copies of one block's numbers during its optimizer updat
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx exceeds its limit by one allocation
 SLICES_ALIVE = 4  # of a head, in float32 (measured: 3.5 to 4.5)
 SLICED_LOGITS = 2.25  # with the factor below, 1.1 of the logits of all labels: their gradients replace them
+LONG_ROWS = 1.7  # of a large block's activations, with their gradients (measured: benchmarks/bench_stream)
 # With the base on disk (engine/block_loop.py), factors on the estimated terms (measured: benchmarks/bench_stream). A
 # memory limit bounds what mlx dequantizes ahead.
 STREAMED = {
@@ -96,7 +97,7 @@ def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
 
 
 def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
-    """A step's temporary terms, with the base on disk, at its two possible peaks: the loss and a block's backward pass.
+    """A step's temporary terms, with the base on disk, at its possible peaks: the loss and a block's backward pass.
 
     The inputs of blocks are kept for all rows that pass through a block together. One block is computed while the next
     is read.
@@ -129,7 +130,9 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
         "a block's weights, dequantized": dequantized_bytes(run, shape),
         "gradient": gradient + shards * gradient // run.lora.num_layers,
     }
-    return with_factors(STREAMED, loss, backward)
+    held = {name: backward[name] for name in ("inputs of blocks", "gradient")}
+    long_rows = held | {"block in its backward pass": int(LONG_ROWS * activations)}  # all else has been freed
+    return with_factors(STREAMED, loss, backward, long_rows)
 
 
 def _parts_of_base(run: Setup) -> tuple[int, int]:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.errors import ModelError
+from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.formatting import dvc
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record
 
 CHAT_FILE = "chat.json"
@@ -62,6 +64,37 @@ def adapter_method(adapter: Path) -> str:
     """Read the training method: lora, dora, full or pretrain; raises ModelError."""
     config = _configuration(adapter)
     return str(config.get(TRAINED_BY) or config.get("fine_tune_type", "lora"))
+
+
+def adapter_shape(adapter: Path, num_blocks: int) -> LoraSettings:
+    """Read an adapter's shape, for a model of ``num_blocks`` blocks; raises ModelError."""
+    config = _configuration(adapter)
+    try:
+        shape, layers = config.get("lora_parameters", {}), config["num_layers"]
+        layers = layers if layers > 0 else num_blocks  # -1 means all
+        targets = tuple(shape.get("keys") or (ALL_LINEAR,))
+        return LoraSettings(shape.get("rank", 1), shape.get("scale", LORA_DEFAULTS["scale"]), 0.0, layers, targets)
+    except (KeyError, TypeError, AttributeError) as error:
+        do = "it must be an adapter of safetrain or mlx-lm"
+        raise ModelError(f"The adapter's shape cannot be read: {error}", where=str(adapter), do=do) from None
+
+
+def starting_shape(folder: str, method: str, base: Path, base_fingerprint: str, num_blocks: int) -> LoraSettings:
+    """The shape of train.from_adapter; raises ModelError if it belongs to another base, or cannot be read.
+
+    Raises ConfigError if ``method`` trains another kind of adapter, or training replaces the folder.
+    """
+    adapter = Path(folder)
+    if adapter.resolve().is_relative_to(paths.OUTPUT.resolve()):
+        do = f"copy it: cp -r {folder} adapters, then train.from_adapter=adapters"
+        raise ConfigError("train.from_adapter is in a folder that training replaces.", where=folder, do=do)
+    require_base(adapter, base, base_fingerprint)
+    kind, found = "dora" if method == "dora" else "lora", adapter_method(adapter)
+    if found != kind:
+        do = f"set train.method={found}, or begin with another adapter"
+        what = "train.from_adapter is an adapter of another kind."
+        raise ConfigError(what, where=folder, expected=kind, got=found, do=do)
+    return adapter_shape(adapter, num_blocks)
 
 
 def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:

@@ -20,7 +20,7 @@ KEPT_BESIDE = 2  # in addition to train.keep_checkpoints: the best checkpoint, a
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 DIFFERENCES = {  # of a RunIdentity, in words
-    "base_model": "base model",
+    "base_model": "base model or train.from_adapter",
     "training_rows": "training rows",
     "validation_rows": "validation rows",
     "draws": "numpy's random order of rows (install the numpy version that the run began with)",
@@ -31,7 +31,7 @@ DIFFERENCES = {  # of a RunIdentity, in words
 class RunIdentity:
     """The values that must be equal for one run to continue another; all are texts, so that a message can show them."""
 
-    base_model: str
+    base_model: str  # with the adapter that training began with
     training_rows: str
     validation_rows: str
     settings: str

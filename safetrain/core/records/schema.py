@@ -18,6 +18,7 @@ PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 DPO = "dpo"
 PAIRED = (DPO, "orpo")  # methods that train LoRA on pairs of answers
+OF_START = ("rank", "scale", "num_layers", "targets")  # of lora: what the adapter of train.from_adapter decides
 RANGE, CHOICES = "range", "choices"
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 LIST = "a list of texts"
@@ -59,6 +60,7 @@ class Train:
 
     method: str = choice("lora", "dora", *WHOLE, *PAIRED)
     beta: float = number(above=0, at_most=10)
+    from_adapter: str | None
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
@@ -86,7 +88,6 @@ class Train:
     hang_minutes: float = number(above=0, at_most=10_000)
     trace: str = choice("none", "phases")
     ranks: int = number(at_least=1, at_most=1024)
-    hostfile: str | None
 
 
 @dataclass(kw_only=True)
@@ -161,8 +162,12 @@ def check_ranges(config: Pipeline) -> None:
         shape = ("rank", "scale", "dropout", "targets", *(("num_layers",) if train.method == PRETRAIN else ()))
         pinned = [key for key in shape if getattr(lora, key) is not None]
         problems += [f"lora.{key} is set with {method}, which has no adapter" for key in pinned]
+        problems += [f"train.from_adapter is set with {method}, which has no adapter"] if train.from_adapter else []
         if train.stream_base:
             problems.append(f"train.stream_base is true with {method}, which trains the base")
+    if train.from_adapter:
+        pinned = [key for key in OF_START if getattr(lora, key) is not None]
+        problems += [f"lora.{key} is set with train.from_adapter, which has its own" for key in pinned]
     if train.method in PAIRED:
         problems += [f"lora.dropout is set with {method}, which compares two answers"] if lora.dropout else []
         if train.batch_size and train.gradient_accumulation and train.batch_size * train.gradient_accumulation % 2:

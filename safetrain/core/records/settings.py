@@ -24,7 +24,8 @@ SETTINGS = (*PLANNED, "method", "optimizer")  # these decide how much memory a r
 UPDATE = ("longest", "tokens", "labels")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BACKENDS = ("", "ring", "nccl", "jaccl", "jaccl-ring")  # in a hostfile
-HOSTFILE = '[{"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}, {"ssh": "second-mac.local", "ips": ["192.168.1.11"]}]'
+HOSTS_FILE = Path("hosts.json")
+EXAMPLE_HOSTS = '[{"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}, {"ssh": "second-mac.local", "ips": ["192.168.1.11"]}]'
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class TrainSettings:
     compute_dtype: str | None = None  # on a GPU; None: the type of the base's files. A CPU computes in float32
     stream_base: bool = False  # the base stays on disk, and each block is read when it is computed
     beta: float = 0.1  # of dpo and orpo
+    from_adapter: str | None = None  # folder of the adapter that training begins with; None: a new one
 
     @property
     def rows_per_update(self) -> int:
@@ -295,11 +297,12 @@ def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
 def identity_of(settings: TrainSettings) -> str:
     """The settings that decide the results, as text: an unfinished run resumes only with the same ones.
 
-    They exclude how often a run logs or saves, the limit for bad updates (after one, a run may continue with another
-    limit), and settings for memory, which change results only by rounding and dropout's random numbers.
+    They exclude the first adapter, which RunIdentity.base_model includes, how often a run logs or saves, the limit for
+    bad updates (after one, a run may continue with another limit), and settings for memory, which change results only
+    by rounding and dropout's random numbers.
     """
     value = dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None))
-    unused = () if settings.method in PAIRED else ("beta",)
+    unused = ("from_adapter",) if settings.method in PAIRED else ("from_adapter", "beta")
     identity = {key: setting for key, setting in value.items() if key not in (*MEMORY_ONLY, *unused)}
     return json.dumps({**identity, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
@@ -320,7 +323,7 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
     )
 
 
-# train.hostfile: the machines of the ranks, in the format of mlx.launch
+# hosts.json: the machines of the ranks, in the format of mlx.launch
 
 
 @dataclass(frozen=True)
@@ -353,17 +356,17 @@ def is_here(name: str) -> bool:
     return name in (*LOCAL, socket.gethostname())
 
 
-def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
-    """Find the machines of ``ranks`` ranks; raises ConfigError for a missing, malformed or unsuitable file."""
-    if hostfile is None:
+def hosts_of(ranks: int, hostfile: Path = HOSTS_FILE) -> Hosts:
+    """The machines of ``ranks`` ranks, this one if there is no file; raises ConfigError if it is unsuitable."""
+    if ranks == 1 or not hostfile.exists():
         return Hosts((LOCAL[0],) * ranks)
-    hosts = read_hostfile(Path(hostfile))
+    hosts = read_hostfile(hostfile)
     if len(hosts.names) != ranks:
         do = f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it"
-        raise ConfigError("train.hostfile does not have one entry for each rank.", where=hostfile, do=do)
+        raise ConfigError("The file does not have one entry for each rank.", where=str(hostfile), do=do)
     if not is_here(hosts.names[0]):
         what, do = "Rank 0 must be on this machine, which has the run's files.", "put this machine first, as 127.0.0.1"
-        raise ConfigError(what, where=hostfile, got=hosts.names[0], do=do)
+        raise ConfigError(what, where=str(hostfile), got=hosts.names[0], do=do)
     return hosts
 
 
@@ -377,7 +380,7 @@ def read_hostfile(path: Path) -> Hosts:
         if backend not in BACKENDS:
             raise ValueError(f"its backend is {backend}, not one of {', '.join(BACKENDS[1:])}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what, do = f"train.hostfile cannot be read: {error}", "write one entry for each rank, this machine first"
-        raise ConfigError(what, where=str(path), expected=f"a JSON list such as {HOSTFILE}", do=do) from None
+        what, do = f"The file cannot be read: {error}", "write one entry for each rank, this machine first"
+        raise ConfigError(what, where=str(path), expected=f"a JSON list such as {EXAMPLE_HOSTS}", do=do) from None
     renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
     return Hosts(names, backend, ports, json.dumps({**rest, "hosts": renamed} if rest else renamed))

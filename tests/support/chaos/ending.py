@@ -77,9 +77,9 @@ def through_mlx_launch(ground: Ground, rank: int) -> Ending:
     """The ranks are started as on several machines, all of which are this one; one is killed, then all goes on."""
     project = ground.project
     ending = Ending(f"SIGKILL of rank {rank}, started by mlx.launch")
-    hostfile = project.parent / "hosts.json"
+    hostfile = project.folder / "hosts.json"
     hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * RANKS))
-    command = (sys.executable, "-c", THROUGH_MLX_LAUNCH, f"train.hostfile={hostfile}")
+    command = (sys.executable, "-c", THROUGH_MLX_LAUNCH)
     project.truth.unlink(missing_ok=True)
     plan = hit("signal", occurrence=MIDDLE, signal=int(signal.SIGKILL), rank=rank) | {"truth": str(project.truth)}
     project.discard()
@@ -94,4 +94,5 @@ def through_mlx_launch(ground: Ground, rank: int) -> Ending:
     again = project.finish(project.start(*command))
     ending.compare(project, ground.reference, again)
     ending.require(bool(again.continued_from), "it began anew")
+    hostfile.unlink()
     return ending
