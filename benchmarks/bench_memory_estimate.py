@@ -42,6 +42,8 @@ CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name and how, conf
     ("deep, recomputed", DEEP, 2, 512, 8),
     ("wide, quantized", WIDE, 4, 128, 8),
     ("wide, full", WIDE, 4, 128, 8),
+    ("wide, on disk", WIDE, 4, 128, 8),
+    ("deep, long rows, on disk", {**DEEP, "max_position_embeddings": 4096}, 1, 4096, 8),
 ]
 
 
@@ -84,15 +86,21 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     folder = build_model(Path(scratch) / "model", bits=None if how == "full" else 4, **changes)
     files = read_model_files(folder)
     lora = LoraSettings(rank, 2.0, 0.0, files.num_layers, ("all-linear",))
-    method, checkpointing, dequantized = "full" if how == "full" else "lora", how == "recomputed", how != "quantized"
+    method, checkpointing, stream = "full" if how == "full" else "lora", how == "recomputed", how == "on disk"
+    dequantized = how not in ("quantized", "on disk")
     settings = dataclasses.replace(
-        SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=dequantized
-    )
+        SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=dequantized,
+        stream_base=stream,
+    )  # fmt: skip
+    setup = Setup(files, lora, "cpu", method, dequantized, checkpointing, stream=stream)
+    predicted = total_bytes(predicted_peak(setup, Shape(batch, tokens, False)))
+    if stream:  # it bounds what mlx computes ahead
+        mx.set_memory_limit(predicted)
     model, gradients = prepare(folder, settings)
     optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     layout = layout_for(model, batch * tokens)
-    rows = TokenRows.of([token_row(range(tokens + 1), [True] * (tokens + 1))] * batch)
+    rows = TokenRows.of([token_row([place % 500 for place in range(tokens + 1)], [True] * (tokens + 1))] * batch)
     for step in range(3):
         mx.reset_peak_memory()
         model.module.train()
@@ -100,9 +108,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         apply_gradient(model, optimizer, gradient, measure_update(loss, gradient)[1], 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
         del loss, gradient  # as in a training, where the next update begins without them
-    setup = Setup(files, lora, "cpu", method, dequantized, checkpointing)
-    terms = predicted_peak(setup, Shape(batch, tokens, False))
-    return f"{total_bytes(terms)} {mx.get_peak_memory()}"
+    return f"{predicted} {mx.get_peak_memory()}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from safetrain.core.records.settings import Recommendation, require_plan_for, re
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
 from safetrain.plan.pretraining import pretraining_lines, trained_tokens, wanted_tokens
 from safetrain.plan.recommend import recommendation_of
-from stages.recommend_config import recommendation_lines
+from stages.recommend_config import cut_lines, recommendation_lines
 from tests.conftest import EMBEDDED
 from tests.stores import worst_update
 
@@ -208,6 +208,16 @@ def test_what_a_person_set_is_printed_as_set_and_changes_no_plan() -> None:
     lines = [line.split() for line in recommendation_lines(plan(), TrainingRows(rows, rows), pinned)]
     assert ["learning_rate", "0.125", "set", "by", "you"] in lines
     assert ["eval_steps", "7", "set", "by", "you"] in lines
+
+
+def test_pairs_that_are_equal_when_truncated_are_counted() -> None:
+    prompt, ends = [7] * 10, ([1] * 6, [2] * 6, [1] * 6, [1] * 5 + [2])
+    rows = TokenRows.of([token_row([*prompt, *end], [False] * 10 + [True] * 6) for end in ends])
+    pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, unit=2)
+    lines = list(cut_lines(TrainingRows(pairs, NO_ROWS), 14))
+    assert lines[0].startswith("train: 4 of 4 rows truncated to 14 tokens")
+    assert lines[1].startswith("train: 1 of 2 pairs have equal answers when truncated")
+    assert not list(cut_lines(TrainingRows(pairs, NO_ROWS), 16))
 
 
 DAY = 86_400
