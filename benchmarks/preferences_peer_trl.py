@@ -6,7 +6,9 @@ Needs trl, torch, transformers, peft and datasets, and nothing of safetrain. Tex
 """
 
 import json
+import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,19 @@ def main(job: dict[str, Any]) -> None:
             return SequentialSampler(self.train_dataset)
 
     data = Dataset.from_list(job["rows"])
-    trainer = InOrder(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    test = Dataset.from_list(job["test"]) if job["test"] else None
+    trainer = InOrder(
+        model=model, args=arguments, train_dataset=data, eval_dataset=test, processing_class=tokenizer
+    )  # fmt: skip
+    began = time.perf_counter()
     trainer.train()
+    found = {"seconds": time.perf_counter() - began}
     steps = [step for step in trainer.state.log_history if "grad_norm" in step]
-    print("\n" + json.dumps([[step["loss"], step["grad_norm"]] for step in steps]))
+    if test is not None:
+        scores = trainer.evaluate()
+        found |= {"accuracy": scores["eval_rewards/accuracies"], "margin": scores["eval_rewards/margins"]}
+    found["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print("\n" + json.dumps({**found, "steps": [[step["loss"], step["grad_norm"]] for step in steps]}))
 
 
 if __name__ == "__main__":
