@@ -207,6 +207,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         planned_optimizer=train.optimizer,
         planned_model=str(model.folder),
         planned_backend=fit.backend,
+        planned_adapter=machine.from_adapter,
         reasons=reasons,
         predicted_peak_bytes=fit.peak_bytes,
         mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes if measured else fit.peak_bytes, machine.memory_budget),

@@ -84,7 +84,8 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = set(recommendation.reasons)
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_optimizer", "planned_model", "planned_backend", "reasons",
+        "lora", "planned_method", "planned_optimizer", "planned_model", "planned_backend", "planned_adapter",
+        "reasons",
         "predicted_peak_bytes", "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms",
         "largest_update", "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
         "measured_peak_bytes", "own_order", "measured_footprint_bytes",

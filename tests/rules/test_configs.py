@@ -106,7 +106,7 @@ def test_train_tracks_every_recommended_value_that_changes_the_result() -> None:
         "save_steps",
     }
     tracked = next(entry for entry in stage_params("train") if isinstance(entry, dict))
-    assert set(tracked["checkpoints_qlora/recommended_config.json"]) == values
+    assert set(tracked["checkpoints_qlora/recommended_config.json"]) == values | {"planned_adapter"}
 
 
 def stage_params(name: str) -> list[Any]:

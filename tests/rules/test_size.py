@@ -12,15 +12,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_530,
-    "program tokens": 179_880,
+    "program lines": 23_500,
+    "program tokens": 179_700,
     "program files": 115,
-    "files under 60 lines": 8,
+    "files under 60 lines": 7,
     "dataclasses": 139,
     "helper modules with one importer": 11,
     "keys of params.yaml": 56,
     "test lines": 15_690,
-    "benchmark, tool and recipe lines": 6_350,
+    "benchmark, tool and recipe lines": 6_430,
     "docs words": 22_490,
 }
 SMALL_LINES = 60

@@ -32,7 +32,7 @@ PLAN = Recommendation(
     save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, stream_base=False,
     compute_dtype=None, lora=SETTINGS.lora,
     largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
-    planned_model="models/tiny", planned_backend="cpu",
+    planned_model="models/tiny", planned_backend="cpu", planned_adapter="",
     reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows"},
     predicted_peak_bytes=2 * GIB, mlx_limit_bytes=GIB, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
     memory_budget_bytes=8 * GIB, process_memory_bytes=GIB // 8, margin_bytes=0, basis="dry run", step_seconds=1.0,

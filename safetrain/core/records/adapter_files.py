@@ -50,6 +50,11 @@ def fingerprint(adapter: Path) -> str:
         return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def starting_point(base_fingerprint: str, adapter: str | None) -> str:
+    """What training begins with: the hash of the base, and of train.from_adapter."""
+    return f"{base_fingerprint} {fingerprint(Path(adapter))}" if adapter else base_fingerprint
+
+
 def base_of(adapter: Path) -> Path:
     """Read the base model's folder from the adapter's configuration; raises ModelError."""
     return Path(_configuration(adapter).get("model", ""))
