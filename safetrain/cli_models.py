@@ -276,7 +276,8 @@ def ask(
     """Ask the tuned model a question.
 
     Prompts are built as in training, with the system prompt if all training rows share one. A model trained only on
-    documents continues the text. With --jsonl, QUESTION is a file of rows, each with a prompt.
+    documents continues the text. With --jsonl, QUESTION is a file of rows, each with a prompt; answers that reach
+    --max-new-tokens are left out.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.engine.cpu.blas import load_fast_blas
@@ -284,45 +285,56 @@ def ask(
 
     if not question.strip():
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
-    if base and (samples or jsonl):
-        raise ConfigError("--base cannot be combined with --samples or --jsonl.", do="leave --base out")
+    if base and jsonl:
+        raise ConfigError("--base cannot be combined with --jsonl.", do="leave --base out")
     rows = list(_prompts_in(Path(question))) if jsonl else [{"prompt": question}]
     asked = _asked(model, adapter, None, base=False)
-    prompt = asked.prompts.ids(asked.prompts.with_system([{"role": "user", "content": question}], asked.system))
+    prompts = [_prompt_of(row, asked) for row in rows]
     remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
     if remark:
         print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.evaluation import answer
     from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import apply_adapter, open_tuned
 
-    opened = open_tuned(asked.folder, None, stream=asked.stream)
-    if samples or jsonl:
-        apply_adapter(opened, adapter)
-        speaker = Conversation(opened, asked.prompts.stop_ids, asked.context, max_new_tokens, bool(samples), seed=0)
-        for row in rows:
-            messages = [{"role": "user", "content": row["prompt"]}]
-            prompt = asked.prompts.ids(asked.prompts.with_system(messages, asked.system))
-            answers = [asked.tokenizer.decode(list(speaker.answer(prompt))).strip() for _ in range(samples or 1)]
-            line = json.dumps({**row, "answers": answers}, ensure_ascii=False)
-            print(line, flush=True) if jsonl else print_text("\n".join(answers))
-        return
+    opened, temperature = open_tuned(asked.folder, None, stream=asked.stream), 1.0 if samples else 0.0
     for label in ("base:  ", "tuned: ") if base else ("",):
         if label != "base:  ":
             apply_adapter(opened, adapter)
-        text = asked.tokenizer.decode(answer(opened, [prompt], asked.prompts.stop_ids, max_new_tokens, 1)[0])
-        print_text(label + (question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER))
+        speaker = Conversation(opened, asked.prompts.stop_ids, asked.context, max_new_tokens, temperature, seed=0)
+        for row, prompt in zip(rows, prompts, strict=True):
+            answers = list[str]()
+            for _ in range(samples or 1):
+                text = asked.tokenizer.decode(list(speaker.answer(prompt)))
+                if not jsonl:
+                    print_text(label + (question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER))
+                elif speaker.ended == "stop":
+                    answers.append(text.strip())
+            if jsonl:
+                print(json.dumps({**row, "answers": answers}, ensure_ascii=False), flush=True)
+
+
+def _prompt_of(row: dict[str, Any], asked: TalkOptions) -> list[int]:
+    """The tokens of a prompt, after its row's system prompt or the usual one; raises DataError if it is too long."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    prompt = asked.prompts.ids(asked.prompts.with_system(messages, row.get("system") or asked.system))
+    if asked.context is not None and len(prompt) >= asked.context:
+        got, most = f"{len(prompt)} tokens: {row['prompt'][:60]}…", f"fewer than {asked.context} tokens"
+        raise DataError("A question does not fit into the model's context.", expected=most, got=got, do="shorten it")
+    return prompt
 
 
 def _prompts_in(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a data file, each with a prompt; raises DataError."""
     from safetrain.data.files import rows_of
 
+    if not file.is_file():
+        do = "name a file of rows, such as JSONL or CSV, or leave --jsonl out"
+        raise ConfigError("There is no such file.", where=str(file), do=do)
     for place, row in rows_of(file):
         if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
             do = 'write rows such as {"prompt": "What is the capital of Portugal?"}'
-            raise DataError("The row has no prompt.", where=f"{file}:{place}", do=do)
+            raise DataError("This is no row with a prompt.", where=f"{file}:{place.line}", do=do)
         yield row
 
 

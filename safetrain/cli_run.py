@@ -116,6 +116,8 @@ def result(
     With --gate, exit 0: the tuned model is better than its base; 1: not better; 2: it forgets too much, or this could
     not be determined. The gate section of params.yaml has the thresholds.
     """
+    from omegaconf import OmegaConf
+
     from safetrain.core.records.schema import gate_of
     from safetrain.core.run_folder import read_run
     from safetrain.watch import result as results
@@ -125,7 +127,10 @@ def result(
         code, title, reasons = results.gate(read_run(), gate_of(dict(params().get("gate") or {})))
         print_text("\n".join([title, *reasons]))
         sys.exit(code)
-    print_text(results.describe_result(read_run(), ran_by()))
+    run, config = read_run(), params()
+    own = run.summary and run.data and (run.summary.method, run.summary.base_model, run.data.source)
+    by_file = own == tuple(OmegaConf.select(config, key) for key in ("train.method", "model.path", "data.path"))
+    print_text(results.describe_result(run, ran_by() if by_file or RUN in os.environ else ""))
 
 
 def diagnose(

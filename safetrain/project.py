@@ -31,7 +31,7 @@ PROGRAM = Path(".safetrain/program.json")
 PARAMS = Path("params.yaml")
 CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
 PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
-EXAMPLE = ("data/example", "models/encyclopedia-3m")
+EXAMPLE = ("data/example", "data/preferences.jsonl", "models/encyclopedia-3m")
 COPIED = (".dvc/config", ".dvc/plots_page.html", ".dvc/plots/curve.json")
 OVERLAY = """# @package _global_
 # Several values at once, for this run only: safetrain run experiment=mine
@@ -42,6 +42,7 @@ GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its 
 /data/*
 !/data/*.dvc
 !/data/example/
+!/data/preferences.jsonl
 /models/*
 !/models/*.dvc
 !/models/encyclopedia-3m/
@@ -173,7 +174,8 @@ def make_project(folder: Path, *, example: bool) -> None:
     for name, text in texts.items():
         write_text(folder / name, text)
     for name in folders:
-        shutil.copytree(shipped(name), folder / name)
+        copy = shutil.copytree if shipped(name).is_dir() else shutil.copyfile
+        copy(shipped(name), folder / name)
     write_record(folder / PROGRAM, _program(texts, example=example))
     remark = remark or _commit(folder, [*texts, ".dvc/.gitignore", str(PROGRAM), *folders])
     print_text(f"Made a project in {folder.resolve()}. {remark}".rstrip())

@@ -43,7 +43,8 @@ def main(config: Pipeline) -> None:
     limits = settings.max_new_tokens, settings.max_examples, ANSWERS * seconds
     examination = Examination(held_out, general, run, *limits, EvaluationProgress())
     with ending_at_once():
-        found = examination.measure(("base", base, None), ("tuned", base, paths.ADAPTERS))
+        start = Path(run.from_adapter) if run.from_adapter else None
+        found = examination.measure(("base", base, start), ("tuned", base, paths.ADAPTERS))
     adapter = fingerprint(paths.ADAPTERS)
     pair_loss = PairLoss(run.method, run.beta) if run.method in PAIRED else None
     evaluation = evaluation_of(

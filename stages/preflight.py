@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
-from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.adapter_files import start_of
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
@@ -36,8 +36,8 @@ def main(config: Pipeline) -> None:
     print_text(render(report))
     if report.exit_code:
         raise failure(report)
-    if machine is not None and config.train.from_adapter:
-        machine = replace(machine, from_adapter=fingerprint(Path(config.train.from_adapter)))
+    if machine is not None:
+        machine = replace(machine, from_adapter=start_of(config.train.from_adapter))
     if machine is not None and machine != previous:
         write_record(paths.MACHINE, machine)
 

@@ -78,7 +78,7 @@ def test_in_a_pipe_each_line_is_a_turn_and_only_answers_come_out(adapter: Path) 
 def test_questions_of_a_file_get_several_answers_each(adapter: Path, tmp_path: Path) -> None:
     file = tmp_path / "questions.csv"
     file.write_text(f"prompt,answer\n{QUESTION},Lisbon\n{OTHER},Lima\n")
-    words = "ask", str(file), "--jsonl", "--adapter", str(adapter), "--max-new-tokens", "8"
+    words = "ask", str(file), "--jsonl", "--adapter", str(adapter), "--max-new-tokens", "64"
     sampled = [json.loads(line) for line in run(*words, "--samples", "4").out.splitlines()]
     assert [(row["prompt"], row["answer"], len(row["answers"])) for row in sampled] == [
         (QUESTION, "Lisbon", 4), (OTHER, "Lima", 4),
@@ -86,10 +86,17 @@ def test_questions_of_a_file_get_several_answers_each(adapter: Path, tmp_path: P
     assert all(len(set(row["answers"])) > 1 for row in sampled)
     assert [json.loads(line) for line in run(*words, "--samples", "4").out.splitlines()] == sampled
     greedy = [json.loads(line)["answers"] for line in run(*words).out.splitlines()]
-    assert greedy == [expected(adapter, question, most=8) for question in (QUESTION, OTHER)]
+    assert greedy == [expected(adapter, question, most=64) for question in (QUESTION, OTHER)]
+    short = [json.loads(line)["answers"] for line in run(*words[:-1], "8").out.splitlines()]
+    assert short == [[], []], "an answer that was cut off is no candidate"
     file.write_text(f"question\n{QUESTION}\n")
-    with pytest.raises(DataError, match=r"no row with a prompt|no prompt(.*\n)*.*questions.csv"):
+    with pytest.raises(DataError, match=r"no row with a prompt(.*\n)*.*questions\.csv:2"):
         run(*words)
+    file.write_text(f"prompt\n{'long ' * 600}\n")
+    with pytest.raises(DataError, match="does not fit into the model's context"):
+        run(*words)
+    with pytest.raises(ConfigError, match="no such file"):
+        run("ask", "nowhere.jsonl", "--jsonl", "--adapter", str(adapter))
 
 
 def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:

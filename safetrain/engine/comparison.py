@@ -52,14 +52,14 @@ class Examination:
         """
         order = in_random_order(len(self.held_out.questions))[: self.max_questions]
         seconds = self.seconds / len(subjects) if self.max_questions is None else math.inf
-        measures, model = list[ModelMeasures](), None
+        measures, model, adapted = list[ModelMeasures](), None, False
         for name, folder, adapter in subjects:
             files = read_model_files(folder)
-            if model is None or adapter is None:
+            if model is None or adapter is None or adapted:
                 model = None
                 gc.collect()
                 model, limit_bytes = self._open(files)
-            if adapter is not None:
+            if adapted := adapter is not None:
                 apply_adapter(model, adapter)
             measures.append(self._measure(name, model, files, limit_bytes, order, seconds))
             order = list(measures[-1].answers)

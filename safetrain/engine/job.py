@@ -10,7 +10,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import starting_point, starting_shape
+from safetrain.core.records.adapter_files import start_of
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import (
@@ -80,13 +80,12 @@ def load_job(asked: TrainJob) -> Job:
     if asked.warmup_is_recommended:  # the plan may have been for a longer run
         updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
-    if settings.from_adapter is not None:
-        shape = starting_shape(settings.from_adapter, settings.method, base, files.fingerprint, files.num_layers)
-        if dataclasses.replace(shape, dropout=settings.lora.dropout) != settings.lora:
-            what = "The recommended configuration is for another train.from_adapter."
-            raise ConfigError(what, where=settings.from_adapter, do="run recommend_config with the same overrides")
-    start = starting_point(files.fingerprint, settings.from_adapter)
-    digests = start, rows.train_digest, rows.valid_digest
+    start = start_of(settings.from_adapter)
+    if asked.planned is not None and asked.planned.planned_adapter != start:
+        what = "The recommended configuration is for another train.from_adapter, or it has changed since."
+        do = "run preflight and recommend_config again, with the same overrides"
+        raise ConfigError(what, where=settings.from_adapter or "train.from_adapter=null", do=do)
+    digests = f"{files.fingerprint} {start}".strip(), rows.train_digest, rows.valid_digest
     identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
     job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files)
     if settings.max_steps is None:

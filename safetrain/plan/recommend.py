@@ -328,7 +328,7 @@ def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
     fed_tokens = fit.rows_per_update * min(fit.tokens, question.mean_tokens)
     least = min(updates, math.ceil(question.valid_tokens / fed_tokens / log) * log)
     reasons["warmup_steps"] = f"5 % of {updates:,} steps"
-    reasons["save_steps"] = f"every {interval} steps, about a tenth of the run: a crash costs at most that"
+    reasons["save_steps"] = f"every {counted(interval, 'step')}, about a tenth of the run: a crash costs at most that"
     reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
     if least > interval:
         reasons["eval_steps"] = (

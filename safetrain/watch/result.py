@@ -38,7 +38,10 @@ AGAIN = "fuse or export it again, into another folder"
 
 
 def describe_result(run: Run, command: str = "dvc repro") -> str:
-    """Describe the result for a terminal; ``command`` ran the pipeline. Raises ConfigError without an evaluated run."""
+    """Describe the result for a terminal; raises ConfigError without an evaluated run.
+
+    ``command`` ran the pipeline; empty if its overrides are not known.
+    """
     summary, scores = _measured(run)
     rows = rows_text(summary.train_rows, summary.method)
     headline = f"Trained {counted(summary.steps, 'step')} on {rows} in {duration_text(summary.elapsed_seconds)}."
@@ -93,7 +96,7 @@ def _next(sample: Sample | None, command: str, data: DataReport | None, method: 
     if command.endswith(" repro"):
         start = command.removesuffix("repro")
         lines += [(f"{start}exp run -S {change}", "another run"), (f"{start}exp show", "compare the runs")]
-    else:
+    elif command:
         lines.append((f"{command} {change}", "replaces these results"))
         lines += [("safetrain repro", "the same, kept by DVC")] if command.endswith(" run") else []
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):

@@ -56,6 +56,7 @@ def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(works
 
 def test_another_run_begins_with_the_adapter_of_the_last_one(workspace: Workspace) -> None:
     begin = (*TRAIN, "train.method=dpo", "train.max_steps=2")
+    first = workspace.json("evaluation.json")["preference"]
     done = workspace.run(*begin, "train.from_adapter=checkpoints_qlora/adapters")
     assert "train.from_adapter is in a folder that training replaces" in done.stdout + done.stderr
     shutil.copytree(workspace.folder / "checkpoints_qlora/adapters", workspace.folder / "adapters")
@@ -63,6 +64,9 @@ def test_another_run_begins_with_the_adapter_of_the_last_one(workspace: Workspac
     assert "lora.rank is set with train.from_adapter, which has its own" in done.stderr
     said = workspace.succeed(*begin, "train.from_adapter=adapters")
     assert ", beginning with adapters; " in said
+    second = workspace.json("evaluation.json")["preference"]
+    assert 0 < second["margin"] < first["margin"], "compared with the adapter that it began with"
+    assert workspace.json("training_summary.json")["base_valid_loss"] == pytest.approx(math.log(2), abs=1e-6)
     reasons, before = workspace.json("recommended_config.json")["reasons"], workspace.json("training_summary.json")
     assert reasons["lora.rank"] == "that of adapters"
     moved = (workspace.folder / "adapters").rename(workspace.folder / "moved")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 23_500,
+    "program lines": 23_520,
     "program tokens": 179_700,
     "program files": 115,
     "files under 60 lines": 7,

@@ -50,9 +50,9 @@ def fingerprint(adapter: Path) -> str:
         return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def starting_point(base_fingerprint: str, adapter: str | None) -> str:
-    """What training begins with: the hash of the base, and of train.from_adapter."""
-    return f"{base_fingerprint} {fingerprint(Path(adapter))}" if adapter else base_fingerprint
+def start_of(adapter: str | None) -> str:
+    """What decides the outputs of train.from_adapter, its weights and scale; empty without one. Raises ModelError."""
+    return f"{fingerprint(Path(adapter))} {lora_number(Path(adapter), 'scale'):g}" if adapter else ""
 
 
 def base_of(adapter: Path) -> Path:
@@ -76,10 +76,10 @@ def adapter_shape(adapter: Path, num_blocks: int) -> LoraSettings:
     config = _configuration(adapter)
     try:
         shape, layers = config.get("lora_parameters", {}), config["num_layers"]
-        layers = layers if layers > 0 else num_blocks  # -1 means all
+        layers = min(layers, num_blocks) if layers > 0 else num_blocks  # -1 means all
         targets = tuple(shape.get("keys") or (ALL_LINEAR,))
-        return LoraSettings(shape.get("rank", 1), shape.get("scale", LORA_DEFAULTS["scale"]), 0.0, layers, targets)
-    except (KeyError, TypeError, AttributeError) as error:
+        return LoraSettings(int(shape.get("rank", 1)), lora_number(adapter, "scale"), 0.0, layers, targets)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         do = "it must be an adapter of safetrain or mlx-lm"
         raise ModelError(f"The adapter's shape cannot be read: {error}", where=str(adapter), do=do) from None
 
@@ -91,13 +91,12 @@ def starting_shape(folder: str, method: str, base: Path, base_fingerprint: str, 
     """
     adapter = Path(folder)
     if adapter.resolve().is_relative_to(paths.OUTPUT.resolve()):
-        do = f"copy it: cp -r {folder} adapters, then train.from_adapter=adapters"
+        do = f"copy it: cp -r {folder} first_adapter, then train.from_adapter=first_adapter"
         raise ConfigError("train.from_adapter is in a folder that training replaces.", where=folder, do=do)
     require_base(adapter, base, base_fingerprint)
     kind, found = "dora" if method == "dora" else "lora", adapter_method(adapter)
     if found != kind:
-        do = f"set train.method={found}, or begin with another adapter"
-        what = "train.from_adapter is an adapter of another kind."
+        what, do = "train.from_adapter is an adapter of another kind.", "begin with another adapter"
         raise ConfigError(what, where=folder, expected=kind, got=found, do=do)
     return adapter_shape(adapter, num_blocks)
 
@@ -116,7 +115,7 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
             where=str(adapter),
             expected=f"a base model with fingerprint {trained_on}",
             got=f"fingerprint {base_fingerprint}, of {base}",
-            do="use --model to name the base it was trained on, or train again",
+            do="name the base that it was trained on (model.path, or --model), or train again",
         )
 
 

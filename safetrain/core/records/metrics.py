@@ -127,6 +127,7 @@ class RunShape:
     method: str = "lora"
     beta: float = 0.1
     stream_base: bool = False
+    from_adapter: str | None = None
 
     @property
     def most_tokens(self) -> int:

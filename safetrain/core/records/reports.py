@@ -90,7 +90,7 @@ class Machine:
     gemm_gflops: float = 0.0  # speed of a large float32 matrix product; 0: unknown
     compute_dtype: str | None = None  # float32 if faster than bfloat16; None: as the base is stored
     quantized_compute_dtype: str | None = None  # the same for a quantized base
-    from_adapter: str = ""  # hash of the weights in train.from_adapter: if they change, DVC plans and trains again
+    from_adapter: str = ""  # of train.from_adapter, weights and scale: if they change, DVC plans and trains again
 
     @property
     def memory_budget(self) -> MemoryBudget:

@@ -155,7 +155,7 @@ class Recommendation:
     planned_optimizer: str
     planned_model: str
     planned_backend: str
-    planned_adapter: str  # hash of the weights in train.from_adapter; empty: a new adapter
+    planned_adapter: str  # weights and scale of train.from_adapter, as a hash; empty: a new adapter
     reasons: dict[str, str]  # by key: train keys without a prefix, adapter keys as lora.rank
     predicted_peak_bytes: int
     mlx_limit_bytes: int  # value for mx.set_memory_limit
