@@ -21,7 +21,7 @@ CEILINGS = {
     "keys of params.yaml": 56,
     "test lines": 15_690,
     "benchmark, tool and recipe lines": 6_430,
-    "docs words": 22_600,
+    "docs words": 22_650,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
