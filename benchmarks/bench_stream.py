@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.machine import show_result, write_result
 from benchmarks.quantized_model import write_quantized_model
-from safetrain.core.memory.estimate import predicted_peak, setup_of, total_bytes
+from safetrain.core.memory.estimate import beyond_limit_bytes, predicted_peak, setup_of, total_bytes
 from safetrain.core.memory.terms import Shape
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings
@@ -58,18 +58,19 @@ def settings_of(folder: Path, mode: str) -> TrainSettings:
     )  # fmt: skip
 
 
-def predicted(folder: Path, mode: str, tokens: int) -> int:
-    """The peak of mlx's allocator by the closed form."""
+def predicted(folder: Path, mode: str, tokens: int) -> tuple[int, int]:
+    """The peak of mlx's allocator by the closed form, and the limit for it."""
     settings, files = settings_of(folder, mode), read_model_files(folder)
-    shape = Shape(1, tokens, False, tokens, tokens, tokens)
-    return total_bytes(predicted_peak(setup_of(files, settings, "cpu"), shape))
+    shape, setup = Shape(1, tokens, False, tokens, tokens, tokens), setup_of(files, settings, "cpu")
+    peak = total_bytes(predicted_peak(setup, shape))
+    return peak, peak - beyond_limit_bytes(setup, shape)
 
 
 def step(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     """Make one step in this process; with the base on disk under a hard limit."""
-    limit = predicted(folder, mode, tokens)
+    peak, limit = predicted(folder, mode, tokens)
     promised = PROMISED_GIB.get((name, tokens))
-    hard = limit + SPARE_BYTES if promised is None else int(promised * 2**30)
+    hard = peak + SPARE_BYTES if promised is None else int(promised * 2**30)
     if mode.startswith("disk"):
         limit_memory(hard)
     load_fast_blas()
@@ -115,7 +116,7 @@ def step(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     most = int(lines["VmHWM"].split()[0]) // 1024
     return {
         "bits": digest.hexdigest()[:12], "seconds": seconds, "cpu": cpu, "read": read / 2**30, "process": most,
-        "mlx": mx.get_peak_memory() / MIB, "predicted": limit / MIB, "limit": hard / MIB,
+        "mlx": mx.get_peak_memory() / MIB, "predicted": peak / MIB, "limit": hard / MIB,
     }  # fmt: skip
 
 

@@ -135,6 +135,17 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
     return with_factors(STREAMED, loss, backward, long_rows)
 
 
+def beyond_limit_bytes(run: Setup, shape: Shape) -> int:
+    """How far a step with long rows exceeds any memory limit, with the base on disk.
+
+    The limit is lower by as much; else mlx would compute ahead up to it, and exceed it by an allocation.
+    """
+    if not run.stream:
+        return 0
+    *others, long_rows = map(total_bytes, streamed_phases(run, shape))
+    return max(0, long_rows - max(others))
+
+
 def _parts_of_base(run: Setup) -> tuple[int, int]:
     """Bytes in memory of the largest block and of the head: half of the weights outside blocks, all if tied.
 
@@ -220,10 +231,12 @@ def memory_of_run(
         )
     require_computable(settings.compute_dtype, backend_name)
     terms = _terms(model, settings, largest, backend_name)
+    shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
+    beyond = beyond_limit_bytes(setup_of(model, settings, backend_name), shape)
     measured = planned.dry_run_peak_bytes if planned is not None else None
     if planned is None or measured is None or planned.stream_base != settings.stream_base:
         peak, needed = total_bytes(terms), with_margin(terms)
-        return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
+        return RunMemory(terms, peak, needed, mlx_limit_bytes(peak - beyond, budget))
     # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
     then = _terms(model, planned.planned_settings(settings), planned.largest_update, backend_name)
     exact_then, exact = (sum(term.size_bytes for term in each if term.exact) for each in (then, terms))
@@ -234,7 +247,7 @@ def memory_of_run(
         own = planned.own_order
         peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, measured)
         peak = min(peak, budget.mlx_bytes)
-    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
+    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak - beyond, budget))
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
