@@ -44,7 +44,7 @@ def main(config: Pipeline) -> None:
     examination = Examination(held_out, general, run, *limits, EvaluationProgress())
     with ending_at_once():
         start = Path(run.from_adapter) if run.from_adapter else None
-        found = examination.measure(("base", base, start), ("tuned", base, paths.ADAPTERS))
+        found = examination.measure(base, start, paths.ADAPTERS)
     adapter = fingerprint(paths.ADAPTERS)
     pair_loss = PairLoss(run.method, run.beta) if run.method in PAIRED else None
     evaluation = evaluation_of(

@@ -14,8 +14,6 @@ import mlx.core as mx
 
 from safetrain.core.memory.system import (
     DATA_BESIDE_BYTES,
-    PROCESS_BYTES,
-    budget_bytes,
     machine_room_bytes,
     read_memory,
 )
@@ -82,13 +80,6 @@ def set_limits(mlx_limit_bytes: int) -> None:
     most_wired = int(WIRED_SHARE * int(here.facts.get("max_recommended_working_set_size", 0)))
     if most_wired:  # Metal
         mx.set_wired_limit(min(most_wired, mlx_limit_bytes))
-
-
-def room_bytes() -> int:
-    """Memory that mlx may use now, in bytes."""
-    here = device()
-    name = "free_memory" if here.name == "cuda" else "max_recommended_working_set_size"
-    return max(0, budget_bytes(here.name, int(here.facts.get(name, 0)), read_memory()) - PROCESS_BYTES)
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:

@@ -30,7 +30,6 @@ CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next
 QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
 Answers = dict[int, list[int]]  # ids, by the question's number
-Subject = tuple[str, Path, Path | None]  # base or tuned, its folder, and an adapter for the model that is open
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,20 @@ class Examination:
     seconds: float  # for the answers of all models
     beat: Callable[[str, str, int, float], None]  # model, kind of work, total, done so far
 
-    def measure(self, *subjects: Subject) -> list[ModelMeasures]:
-        """Measure models one after the other; later models get only the questions that all earlier ones answered.
+    def measure(self, base: Path, start: Path | None, tuned: Path) -> list[ModelMeasures]:
+        """Measure the base, with the adapter ``start`` if given, then with ``tuned``, which gets no more questions.
 
         Raises TrainingError if a loss is not a number.
         """
         order = in_random_order(len(self.held_out.questions))[: self.max_questions]
-        seconds = self.seconds / len(subjects) if self.max_questions is None else math.inf
-        measures, model, adapted = list[ModelMeasures](), None, False
-        for name, folder, adapter in subjects:
-            files = read_model_files(folder)
-            if model is None or adapter is None or adapted:
+        seconds = self.seconds / 2 if self.max_questions is None else math.inf
+        measures, model, files = list[ModelMeasures](), None, read_model_files(base)
+        for name, adapter in (("base", start), ("tuned", tuned)):
+            if model is None or start is not None:  # an adapter needs a model without one
                 model = None
                 gc.collect()
                 model, limit_bytes = self._open(files)
-            if adapted := adapter is not None:
+            if adapter is not None:
                 apply_adapter(model, adapter)
             measures.append(self._measure(name, model, files, limit_bytes, order, seconds))
             order = list(measures[-1].answers)

@@ -10,7 +10,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import start_of
+from safetrain.core.records.adapter_files import start_of, starting_point
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import (
@@ -85,7 +85,7 @@ def load_job(asked: TrainJob) -> Job:
         what = "The recommended configuration is for another train.from_adapter, or it has changed since."
         do = "run preflight and recommend_config again, with the same overrides"
         raise ConfigError(what, where=settings.from_adapter or "train.from_adapter=null", do=do)
-    digests = f"{files.fingerprint} {start}".strip(), rows.train_digest, rows.valid_digest
+    digests = starting_point(files.fingerprint, start), rows.train_digest, rows.valid_digest
     identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
     job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files)
     if settings.max_steps is None:

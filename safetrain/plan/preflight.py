@@ -28,7 +28,7 @@ from safetrain.core.memory.system import (
 )
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import FAMILIES
-from safetrain.core.records.adapter_files import start_of
+from safetrain.core.records.adapter_files import start_of, starting_point
 from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
 from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
@@ -77,7 +77,7 @@ def examine(
     data, rows, data_check = _data(config, model)
     identity = None
     if model is not None and rows is not None:
-        start = f"{model.fingerprint} {start_of(train.from_adapter)}".strip()
+        start = starting_point(model.fingerprint, start_of(train.from_adapter))
         identity = RunIdentity(start, rows.train_digest, rows.valid_digest, "", order_fingerprint())
     checks = [*software_checks()]
     if machine is not None and probe is not None:

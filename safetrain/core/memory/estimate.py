@@ -230,15 +230,14 @@ def memory_of_run(
             expected=f"at most {model.max_positions} tokens",
         )
     require_computable(settings.compute_dtype, backend_name)
-    terms = _terms(model, settings, largest, backend_name)
-    shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
-    beyond = beyond_limit_bytes(setup_of(model, settings, backend_name), shape)
+    run = _largest_of(model, settings, largest, backend_name)
+    terms, beyond = predicted_peak(*run), beyond_limit_bytes(*run)
     measured = planned.dry_run_peak_bytes if planned is not None else None
     if planned is None or measured is None or planned.stream_base != settings.stream_base:
         peak, needed = total_bytes(terms), with_margin(terms)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak - beyond, budget))
     # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
-    then = _terms(model, planned.planned_settings(settings), planned.largest_update, backend_name)
+    then = predicted_peak(*_largest_of(model, planned.planned_settings(settings), planned.largest_update, backend_name))
     exact_then, exact = (sum(term.size_bytes for term in each if term.exact) for each in (then, terms))
     estimated_then, estimated = total_bytes(then) - exact_then, total_bytes(terms) - exact
     share = estimated / estimated_then if estimated_then else 1.0
@@ -261,11 +260,11 @@ def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpda
         raise does_not_fit(memory.terms, settings.batch_size, padded(largest.longest), budget, memory.needed_bytes)
 
 
-def _terms(
+def _largest_of(
     model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
-) -> tuple[MemoryTerm, ...]:
+) -> tuple[Setup, Shape]:
     shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
-    return predicted_peak(setup_of(model, settings, backend_name), shape)
+    return setup_of(model, settings, backend_name), shape
 
 
 def setup_of(model: ModelFiles, settings: TrainSettings, backend_name: str) -> Setup:

@@ -55,6 +55,11 @@ def start_of(adapter: str | None) -> str:
     return f"{fingerprint(Path(adapter))} {lora_number(Path(adapter), 'scale'):g}" if adapter else ""
 
 
+def starting_point(base_fingerprint: str, start: str) -> str:
+    """RunIdentity.base_model: the base's fingerprint, and ``start_of`` the first adapter."""
+    return f"{base_fingerprint} {start}".strip()
+
+
 def base_of(adapter: Path) -> Path:
     """Read the base model's folder from the adapter's configuration; raises ModelError."""
     return Path(_configuration(adapter).get("model", ""))
