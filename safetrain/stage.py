@@ -1,28 +1,47 @@
-"""A stage's configuration: schema, params.yaml, overlay and command line, composed by Hydra, then checked."""
+"""A stage's configuration: schema, params.yaml, overlay and command line, composed by Hydra, then checked.
+
+Hydra's own command line is not used: of Hydra 1.3.8 it does not start on Python 3.14 (hydra#3121), and a sweep would
+write all its results into one folder.
+"""
 
 import difflib
-import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
-import hydra
+import yaml
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
-from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
+from safetrain.core.formatting import in_hydra_quotes
+from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, is_text, keys_of
 from safetrain.core.signals import exit_code_of, handling, terminate
 from safetrain.core.storage.paths import shipped
 
 FILES = "params.yaml or an overlay in conf/experiment"
+COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes from
+NO_OVERLAY = (f"{OVERLAY}=null", f"{OVERLAY}=")
+HELP, SHOW = ("-h", "--help"), (["--cfg", "job"], ["-c", "job"], ["--cfg=job"])
+USAGE = """python -m stages.STAGE [KEY=VALUE …]
+
+Values come from params.yaml, whose comments give the allowed values; the current ones are below. dvc.yaml lists
+the keys that each stage reads. KEY=VALUE sets one for this run; experiment=minimal and experiment=smoke set several.
+--cfg job shows the values and runs nothing.
+
+Examples:
+  python -m stages.validate_data data.path=data/mine.csv 'data.columns={prompt: frage, completion: antwort}'
+  python -m stages.train experiment=smoke train.learning_rate=1e-4
+"""
 ConfigStore.instance().store(name="schema", node=Pipeline)
 
 
@@ -31,11 +50,10 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
 
     @wraps(function)
     def command() -> None:
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, so one place reports
         code = 0
         with handling({signal.SIGTERM: terminate}):
             try:
-                _compose_and_call(function)
+                _run(function, sys.argv[1:])
             except (SafetrainError, OSError, KeyboardInterrupt) as error:
                 code = exit_code_of(error)
         sys.exit(code)
@@ -43,27 +61,96 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
     return command
 
 
-def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
+def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
+    """Call ``function`` with the configuration, or show the configuration if ``words`` ask for that."""
+    options = [word for word in words if word.startswith("-")]
+    shows_help = bool(set(options) & set(HELP))
+    shows = next((show for show in SHOW if any(words[at : at + len(show)] == show for at in range(len(words)))), [])
+    if unknown := [word for word in options if word not in (*HELP, *shows)]:
+        raise _unknown_option(unknown[0])
+    overrides = [word for word in words if word not in (*options, *shows[1:])]
+    config = composed(overrides)
+    if shows_help or shows:
+        print((f"{USAGE}\n" if shows_help else "") + OmegaConf.to_yaml(config), end="")
+        return
+    function(to_pipeline(config))
+
+
+def _unknown_option(word: str) -> ConfigError:
+    do = "write KEY=VALUE; --help lists the keys"
+    if word in ("-m", "--multirun"):
+        do = "for several values: dvc exp run --queue -S train.seed=1,2, then dvc exp run --run-all"
+    return ConfigError(f"A stage has no option {word}.", where=COMMAND_LINE, do=do)
+
+
+def composed(words: Sequence[str]) -> DictConfig:
+    """The configuration of this folder with the overrides ``words``; raises ConfigError if it cannot be read."""
     if not Path("params.yaml").is_file():
         do = "go to the project's root, or make a project here: safetrain init"
         raise ConfigError("No params.yaml found.", where=str(Path.cwd()), do=do)
     conf = Path("conf") if Path("conf/config.yaml").is_file() else shipped("conf")
-    configs: list[DictConfig] = []  # several with Hydra's --multirun; run outside Hydra, which reports errors twice
-    compose = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")
+    overrides = [_for_hydra(word) for word in words if word not in NO_OVERLAY]
     try:
-        compose(configs.append)()
-        pipelines = [to_pipeline(config) for config in configs]
-    except YAMLError as error:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
+            return compose("config", overrides=overrides)
+    except yaml.YAMLError as error:
         raise broken_yaml(error) from None
     except (HydraException, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise config_error(error) from None
-    for pipeline in pipelines:
-        function(pipeline)
+
+
+def _for_hydra(word: str) -> str:
+    """An override in Hydra's grammar; raises ConfigError for an unknown key or several values.
+
+    A text, such as a path, is taken as it was typed. A list or mapping that Hydra cannot read is read as YAML.
+    """
+    key, sign, value = word.partition("=")
+    section, _, name = key.lstrip("+").rpartition(".")
+    if not sign or (name in keys_of("") and not section):
+        raise ConfigError(f"{word} sets no value.", where=COMMAND_LINE, expected="KEY=VALUE, e.g. train.seed=7")
+    if key != OVERLAY and not section.startswith("data.columns"):
+        if section not in keys_of(""):
+            raise _unknown_key("", section or name, COMMAND_LINE)
+        if name not in keys_of(section):
+            raise _unknown_key(section, name, COMMAND_LINE)
+    if is_text(section, name):
+        is_ready = value == "null" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\"")
+        return word if is_ready else f"{key}={in_hydra_quotes(value)}"
+    try:
+        is_sweep = OverridesParser.create().parse_override(word).is_sweep_override()
+    except HydraException:
+        return f"{key}={_in_hydra(_from_yaml(value))}" if value[:1] in ("{", "[") else word
+    if is_sweep:
+        do = "name one value; for several: dvc exp run --queue -S " + word
+        raise ConfigError(f"{key} has several values.", where=COMMAND_LINE, got=value, do=do)
+    return word
+
+
+def _from_yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        what = f"The configuration cannot be read: {str(error).splitlines()[0]}"
+        raise ConfigError(
+            what, where=COMMAND_LINE, got=text, do="quote the texts in it, e.g. '{prompt: \"my column\"}'"
+        ) from None
+
+
+def _in_hydra(value: Any) -> str:
+    """A value from YAML in Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_in_hydra(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_in_hydra, value)) + "]"
+    return in_hydra_quotes(value) if isinstance(value, str) else yaml.safe_dump(value).split("\n")[0]
 
 
 def to_pipeline(config: DictConfig) -> Pipeline:
     """Convert to the schema's dataclasses and check ranges; raises ConfigError."""
-    pipeline = OmegaConf.to_object(config)
+    try:
+        pipeline = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:  # a key without a value
+        raise config_error(error) from None
     if not isinstance(pipeline, Pipeline):
         raise ConfigError("The configuration does not follow the schema.", where="conf/config.yaml")
     check_ranges(pipeline)
@@ -90,7 +177,7 @@ def config_error(error: Exception) -> ConfigError:
         value_match = re.search(r"Value '(?P<one>.*)' of type|Invalid (?:value|type) assigned: (?P<other>.*)", text)
         value = (value_match["one"] or value_match["other"] or "") if value_match else ""
         return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
-    return _unknown_key(section, key, "the command line" if "Could not override" in text else FILES)
+    return _unknown_key(section, key, COMMAND_LINE if "Could not override" in text else FILES)
 
 
 def _unknown_key(section: str, key: str, where: str) -> ConfigError:

@@ -68,8 +68,13 @@ def override(key: str, value: object) -> str:
     text = str(value)
     if PLAIN_OVERRIDE.fullmatch(text):
         return f"{key}={text}"
+    return shlex.quote(f"{key}={in_hydra_quotes(text)}")
+
+
+def in_hydra_quotes(text: str) -> str:
+    """A text in quotes for Hydra's grammar, with its quotes, backslashes and dollars escaped."""
     text = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
-    return shlex.quote(f'{key}="' + text.replace("${", r"\${") + '"')
+    return '"' + text.replace("${", r"\${") + '"'
 
 
 def dvc() -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from safetrain.core import formatting
+from safetrain.stage import composed, to_pipeline
 from tests.conftest import ROOT, chat
 from tests.pipeline.workspace import SMALL, Workspace
 
@@ -33,6 +35,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     ("model.path=", "model.path is empty"),
     ("experiment=nosuch", "Could not find 'experiment/nosuch'|minimal|smoke"),
     ("train.seed=[1", "The configuration cannot be read"),
+    ("+train.learning_rat=1", "Unknown key train.learning_rat: did you mean train.learning_rate?"),
+    ("++foo.bar=1", "Unknown key foo.|one of model, data, train"),
+    ("hydra.run.dir=x", "Unknown key hydra."),
+    ("data=null", "data=null sets no value.|KEY=VALUE"),
+    ("~train.seed", "~train.seed sets no value."),
+    ("train.seed=1,2", "train.seed has several values.|dvc exp run --queue -S train.seed=1,2"),
+    ("--multirun", "A stage has no option --multirun.|dvc exp run --queue"),
+    ("--config-dir=x", "A stage has no option --config-dir=x."),
 ])  # fmt: skip
 def test_a_wrong_override_stops_the_first_stage(workspace: Workspace, override: str, says: str) -> None:
     done = workspace.stage("validate_data", override)
@@ -50,6 +60,24 @@ def test_help_shows_the_keys_with_their_values_and_examples_that_run(workspace: 
     for example in (first, second):
         words = shlex.split(example)
         assert workspace.stage(words[2].removeprefix("stages."), *words[3:], "--cfg", "job").returncode == 0
+
+
+NAMES = ("data/train (1).jsonl", "a=b,[c]", 'data/días/$x\'s "y".csv', "data/x y\\\\", "-1", "#1 {a}", "data/100 % ~")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_is_taken_as_it_is_typed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = to_pipeline(composed([f"data.path={name}", f"model.path={name}", f"train.from_adapter={name}"]))
+    assert (found.data.path, found.model.path, found.train.from_adapter) == (name, name, name)
+    pasted = shlex.split(formatting.override("data.path", name))  # as our own messages quote it
+    assert to_pipeline(composed(pasted)).data.path == name
+
+
+def test_columns_with_accents_and_brackets_and_an_overlay_of_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = composed(["data.columns={prompt: Frage (DE), completion: Lösung}", "experiment=null"])
+    assert found.data.columns == {"prompt": "Frage (DE)", "completion": "Lösung"}
 
 
 @pytest.mark.parametrize(("old", "new", "says"), [

@@ -203,6 +203,11 @@ def _is_optional(key: dataclasses.Field[Any]) -> bool:
     return "None" in str(key.type)
 
 
+def is_text(section: str, key: str) -> bool:
+    """Whether the key's value is one text, such as a path."""
+    return any(field.name == key and field.type in (str, str | None) for field in _fields_of(section))
+
+
 def describe_allowed(section: str, key: str) -> str:
     """The values that a key accepts, in words: ``a whole number, at least 1 and at most 1024, or null``."""
     found = next((field for field in _fields_of(section) if field.name == key), None)
