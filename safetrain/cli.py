@@ -16,8 +16,9 @@ from safetrain.cli_plan import create, estimate, info, preflight, selftest, vali
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
+from safetrain.core.results import settle
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
-from safetrain.project import cache, init, update
+from safetrain.project import PARAMS, cache, init, update
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 HANDED_ON = {"ignore_unknown_options": True}  # options for Hydra, such as --cfg, and for DVC
@@ -40,6 +41,8 @@ class Commands(TyperGroup):
         """Run the command, and flush its output."""
         try:
             try:
+                if PARAMS.is_file():
+                    settle()  # a command that was killed may have left results to put back
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()

@@ -18,6 +18,7 @@ from safetrain.core.storage.files import require_new
 
 if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
+    from safetrain.engine.model import BaseModel
     from safetrain.engine.tuned import ExportJob
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
@@ -244,11 +245,18 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     from safetrain.core.memory.system import host_room_bytes, read_memory
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
+    from safetrain.core.results import adapter_to_use
+    from safetrain.core.run_folder import read_run
+    from safetrain.watch.result import unmeasured
 
+    remark = unmeasured(read_run()) if adapter == paths.ADAPTERS and not base else ""
+    adapter = adapter_to_use(adapter)
     folder = model or base_of(adapter)
     files = read_model_files(folder)
     if not base:
         require_base(adapter, folder, files.fingerprint)
+    if remark:
+        print_text(remark, sys.stderr)
     tokenizer = ChatTokenizer(folder)
     prompts = Prompts(tokenizer, read_prompt_format(folder if base else adapter))
     if system and not prompts.writes_system(system):
@@ -279,9 +287,7 @@ def ask(
     documents continues the text. With --jsonl, QUESTION is a file of rows, each with a prompt; answers that reach
     --max-new-tokens are left out.
     """
-    from safetrain.core.run_folder import read_run
     from safetrain.engine.cpu.blas import load_fast_blas
-    from safetrain.watch.result import unmeasured
 
     if not question.strip():
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
@@ -290,17 +296,14 @@ def ask(
     rows = list(_prompts_in(Path(question))) if jsonl else [{"prompt": question}]
     asked = _asked(model, adapter, None, base=False)
     prompts = [_prompt_of(row, asked) for row in rows]
-    remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
-    if remark:
-        print_text(remark, sys.stderr)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import apply_adapter, open_tuned
 
     opened, temperature = open_tuned(asked.folder, None, stream=asked.stream), 1.0 if samples else 0.0
     for label in ("base:  ", "tuned: ") if base else ("",):
-        if label != "base:  ":
-            apply_adapter(opened, adapter)
+        if label != "base:  " and asked.adapter is not None:
+            apply_adapter(opened, asked.adapter)
         speaker = Conversation(opened, asked.prompts.stop_ids, asked.context, max_new_tokens, temperature, seed=0)
         for row, prompt in zip(rows, prompts, strict=True):
             answers = list[str]()
@@ -366,7 +369,10 @@ def chat(
 
     sampling = max_new_tokens, temperature, top_p, seed
     folder, tuned, stream = asked.folder, asked.adapter, asked.stream
-    opened = open_both(folder, adapter, stream=stream) if compare else (open_tuned(folder, tuned, stream=stream),)
+    if compare and tuned is not None:
+        opened: tuple[BaseModel, ...] = open_both(folder, tuned, stream=stream)
+    else:
+        opened = (open_tuned(folder, tuned, stream=stream),)
     sides = [
         Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, *sampling))
         for label, each in zip(("base", "tuned") if compare else ("",), opened, strict=True)

@@ -130,7 +130,8 @@ def result(
     run, config = read_run(), params()
     own = run.summary and run.data and (run.summary.method, run.summary.base_model, run.data.source)
     by_file = own == tuple(OmegaConf.select(config, key) for key in ("train.method", "model.path", "data.path"))
-    print_text(results.describe_result(run, ran_by() if by_file or RUN in os.environ else ""))
+    pinned = {} if RUN in os.environ else dict(config.get("train") or {})
+    print_text(results.describe_result(run, ran_by() if by_file or RUN in os.environ else "", pinned))
 
 
 def diagnose(

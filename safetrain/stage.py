@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
 from safetrain.core.formatting import in_hydra_quotes
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, is_text, keys_of
+from safetrain.core.results import settle
 from safetrain.core.signals import exit_code_of, handling, terminate
 from safetrain.core.storage.paths import shipped
 
@@ -53,7 +54,9 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
         code = 0
         with handling({signal.SIGTERM: terminate}):
             try:
+                settle()  # DVC has deleted this stage's last result
                 _run(function, sys.argv[1:])
+                settle()
             except (SafetrainError, OSError, KeyboardInterrupt) as error:
                 code = exit_code_of(error)
         sys.exit(code)

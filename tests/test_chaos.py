@@ -17,7 +17,7 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
     ("rename", 1, "entry", signal.SIGBUS, False),
     ("update", 6, "exit", signal.SIGINT, False),
     ("open adapter", 1, "exit", signal.SIGSEGV, False),
-    ("mark finished", 1, "entry", signal.SIGKILL, False),
+    ("replace results", 1, "entry", signal.SIGKILL, False),
 )
 
 

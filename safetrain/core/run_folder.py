@@ -4,6 +4,7 @@ Reading takes no lock and changes nothing. Missing and unreadable records are No
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import time
@@ -25,7 +26,7 @@ from safetrain.core.records.run_state import Checkpoint, PostMortem, RunState, c
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json
-from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, UNFINISHED
 
 Kind = TypeVar("Kind")
 
@@ -68,6 +69,7 @@ class Run:
     read_at_seconds: float = 0.0  # wall clock
     read_at_monotonic_seconds: float = 0.0
     unreadable: tuple[tuple[str, str], ...] = ()  # file, reason
+    newer_step: int | None = None  # reached by a newer, unfinished run, if this one is finished
 
     @property
     def settings(self) -> TrainSettings | None:
@@ -75,6 +77,16 @@ class Run:
         if self.summary is None and self.job is not None and (self.steps or self.postmortem):
             return self.job.settings
         return self.summary
+
+    @property
+    def newer_run(self) -> str:
+        """A remark that these are not the results of the newest run; empty if they are."""
+        if self.newer_step is None:
+            return ""
+        return (
+            f"This is the last finished run. A newer run is unfinished, at step {self.newer_step:,}: the command that "
+            "started it continues it, 'safetrain monitor --once' shows it."
+        )
 
     @property
     def is_running(self) -> bool:
@@ -115,46 +127,64 @@ class RunReader:
         except OSError:
             return ""
 
-    def read(self) -> Run:
-        """Read the current state of the run. Raises OSError if the disk fails."""
+    def read(self, *, finished: bool = False) -> Run:
+        """Read the current state of the run, or with ``finished`` of the last finished one. Raises OSError.
+
+        Without a finished run, ``finished`` also reads the current one.
+        """
         self._unreadable = []
-        recorder = read_flight(self.output / FLIGHT / RECORDER)
-        header, flight = recorder.header, tuple(recorder.records)
+        has_newer, live = (self.output / UNFINISHED).is_dir(), f"{UNFINISHED}/{paths.METRICS_CSV.name}"
+        newer = self._steps(live) if has_newer else ()
+        shows_newer = has_newer and not (finished and (self.output / paths.SUMMARY.name).is_file())
+        run = Run(
+            data=self._record(paths.DATA_REPORT.name, DataReport),
+            machine=self._record(paths.MACHINE.name, Machine),
+            plan=self._record(paths.RECOMMENDED_CONFIG.name, Recommendation),
+            read_at_seconds=time.time(),
+            read_at_monotonic_seconds=time.monotonic(),
+            **({"steps": newer} if shows_newer else self._results()),
+        )
+        if has_newer and not shows_newer:
+            run = dataclasses.replace(run, newer_step=newer[-1].step if newer else 0)
+        else:
+            run = dataclasses.replace(run, **self._progress(run.summary))
+        return dataclasses.replace(run, unreadable=tuple(self._unreadable))
+
+    def _results(self) -> dict[str, Any]:
+        """Read what a finished run left."""
         summary = self._record(paths.SUMMARY.name, TrainingSummary)
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
         stale = evaluation is not None and (summary is None or self.adapter() != evaluation.adapter)
+        steps = self._steps(paths.METRICS_CSV.name)
+        evaluation = None if stale else evaluation
+        return {"steps": steps, "summary": summary, "evaluation": evaluation, "has_stale_evaluation": stale}
+
+    def _progress(self, summary: TrainingSummary | None) -> dict[str, Any]:
+        """Read what the newest training process left, and find its processes; ``summary`` is of its run, or None."""
+        recorder = read_flight(self.output / FLIGHT / RECORDER)
+        header, flight = recorder.header, tuple(recorder.records)
         marker = self._record(f"{FLIGHT}/{MARKER}", RunMarker)
         job = self._record(f"{FLIGHT}/{JOB}", TrainJob)
         journal = parse_journal(self.file(f"{FLIGHT}/{JOURNAL}") or b"")
         if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
             job, journal, header, flight = None, (), None, ()
-        return Run(
-            data=self._record(paths.DATA_REPORT.name, DataReport),
-            machine=self._record(paths.MACHINE.name, Machine),
-            plan=self._record(paths.RECOMMENDED_CONFIG.name, Recommendation),
-            job=job,
-            state=self._record(POINTER, RunState),
-            steps=self._steps(),
-            summary=summary,
-            evaluation=None if stale else evaluation,
-            has_stale_evaluation=stale,
-            postmortem=self._record(POSTMORTEM, PostMortem),
-            journal=journal,
-            checkpoint=next(iter(checkpoints_in(self.output)), None),
-            marker=marker,
-            header=header,
-            flight=flight,
-            read_at_seconds=time.time(),
-            read_at_monotonic_seconds=time.monotonic(),
-            unreadable=tuple(self._unreadable),
+        return {
+            "job": job,
+            "state": self._record(POINTER, RunState),
+            "postmortem": self._record(POSTMORTEM, PostMortem),
+            "journal": journal,
+            "checkpoint": next(iter(checkpoints_in(self.output)), None),
+            "marker": marker,
+            "header": header,
+            "flight": flight,
             **_processes(self.output, header),
-        )
+        }
 
-    def _steps(self) -> tuple[StepRecord, ...]:
+    def _steps(self, name: str) -> tuple[StepRecord, ...]:
         try:
-            return tuple(parse_csv((self.file(paths.METRICS_CSV.name) or b"").decode("utf-8", "replace")))
+            return tuple(parse_csv((self.file(name) or b"").decode("utf-8", "replace")))
         except ValueError as error:
-            self._unreadable.append((str(paths.METRICS_CSV), str(error)))
+            self._unreadable.append((str(paths.OUTPUT / name), str(error)))
             return ()
 
     def _record(self, name: str, kind: type[Kind]) -> Kind | None:
@@ -175,8 +205,8 @@ def _fingerprint(folder: Path, _time: int, _size: int) -> str:
 
 
 def read_run(output: Path = paths.OUTPUT) -> Run:
-    """Read the current state of a folder's run."""
-    return RunReader(output).read()
+    """Read the last finished run of a folder; the current one if none has finished."""
+    return RunReader(output).read(finished=True)
 
 
 def living_process(pid: int) -> psutil.Process | None:

@@ -37,7 +37,7 @@ class Job(TrainJob):
     identity: RunIdentity
     files: ModelFiles
     output: Path = paths.OUTPUT  # checkpoints and training_state.json
-    adapters: Path = paths.ADAPTERS  # the best adapter so far
+    adapters: Path = paths.BEST_ADAPTER  # the best adapter so far
 
     @property
     def base_folder(self) -> Path:

@@ -20,6 +20,7 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
 from safetrain.core.records.schema import DPO, PRETRAIN
 from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
+from safetrain.core.storage.paths import UNFINISHED
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device, set_limits
 from safetrain.engine.batches import BatchLayout, MicroBatch, training_layout
@@ -147,7 +148,8 @@ def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: boo
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watcher) -> TrainState:
     """Load the unfinished run's state, or remove what older runs left and start with a fresh one."""
-    remove_half_written(job.output)
+    for folder in (job.output, job.output / UNFINISHED):
+        remove_half_written(folder)
     state = load_checkpoint(job, model, optimizer, watcher.say)
     if state is None:
         discard_run(job.output)
@@ -157,7 +159,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watch
     size, do = max(1, more) * checkpoint_bytes(model, optimizer), "free some space, or lower train.keep_checkpoints"
     require_room(job.output, size, what, do)
     best = best_file(job, state)
-    if best is not None:  # DVC removes a stage's outputs before it runs it again
+    if best is not None and best.parent != job.adapters:  # only a checkpoint has it
         write_or_wait(job.output, watcher, best.stat().st_size, state.step, lambda: save_best(job, model, best))
     return state
 

@@ -167,9 +167,3 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
             do=f"undo the difference to continue that run, or {START_OVER}; then run the same command again",
         )
     return state, longer
-
-
-def mark_finished(job: Job, step: int) -> None:
-    """Mark the run as finished, after its results are written: the same command then trains again from the start."""
-    pointer = read_run_state(job.output)
-    write_run_state(job.output, RunState(True, pointer.checkpoint if pointer else "", step, job.identity))

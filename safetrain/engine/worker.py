@@ -24,10 +24,11 @@ from safetrain.core.records.metrics import (
     start_csv,
 )
 from safetrain.core.records.settings import TrainJob
+from safetrain.core.results import publish
 from safetrain.core.signals import StopRequest, stop_on_signal, told_of
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, read_record, with_traceback, write_record
-from safetrain.core.storage.paths import JOB, RECORDER, rank_folder
+from safetrain.core.storage.paths import JOB, RECORDER, UNFINISHED, rank_folder
 from safetrain.engine.child_process import limit_memory, set_up_child
 from safetrain.engine.cpu.blas import Blas, load_fast_blas
 from safetrain.engine.job import Job, describe, load_job, memory_of
@@ -99,7 +100,6 @@ def _train(
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.ranks import ALONE, facts_of
-        from safetrain.engine.state import mark_finished
         from safetrain.engine.training import train
         from safetrain.engine.tuned import prove
     ranks = ranks or ALONE
@@ -116,9 +116,10 @@ def _train(
     proof = prove(job, result.tuned, watcher, metrics.steps)
     watcher.say(describe_proof(proof))
     with recorder.phase(Phase.FINISH):
-        write_record(paths.METRICS_JSON, metrics)
-        write_record(paths.SUMMARY, _summary(job, result, proof, memory.peak_bytes, blas.name))
-        mark_finished(job, metrics.steps)
+        write_record(job.output / UNFINISHED / paths.METRICS_JSON.name, metrics)
+        summary = _summary(job, result, proof, memory.peak_bytes, blas.name)
+        write_record(job.output / UNFINISHED / paths.SUMMARY.name, summary)  # the last: the results are complete
+        publish(job.output)
     pipe.send(Finished(metrics.steps))
 
 
@@ -126,16 +127,17 @@ def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -
     """A watcher that passes a run's reports on to the metrics file and the supervisor."""
     from safetrain.engine.run import Watcher
 
+    metrics = job.output / UNFINISHED / paths.METRICS_CSV.name
+
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:
-        for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
-            stale.unlink(missing_ok=True)
-        start_csv(paths.METRICS_CSV, records)
+        metrics.with_name(paths.SUMMARY.name).unlink(missing_ok=True)
+        start_csv(metrics, records)
         words, bits = describe(job, recorder.predicted_peak_bytes), job.bits_per_byte_of_nat
         passes = proof_passes(job.tokens, job.valid.tokens)
         pipe.send(Begun(job.updates, resumed_from_step, words, job.settings.eval_steps, passes, bits))
 
     def record(records: list[StepRecord]) -> None:
-        append_csv(paths.METRICS_CSV, records[-1])
+        append_csv(metrics, records[-1])
         pipe.send(records[-1])
 
     return Watcher(begin, record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text)))

@@ -24,9 +24,9 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.run_state import PostMortem, describe, describe_rank, is_finished
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import LargestUpdate, Rung, TrainJob, TrainSettings
-from safetrain.core.storage import paths
+from safetrain.core.results import is_complete, publish
 from safetrain.core.storage.files import read_or_none, write_record
-from safetrain.core.storage.paths import JOB, JOURNAL, LADDER
+from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
 from safetrain.guard.process import Ending, WatchSettings, limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
@@ -141,7 +141,9 @@ def _is_complete(output: Path, ending: Ending) -> bool:
     """Whether the training is complete, even if the process died right after writing its results."""
     if ending.finished is not None:
         return True
-    return ending.began and is_finished(output) and (output / paths.SUMMARY.name).is_file()
+    if ending.began and is_complete(output):
+        publish(output)
+    return ending.began and is_finished(output) and not (output / UNFINISHED).exists()
 
 
 def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:

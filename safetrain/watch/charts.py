@@ -14,7 +14,7 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.schema import PAIRED
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run
-from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.files import write_folder
 
 CURVES = {  # title, unit and field of StepRecord by the name of the picture
     "accuracy": ("Pairs whose chosen answer is preferred", "share of the validation pairs", "valid_accuracy"),
@@ -22,7 +22,6 @@ CURVES = {  # title, unit and field of StepRecord by the name of the picture
     "speed": ("Speed", "labels per second", "labels_per_second"),
     "gradient_norm": ("Gradient norm before clipping", "", "grad_norm"),
 }
-NAMES = ("loss", "memory_usage", *CURVES)
 TEXT, DIM, LINE = "#1b1f24", "#5a6370", "#d6dae0"
 BLUE, ORANGE, GREEN = "#0b66b0", "#c2570c", "#0a7a55"
 STYLE: Any = {
@@ -56,13 +55,13 @@ def pictures(run: Run) -> dict[str, bytes]:
 
 
 def write_pictures(drawn: Mapping[str, bytes], folder: Path) -> None:
-    """Write each picture as a PNG file, and remove the pictures that only an earlier run had."""
-    for name in NAMES:
-        path = folder / f"{name}.png"
-        if name in drawn:
-            write_atomic(path, partial(Path.write_bytes, data=drawn[name]))
-        else:
-            path.unlink(missing_ok=True)
+    """Replace the folder of an earlier run's pictures by one with a PNG file for each picture."""
+
+    def write(temporary: Path) -> None:
+        for name, content in drawn.items():
+            (temporary / f"{name}.png").write_bytes(content)
+
+    write_folder(folder, write)
 
 
 def points_of(steps: Sequence[StepRecord], field: str) -> Points:

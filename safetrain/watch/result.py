@@ -6,7 +6,9 @@ The card has no rows, and no paths on this machine.
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path, PurePath
+from types import MappingProxyType
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text, dvc, size_text
@@ -26,7 +28,7 @@ from safetrain.core.records.evaluation import (
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
 from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
-from safetrain.core.records.settings import rows_text
+from safetrain.core.records.settings import MEMORY_ONLY, rows_text
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
@@ -37,15 +39,15 @@ CARD = "README.md"
 AGAIN = "fuse or export it again, into another folder"
 
 
-def describe_result(run: Run, command: str = "dvc repro") -> str:
+def describe_result(run: Run, command: str = "dvc repro", pinned: Mapping[str, object] = MappingProxyType({})) -> str:
     """Describe the result for a terminal; raises ConfigError without an evaluated run.
 
-    ``command`` ran the pipeline; empty if its overrides are not known.
+    ``command`` ran the pipeline; empty if its overrides are not known. ``pinned``: the train section of params.yaml.
     """
     summary, scores = _measured(run)
     rows = rows_text(summary.train_rows, summary.method)
     headline = f"Trained {counted(summary.steps, 'step')} on {rows} in {duration_text(summary.elapsed_seconds)}."
-    lines = ["", headline, *describe_evaluation(scores)]
+    lines = ["", headline, *filter(None, [run.newer_run, _other_values(summary, pinned)]), *describe_evaluation(scores)]
     if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
@@ -63,9 +65,19 @@ def gate(run: Run, thresholds: Gate) -> Verdict:
 
 def unmeasured(run: Run) -> str:
     """Why the adapter's quality is unknown, in a line; empty if it was evaluated."""
-    if run.state is not None and not run.state.finished:
-        return "the training is not finished: this is its best adapter so far, or the adapter of the previous run"
+    if run.newer_run:
+        return run.newer_run
+    if run.summary is None and run.steps:
+        return "the training is not finished: this is its best adapter so far"
     return "" if run.evaluation is not None else f"this adapter has not been evaluated: '{MEASURE}' measures it"
+
+
+def _other_values(summary: TrainingSummary, pinned: Mapping[str, object]) -> str:
+    """Which values of params.yaml the run did not have, in a line; empty if none."""
+    own = {key: value for key, value in vars(summary).items() if key not in MEMORY_ONLY}  # these may fall on their own
+    other = [key for key, value in pinned.items() if value is not None and own.get(key, value) != value]
+    texts = [f"{key} {own[key]} (params.yaml: {pinned[key]})" for key in other]
+    return f"This run had other values than params.yaml has now: {', '.join(texts)}." if texts else ""
 
 
 def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:

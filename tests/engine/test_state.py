@@ -20,7 +20,14 @@ import pytest
 
 from safetrain.core.errors import DiskFullError, InterruptedRun, TrainingError
 from safetrain.core.recorder import Phase, Recorder, read_flight
-from safetrain.core.records.run_state import MANIFEST, RunIdentity, checkpoints_in, write_manifest
+from safetrain.core.records.run_state import (
+    MANIFEST,
+    RunIdentity,
+    checkpoints_in,
+    read_run_state,
+    write_manifest,
+    write_run_state,
+)
 from safetrain.core.records.settings import identity_of
 from safetrain.core.storage.paths import POINTER
 from safetrain.engine import run as run_module
@@ -28,7 +35,6 @@ from safetrain.engine import state
 from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.run import Watcher, open_run
-from safetrain.engine.state import mark_finished
 from safetrain.engine.training import Result
 from safetrain.engine.update import prepare
 from safetrain.engine.weight_files import save_arrays
@@ -140,11 +146,18 @@ def test_a_lost_pointer_loses_nothing(base: Path, unbroken: Path, broken: Path, 
     assert same(final_state(broken), final_state(unbroken))
 
 
+def finished(job: Job) -> None:
+    """Call the run finished, as replacing the last results does."""
+    state = read_run_state(job.output)
+    assert state is not None
+    write_run_state(job.output, dataclasses.replace(state, finished=True))
+
+
 def test_a_longer_run_goes_on_from_a_finished_one(base: Path, tmp_path: Path) -> None:
     """With another warm-up and other times to validate, as a longer run is recommended to have."""
     job = job_of(tmp_path, base)
     first = run(job)
-    mark_finished(job, first.metrics.steps)
+    finished(job)
     longer = job_of(tmp_path, base, num_epochs=4, warmup_steps=3, eval_steps=4)
     result, said = telling(longer)
     assert (result.state.resumed_from_step, result.metrics.steps) == (STEPS, LONGER)
@@ -195,7 +208,8 @@ def test_another_run_is_refused_by_name_and_the_first_is_not_lost(base: Path, un
 def test_a_finished_run_is_not_in_the_way(base: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     shutil.copytree(unbroken, tmp_path / "done")
     job = job_of(tmp_path / "done", base)
-    mark_finished(job, run(job).metrics.steps)
+    run(job)
+    finished(job)
     again = job_of(job.output, base, **changed)
     short = dataclasses.replace(again.settings, max_steps=2)
     assert run(dataclasses.replace(again, settings=short)).metrics.steps == 2

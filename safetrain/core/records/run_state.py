@@ -169,7 +169,7 @@ def remove_half_written(output: Path) -> None:
 
 
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:
-    """Remove the state files, all checkpoints, reports of bad updates, and a killed process's temporary files.
+    """Remove all checkpoints, unfinished results, state files, reports of bad updates, and half-written files.
 
     Returns the number of checkpoints. Damaged ones stay for inspection, unless ``damaged_too``.
     """
@@ -179,7 +179,8 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     checkpoints = list(output.glob(paths.CHECKPOINTS))
     for folder in [*checkpoints, *(output.glob(paths.DAMAGED + paths.CHECKPOINTS) if damaged_too else ())]:
         shutil.rmtree(folder)
-    shutil.rmtree(output / paths.BAD_UPDATES, ignore_errors=True)
+    for name in (paths.BAD_UPDATES, paths.UNFINISHED):
+        shutil.rmtree(output / name, ignore_errors=True)
     return len(checkpoints)
 
 

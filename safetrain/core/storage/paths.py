@@ -16,6 +16,8 @@ EVALUATION = OUTPUT / "evaluation.json"
 PLOTS = OUTPUT / "plots"
 REPORT = OUTPUT / "report.html"
 # Names in the run's folder
+UNFINISHED, KEPT = "unfinished", "last_result"  # a run's own results until it finishes; links to finished ones
+BEST_ADAPTER = OUTPUT / UNFINISHED / ADAPTERS.name
 POINTER = "training_state.json"
 CHECKPOINTS = "checkpoint_epoch_*_step_*"
 BAD_UPDATES = "bad_updates"

@@ -38,7 +38,7 @@ SITES = (
     Site("open adapter", "safetrain.engine.tuned", "adapt_for_a_consumer", "load model"),
     Site("check adapter", "safetrain.engine.tuned", "TunedModel.likeness_of", "verify"),
     Site("write metrics", "safetrain.core.storage.files", "write_record", "finish"),
-    Site("mark finished", STATE, "mark_finished", "finish"),
+    Site("replace results", "safetrain.core.results", "publish", "finish"),
 )
 OF_RANKS = (  # where there are several
     Site("sum", "safetrain.engine.ranks", "mx.distributed.all_sum", "exchange", 9),

@@ -1,0 +1,119 @@
+"""The last finished result, which outlives whatever comes after it.
+
+DVC deletes a stage's outs before the stage starts, and a stage may then be refused, fail or be killed. So each finished
+result also lies in last_result, as hard links, from where the next stage or command puts back what is missing. Training
+writes into unfinished; its outs replace the last result when all of them are complete.
+"""
+
+import os
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from safetrain.core.lock import is_locked
+from safetrain.core.records.run_state import read_run_state, write_run_state
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import DISK_FULL, write_atomic, write_folder
+
+TRAINED = tuple(path.name for path in (paths.ADAPTERS, paths.METRICS_CSV, paths.METRICS_JSON, paths.SUMMARY))
+# Outs that describe each other, one entry for each stage: they are kept and put back together.
+RESULTS = (
+    (paths.DATA_REPORT.name,),
+    (paths.RECOMMENDED_CONFIG.name,),
+    TRAINED,
+    (paths.EVALUATION.name,),
+    (paths.PLOTS.name, paths.REPORT.name),
+)
+
+
+def settle(output: Path = paths.OUTPUT) -> None:
+    """Finish an interrupted replacement, put back results that are missing, and keep those that are new.
+
+    On a full disk, what is missing waits for the next call. Raises OSError for a failing disk.
+    """
+    if not output.is_dir():
+        return
+    try:
+        if is_complete(output) and not is_locked(output):
+            publish(output)
+        for names in RESULTS:
+            _settle(output, names)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"warning: the disk is full, so the last result stays in {output / paths.KEPT}", file=sys.stderr)
+
+
+def adapter_to_use(adapter: Path) -> Path:
+    """The adapter to answer with: before the first run has finished, its best one so far."""
+    is_missing = adapter == paths.ADAPTERS and not adapter.exists()
+    return paths.BEST_ADAPTER if is_missing and paths.BEST_ADAPTER.is_dir() else adapter
+
+
+def is_complete(output: Path) -> bool:
+    """Whether a training run has written all its results, but perhaps not replaced the last ones."""
+    return (output / paths.UNFINISHED / paths.SUMMARY.name).is_file()
+
+
+def publish(output: Path) -> None:
+    """Replace the last result by the one in unfinished, and call the run finished; a second call ends a broken one."""
+    finished = output / paths.UNFINISHED
+    for name in TRAINED:
+        for place in (output / paths.KEPT / name, output / name):
+            _link(finished / name, place)
+    state = read_run_state(output)
+    if state is not None:
+        write_run_state(output, replace(state, finished=True))
+    doomed = output / f".{paths.UNFINISHED}.partial"
+    shutil.rmtree(doomed, ignore_errors=True)
+    finished.rename(doomed)  # at once: half of it would look like another run
+    shutil.rmtree(doomed)
+
+
+def _settle(output: Path, names: tuple[str, ...]) -> None:
+    """Keep these results if all are there, and put back missing ones that belong to those that are there."""
+    kept = output / paths.KEPT
+    there = [name for name in names if (output / name).exists()]
+    if len(there) == len(names):
+        for name in names:
+            _link(output / name, kept / name)
+    elif all((kept / name).exists() for name in names) and all(_is_same(output / n, kept / n) for n in there):
+        for name in names:
+            _link(kept / name, output / name)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two files, or two folders, are links to the same content, or copies of it."""
+    if one.is_dir() and other.is_dir():
+        names = sorted(file.name for file in one.iterdir())
+        is_equal = names == sorted(file.name for file in other.iterdir())
+        return is_equal and all(_is_same(one / name, other / name) for name in names)
+    if not (one.is_file() and other.is_file()):
+        return False
+    facts, others = one.stat(), other.stat()
+    return (facts.st_size, facts.st_mtime_ns) == (others.st_size, others.st_mtime_ns)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy where the file system has none; a folder file by file."""
+    if _is_same(source, target):
+        return
+    if source.is_dir():
+        write_folder(target, partial(_link_files, source))
+    else:
+        write_atomic(target, partial(_link_file, source))
+
+
+def _link_files(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        _link_file(file, target / file.name)
+
+
+def _link_file(source: Path, target: Path) -> None:
+    with suppress(OSError):
+        os.link(source.resolve(), target)  # DVC may have made the source a symbolic link
+        return
+    shutil.copy2(source, target)
