@@ -39,11 +39,12 @@ train:
   num_epochs: 1
 """
 GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its .dvc file here
-/data/*
+# ("?*": with "*", DVC would not look into the folder: dvc#10987)
+/data/?*
 !/data/*.dvc
 !/data/example/
 !/data/preferences.jsonl
-/models/*
+/models/?*
 !/models/*.dvc
 !/models/encyclopedia-3m/
 # What the pipeline writes. Commit dvc.lock, and DVC finds these again in its cache
@@ -193,16 +194,19 @@ def project_files(*, example: bool) -> dict[str, str]:
 
 def pipeline_text() -> str:
     """dvc.yaml of a project: the program's own, with a hash of the code in place of the code."""
-    lines, stage = ["# The pipeline; safetrain update updates this file. Your values are in params.yaml."], ""
+    lines = ["# The pipeline; safetrain update updates this file. Your values are in params.yaml."]
+    code = list[str]()
     for line in shipped("dvc.yaml").read_text(encoding="utf-8").splitlines():
         if line.startswith("#") or line.removeprefix("    - ").startswith(CODE):
             continue
         if command := re.fullmatch(r"    cmd: python -m stages\.(\w+)", line):
-            stage = command[1]
-            line = f"    cmd: safetrain stage {stage}"
-        lines.append(line)
-        if line == "    params:":
-            lines += [f"    - {PROGRAM}:", f"      - stages.{stage}"]
+            line = f"    cmd: safetrain stage {command[1]}"
+            code = [f"    - {PROGRAM}:", f"      - stages.{command[1]}"]
+        if line == "    outs:" and code:  # a stage that has no params of its own
+            lines.append("    params:")
+        is_place = line in ("    params:", "    outs:")
+        lines += [*code, line] if line == "    outs:" else [line, *(code if is_place else ())]
+        code = [] if is_place else code
     return "\n".join(lines) + "\n"
 
 
@@ -290,12 +294,15 @@ def _with_own_values(text: str, mine: str) -> str:
 
 def with_value(text: str, key: str, value: object) -> str:
     """Set ``section.key`` in the text of params.yaml; comments stay. Raise ConfigError if it has no such key."""
+    import yaml
+
     section, _, name = key.partition(".")
     pattern = rf"^{section}:.*\n(?:[ #].*\n|\n)*?  {name}: *(?P<value>[^\n]*?)(?= *(?: #|$))"
     place = re.search(pattern, text, re.MULTILINE)
     if place is None:
         raise ConfigError(f"params.yaml has no {key}.", where="params.yaml", do="safetrain update adds missing keys")
-    in_yaml = value if isinstance(value, str) and PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value) and yaml.safe_load(value) == value  # no, on, null: not
+    in_yaml = value if is_plain else json.dumps(value, ensure_ascii=False)
     return text[: place.start("value")] + str(in_yaml) + text[place.end("value") :]
 
 

@@ -70,8 +70,7 @@ def test_its_pipeline_is_the_programs_own() -> None:
         own = theirs["stages"][name]
         assert own["cmd"] == f"safetrain stage {name}"
         assert own["deps"] == [dep for dep in stage["deps"] if not dep.startswith(OURS)]
-        code = [{str(PROGRAM): [f"stages.{name}"]}] if "params" in stage else []
-        assert own.get("params", []) == code + stage.get("params", [])
+        assert own["params"] == [{str(PROGRAM): [f"stages.{name}"]}, *stage.get("params", [])]
         rest = stage.keys() - {"cmd", "deps", "params"}
         assert {key: own[key] for key in rest} == {key: stage[key] for key in rest}
     assert {key: theirs[key] for key in ("metrics", "plots")} == {key: ours[key] for key in ("metrics", "plots")}
@@ -95,7 +94,7 @@ def test_a_value_is_written_and_comments_stay() -> None:
     for section, own in values.items():
         for name in own:
             key = f"{section}.{name}"
-            for value in ("data/Zeilen 1.csv", ["a", 0.5], {"prompt": "Frage"}):
+            for value in ("a=[b] (ç) #1", "no", ["a", 0.5], {"prompt": "Frage"}):
                 changed = with_value(text, key, value)
                 assert yaml.safe_load(changed)[section][name] == value, key
                 assert changed.count("#") >= text.count("#")
