@@ -13,8 +13,11 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
@@ -22,7 +25,7 @@ from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
 from safetrain.data.findings import Place
 from safetrain.data.folders import PLAIN, suffix_of
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
-from safetrain.data.rows import Row, RowError, load, said_of, shown, value_at
+from safetrain.data.rows import Row, RowError, load, object_of, said_of, shown, value_at
 
 Placed = tuple[Place, object]  # the place of a row, and its value, its RowError, or a document as a Row
 HEAD_BYTES = 64 * 1024
@@ -33,8 +36,7 @@ PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
-BATCH_ROWS = 256  # rows to convert to Python values at a time
-JSON_CELLS = ("messages", "conversations", "conversation", "tools", "history", "functions")
+BATCH_ROWS = 256  # rows to read from Parquet at a time
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
 BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
     rb"%PDF|PK\x03\x04|\x80[\x02-\x05]|.{5}\x00\x00\x00\{|\xff\xfe\x00\x00", re.DOTALL
@@ -240,10 +242,7 @@ def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Pl
                 yield Place(begin, row), _table_row(names, cells)
             else:
                 names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
-                ((name, count),) = collections.Counter(names).most_common(1)
-                if count > 1:
-                    what = f"The table has two columns named {shown(name)}."
-                    raise DataError(what, where=f"{path}:{begin}", do="rename one")
+                _require_different(names, f"{path}:{begin}")
     except csv.Error as error:
         do = "correct that line: quote a cell with separators, quotes or line ends, and double the quotes in it"
         where = Place(line, row + 1).of(str(path))
@@ -254,14 +253,14 @@ def _table_row(names: list[str], cells: list[str]) -> object:
     if len(cells) != len(names):
         message = f"{counted(len(cells), 'cell')}, but the header has {counted(len(names), 'column')}"
         return RowError(message, do="put cells that hold a separator into quotes")
-    row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # CSV has no null
-    for name in JSON_CELLS:
-        cell = row.get(name)
-        if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
-            row[name] = value = load(cell)
-            if isinstance(value, RowError):
-                return RowError(f"the cell {name} is not JSON: {value}")
-    return row
+    return {name: cell or None for name, cell in zip(names, cells, strict=True)}  # CSV has no null
+
+
+def _require_different(names: list[str], where: str) -> None:
+    """Raise DataError if two columns have the same name."""
+    ((name, count),) = collections.Counter(names).most_common(1) or [("", 0)]
+    if count > 1:
+        raise DataError(f"The table has two columns named {shown(name)}.", where=where, do="rename one")
 
 
 def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
@@ -272,11 +271,11 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
     try:
         for batch in _batches(path, head):
             batch.validate(full=True)  # a damaged file may have wrong lengths
-            times = [field.name for field in batch.schema if "[ns" in str(field.type)]  # Python lacks nanoseconds
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                for row in batch.slice(start, BATCH_ROWS).drop_columns(times).to_pylist():
-                    number += 1
-                    yield Place(0, number), json.loads(json.dumps(row, default=_as_text))
+            names = batch.schema.names
+            _require_different(names, str(path))
+            for cells in zip(*batch.columns, strict=True):
+                number += 1
+                yield Place(0, number), _columnar_row(names, cells)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
         raise DataError(f"The table cannot be read: {shown(str(error))}", where=where, do=do) from None
@@ -296,11 +295,54 @@ def _batches(path: Path, head: bytes) -> Iterator[Any]:
             yield from pyarrow.ipc.open_stream(source)
 
 
-def _as_text(value: object) -> str | None:
-    """Convert a value that JSON lacks: times and decimals to text, bytes as UTF-8, or to None if they are not UTF-8."""
-    if not isinstance(value, bytes):
-        return str(value)
+def _columnar_row(names: list[str], cells: Iterable[Any]) -> object:
     try:
-        return value.decode()
-    except UnicodeDecodeError:  # an image, or text in another encoding: no value
+        return dict(zip(names, map(_value_of, cells, names), strict=True))
+    except RowError as error:
+        return error
+
+
+def _value_of(cell: Any, column: str) -> object:
+    """Convert a pyarrow scalar to the value that JSON lines would have; raises RowError for a cell that is not JSON.
+
+    A struct has the fields of all rows, so its nulls are fields that this row lacks. The nulls of a map or of JSON
+    text are values.
+    """
+    import pyarrow
+
+    if not cell.is_valid:
         return None
+    if isinstance(cell, pyarrow.StructScalar):
+        fields = ((name, _value_of(field, column)) for name, field in cell.items())
+        return object_of([(name, value) for name, value in fields if value is not None])
+    if isinstance(cell, pyarrow.MapScalar):
+        return object_of([(str(_value_of(entry[0], column)), _value_of(entry[1], column)) for entry in cell.values])
+    if isinstance(cell, pyarrow.ListScalar):
+        return [_value_of(item, column) for item in cell.values]
+    if pyarrow.types.is_dictionary(cell.type) or isinstance(cell, pyarrow.UnionScalar | pyarrow.RunEndEncodedScalar):
+        return _value_of(cell.value, column)
+    if isinstance(cell, pyarrow.JsonScalar):
+        value = load(cell.as_py())
+        if isinstance(value, RowError):
+            raise RowError(f"{column}: {value}")
+        return value
+    if isinstance(cell, pyarrow.ExtensionScalar):
+        return _value_of(cell.value, column)
+    return _plain_value(cell)
+
+
+def _plain_value(cell: Any) -> object:
+    """Convert a scalar that has no parts. JSON lacks times, so they become text; bytes are UTF-8 text or null."""
+    is_exact = "[ns" not in str(cell.type)  # Python's times lack nanoseconds
+    value = cell.as_py() if is_exact else str(cell.cast("string"))
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:  # an image, or text in another encoding: no value
+            return None
+    if isinstance(value, Decimal):
+        number = int(value) if value == value.to_integral_value() else float(value)
+        return number if Decimal(str(number)) == value else str(value)
+    if isinstance(value, float) and cell.type.bit_width < 64:
+        return float(str(np.float32(value)))  # 0.1, not 0.10000000149011612
+    return value if isinstance(value, str | int | float) else str(value)

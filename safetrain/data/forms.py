@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,18 @@ from safetrain.data.rows import (
     Message,
     Row,
     RowError,
+    decoded,
     dump,
+    is_turn,
     kind,
+    names_of,
     parse_messages,
     parse_tools,
     require_unicode,
     shared_turns,
     shown,
+    shown_only,
+    turns_in,
 )
 
 Columns = Mapping[str, str]  # from a part of a row to the key that holds it
@@ -31,12 +36,12 @@ PAIR = {"prompt": ASKING, "completion": ANSWERS}
 FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
     ({"prompt", "completion"}, {"input", "system", "tools", "history"}),
-    ({"chosen", "rejected"}, {"prompt", "input", "system", "tools"}),
+    ({"chosen", "rejected"}, {"prompt", "input", "system", "tools", "history"}),
     ({"text"}, set[str]()),
 )
 MAKES_ROW = (
     "messages (and system, tools); or prompt and completion (and input, system, tools, history); "
-    "or chosen and rejected (and prompt, input, system, tools); or text"
+    "or chosen and rejected (and prompt, input, system, tools, history); or text"
 )
 KNOWN_KEYS = {*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history", "conversations",
               "conversation", "chosen", "rejected"}  # fmt: skip
@@ -47,13 +52,15 @@ FORMATS = (
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")  # in Anthropic's preference data
-MOST_NAMES = 12  # keys in an error
+JSON_KEYS = ("messages", "conversations", "conversation", "tools", "history", "functions", "rejected_messages",
+             "preferred_output", "non_preferred_output")  # fmt: skip
+JSON_PAIRS = (("chosen", "rejected"), ("prompt", "completion"))  # keys of lists of turns, or of texts
+WORSE = ("non_preferred_output", "rejected_messages", "rejected_response")  # keys of the worse answer in other formats
 EMPTY: tuple[object, ...] = (None, "", [], {})
 AS_PAIR = "write a better and a worse answer to the same prompt as chosen and rejected"
 CLASSES = f"keep the good rows without this key; for pairs, {AS_PAIR}; "
 CLASSES += "to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
-    "preferred_output": f"OpenAI's form of a pair is not supported; {AS_PAIR}",
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
     "input_ids": "token ids are not supported; give the texts",
@@ -89,11 +96,6 @@ def _look_at(*ways: Columns) -> str:
     return "\n".join(lines)
 
 
-def _names(keys: Collection[str]) -> str:
-    """The first few keys as text, for an error."""
-    return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "")
-
-
 def parse_row(value: object, columns: Columns | None = None) -> Row:
     """Read a row by ``columns``, or else by the usual keys; raises RowError, or ``value`` if it is a RowError."""
     if isinstance(value, RowError):
@@ -102,6 +104,9 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
         return value
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, not {kind(value)}", do=AS_OBJECTS)
+    value = _decoded(value, columns)
+    if columns is None and any(value.get(key) not in EMPTY for key in (*WORSE, "preferred_output")):
+        return _other_pair(value)
     if columns is None and len(value) == 1 and "messages" in value:
         return _row_of(value, {})
     keys = columns or _usual_columns(value)
@@ -112,13 +117,48 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     return replace(row, ignored_keys=tuple(ignored), taken=renamed)
 
 
+def _other_pair(value: dict[str, Any]) -> Row:
+    """Read a pair of OpenAI's, or of ms-swift's: a row with a second, worse answer. Raises RowError."""
+    rest, worse = {**value}, next((key for key in WORSE if value.get(key) not in EMPTY), WORSE[0])
+    rest["rejected"] = rest.pop(worse, None)
+    turns = next((key for key in ("messages", "conversations", "conversation") if value.get(key)), "messages")
+    if "preferred_output" in rest:
+        given = decoded(rest.pop("input", None), "input")
+        rest |= {key: item for key, item in given.items() if item} if isinstance(given, dict) else {}
+        rest |= {"prompt": rest.pop("messages", None), "chosen": rest.pop("preferred_output")}
+    elif worse == "rejected_messages":
+        rest["chosen"] = rest.pop(turns, None)
+    elif isinstance(value.get(turns), list):
+        rest |= {"prompt": value[turns][:-1], "chosen": rest.pop(turns)[-1:]}
+    else:
+        rest["chosen"] = rest.pop(_first(value, ("chosen_response", *ANSWERS), str) or worse, None)
+    if rest["chosen"] in EMPTY or rest["rejected"] in EMPTY or rest.get("prompt", "") in (None, []):
+        raise RowError(f"{worse} is half of a pair, and the rest is missing ({names_of(value)})", do=AS_PAIR)
+    row = parse_row(rest)
+    return replace(row, taken=", ".join(filter(None, [f"{worse} -> rejected", row.taken])))
+
+
+def _decoded(value: dict[str, Any], columns: Columns | None) -> dict[str, Any]:
+    """The row with JSON text read as JSON under the keys of turns and tools; raises RowError.
+
+    Keys that may also hold text are read as JSON only if both keys of a pair hold a list of turns.
+    """
+    names = columns or {}
+    keys = JSON_KEYS if columns is None else [names[part] for part in ("messages", "tools", "history") if part in names]
+    found = {key: decoded(value[key], key) for key in keys if isinstance(value.get(key), str)}
+    for pair in JSON_PAIRS:
+        chats = {key: turns_in(value.get(key)) for key in (names.get(part, part) for part in pair)}
+        found |= chats if all(chats.values()) else {}
+    return {**value, **found} if found else value
+
+
 def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """The values under the keys of ``columns``, with numbers as text; raises RowError if a key is missing."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        message = f"no key {_names(missing)}, which data.columns names; the row's keys: {_names(value)}"
+        message = f"no key {names_of(missing)}, which data.columns names; the row's keys: {names_of(value)}"
         raise RowError(message, do="set --columns, or data.columns in params.yaml, to keys that the rows have")
-    items = {part: [value[key]] if _is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
+    items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 
 
@@ -142,6 +182,7 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         tools = "tools" if value.get("tools") else "functions"  # OpenAI's older name
         parts: dict[str, str | None] = {"messages": lists[0], "tools": tools, "system": system}
     elif question and answer:
+        _refuse_choices(value, question, answer)
         parts = {"prompt": question, "input": _first(value, contexts, str | None), "completion": answer}
         parts |= {"history": "history", "system": system, "tools": "tools"}
     elif isinstance(value.get("text"), str):
@@ -154,14 +195,25 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
     return columns
 
 
+def _refuse_choices(value: dict[str, Any], question: str, answer: str) -> None:
+    """Raise RowError if the answer is the number or letter of a choice that the question does not contain."""
+    name = str(value[answer]).strip()
+    given = value.get("choices") or value.get("options") or value.get(name)
+    choices = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
+    is_in_prompt = value[answer] in choices or all(str(choice) in str(value[question]) for choice in choices)
+    if given and len(name) == 1 and not is_in_prompt:
+        do = f"write the choices into {question}, and the text of the right one into {answer}"
+        raise RowError(f"{answer} is the number or letter of a choice, and the prompt has no choices", do=do)
+
+
 def _pair_columns(value: dict[str, Any]) -> Columns:
     """Find the keys of the parts of a pair; raises RowError if it has one answer only."""
     if "chosen" not in value or "rejected" not in value:
-        raise RowError(f"a pair needs two answers, and there is one ({_names(value)})", do=AS_PAIR)
+        raise RowError(f"a pair needs two answers, and there is one ({names_of(value)})", do=AS_PAIR)
     keys = [key for key in value if value[key] not in EMPTY]
     question = next((key for key in (*ASKING, "input", "conversations") if key in keys), None)
-    parts = {"prompt": question, "input": "input" if question in ASKING else None}
-    parts |= {"system": "system" if "system" in keys else "system_prompt", "tools": "tools"}
+    parts = {"prompt": question, "input": "input" if question in ASKING else None, "tools": "tools"}
+    parts |= {"system": "system" if "system" in keys else "system_prompt", "history": "history"}
     return {part: key for part, key in parts.items() if key in keys} | {"chosen": "chosen", "rejected": "rejected"}
 
 
@@ -179,15 +231,8 @@ def _plain(item: object) -> str:
     return str(item).strip() if isinstance(item, str | int | float) and not isinstance(item, bool) else ""
 
 
-def _is_turn(value: object) -> bool:
-    """Whether the value looks like one turn of a chat, with OpenAI's or ShareGPT's keys."""
-    return isinstance(value, dict) and (
-        ("role" in value and ("content" in value or "tool_calls" in value)) or ("from" in value and "value" in value)
-    )
-
-
 def _turn_lists(value: dict[str, Any]) -> list[str]:
-    return [key for key, item in value.items() if isinstance(item, list) and item and all(map(_is_turn, item))]
+    return [key for key, item in value.items() if isinstance(item, list) and item and all(map(is_turn, item))]
 
 
 def _contents(item: object) -> list[str]:
@@ -213,7 +258,7 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     elif answers and any(keys and set(keys) <= set(new) for keys in (questions, answers)):
         ways.append({"prompt": questions[0] if questions else turns, "completion": answers[0]})
     if ways:
-        raise RowError(f"the row can be read in two ways ({_names(value)})", do=_look_at(columns, *ways))
+        raise RowError(f"the row can be read in two ways ({names_of(value)})", do=_look_at(columns, *ways))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
@@ -228,14 +273,15 @@ def _unknown(value: dict[str, Any]) -> RowError:
         if not isinstance(value.get(key, ""), str):
             return RowError(f"{key} must be a string, not {kind(value[key])}")
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
-        return RowError(f"unknown keys ({_names(value)})", do=HEADER)
+        return RowError(f"unknown keys ({names_of(value)})", do=HEADER)
     if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, "category", "task", "id", "system", "tools"}:
         return RowError(f"{questions[0]} has no answer next to it: expected a key like {', '.join(ANSWERS[:4])}")
     texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")
-    guess = dict(zip(parts, sorted(best, key=texts.index), strict=False))
-    message = f"unknown keys ({_names(value)}); expected one of: {FORMATS}"
+    chats = [key for key in texts if turns_in(value[key])]
+    guess = {"messages": chats[0]} if chats else dict(zip(parts, sorted(best, key=texts.index), strict=False))
+    message = f"unknown keys ({names_of(value)}); expected one of: {FORMATS}"
     return RowError(message, do=_look_at(guess) if guess else AS_OBJECTS)
 
 
@@ -265,7 +311,7 @@ def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, .
     prompt, completion = parts["prompt"], parts["completion"]
     before = _earlier(parts.get("history")) + _prompt(parts, keys)
     if isinstance(prompt, list) or isinstance(completion, list):
-        before = _shown_only(before)  # as in TRL
+        before = shown_only(before)  # as in TRL
     return before + _turns(completion, "assistant", keys["completion"])
 
 
@@ -282,7 +328,7 @@ def _prompt(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message,
 def _preference(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     """Make a pair. The messages with which both chats begin are the prompt; its answers are not trained on."""
     chats = [_with_system(parts.get("system"), _side(name, parts, keys)) for name in ("chosen", "rejected")]
-    read_only = [_shown_only(chat) for chat in chats]
+    read_only = [shown_only(chat) for chat in chats]
     end = shared_turns(*read_only)
     if not end or any(chat[end].role != "assistant" or chat[-1].role != "assistant" for chat in chats):
         raise RowError(f"{keys['chosen']} and {keys['rejected']} are not two answers to the same prompt")
@@ -295,7 +341,7 @@ def _preference(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
 def _side(name: str, parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
     """The whole chat of one answer of a pair: the answer follows the prompt, or the value contains both."""
     value, key = parts[name], keys[name]
-    prompt = _prompt(parts, keys) if parts.get("prompt") else ()
+    prompt = _earlier(parts.get("history")) + _prompt(parts, keys) if parts.get("prompt") else ()
     if isinstance(value, str) and not prompt:
         return _transcript(value, key)
     turns = _turns(value, "assistant", key)
@@ -328,13 +374,9 @@ def _earlier(history: object) -> tuple[Message, ...]:
     if not history:
         return ()
     if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
-        return _shown_only(parse_messages(history, "history"))
+        return shown_only(parse_messages(history, "history"))
     turns = [({"role": "user", "content": one}, {"role": "assistant", "content": two}) for one, two in history]
     return parse_messages(list(itertools.chain(*turns)), "history")
-
-
-def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    return tuple(replace(each, trained=False) if each.role == "assistant" else each for each in messages)
 
 
 def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -5,6 +5,7 @@ JSON is read strictly: no NaN, no repeated keys, no half surrogate pairs. A row 
 
 import collections
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +18,15 @@ ROLE_NAMES = {  # other names of the roles, in lower case
     **dict.fromkeys(("tool_results", "tool_response", "tool_output", "function"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")
-WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")  # in OpenAI's, LLaMA-Factory's and Axolotl's formats
+WEIGHT_KEYS = (  # of turns, in OpenAI's, LLaMA-Factory's, Axolotl's and ms-swift's formats
+    "weight", "loss_weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_scale"
+)  # fmt: skip
+MASK_KEYS = ("masked", "mask")  # torchtune's: true keeps a turn out of training
 MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
 ONLY_TEXT = "only text can be trained on: leave the row out"
 CALL = '{"type": "function", "function": {"name": …, "arguments": {…}}}'
 TOOL = '{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}'
-MOST_SHOWN = 60
+MOST_SHOWN, MOST_NAMES = 60, 12  # characters of a value, and keys, in an error
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
          type(None): "null or an empty cell"}  # fmt: skip
 MOST_DEEP = 300
@@ -42,7 +46,8 @@ class RowError(ValueError):
         self.id, self.column, self.do = id, column, do
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object with these keys and values; raises RowError if a key occurs twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
@@ -54,7 +59,7 @@ def _constant(name: str) -> None:
     raise RowError(f"{name} is not valid JSON: write null, or omit the key")
 
 
-_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_STRICT = json.JSONDecoder(object_pairs_hook=object_of, parse_constant=_constant)
 
 
 def value_at(text: str, start: int) -> tuple[object, int]:
@@ -99,8 +104,8 @@ def dump(value: object, place: str) -> str:
     """Encode a value as JSON text that ``load`` can read; ``place`` names it in errors."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # 1e999, which Python reads as infinity
-        raise RowError(f"{place} contains a number that is too large for most JSON readers") from None
+    except ValueError:  # such as 1e999, which Python reads as infinity
+        raise RowError(f"{place} contains NaN, or a number that is too large for most JSON readers") from None
     require_unicode(text, place)
     return text
 
@@ -117,6 +122,11 @@ def shown(value: object) -> str:
     """A value from the data, shortened and escaped for one line of a terminal."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def names_of(keys: Collection[str]) -> str:
+    """The first few keys as text, for an error."""
+    return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "")
 
 
 def kind(value: object) -> str:
@@ -214,6 +224,23 @@ def shared_turns(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
     return next((place for place in range(most) if one[place] != other[place]), most)
 
 
+def shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(each, trained=False) if each.role == "assistant" else each for each in messages)
+
+
+def is_turn(value: object) -> bool:
+    """Whether the value looks like one turn of a chat, with OpenAI's or ShareGPT's keys."""
+    return isinstance(value, dict) and (
+        ("role" in value and ("content" in value or "tool_calls" in value)) or ("from" in value and "value" in value)
+    )
+
+
+def turns_in(text: object) -> object:
+    """The list of turns that a JSON text holds; None for any other value."""
+    turns = load(text) if isinstance(text, str) and text.lstrip().startswith("[") else None
+    return turns if isinstance(turns, list) and turns and all(map(is_turn, turns)) else None
+
+
 def parse_messages(value: object, place: str) -> tuple[Message, ...]:
     """Read a list of turns; ``place`` names it in errors. Raises RowError."""
     if not isinstance(value, list) or not value:
@@ -222,6 +249,7 @@ def parse_messages(value: object, place: str) -> tuple[Message, ...]:
 
 
 def _message(value: object, place: str) -> Message:
+    value = decoded(value, place)
     if not isinstance(value, dict):
         raise RowError(f"{place} must be an object with role and content, not {kind(value)}")
     role, content = value.get("role"), value.get("content")
@@ -231,16 +259,28 @@ def _message(value: object, place: str) -> Message:
     role, content = turn.pop("role", None), turn.pop("content", None)
     if role not in ROLES:
         raise RowError(f"{place}.role is {shown(role)}; expected one of {', '.join(ROLES)}")
-    weights = [turn.pop(key, None) for key in WEIGHT_KEYS]
-    weight = next((each for each in weights if each is not None), 1)
-    if weight not in (0, 1):
-        raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained on) or 1 (trained on)")
+    is_trained = _is_trained(turn, place)
     details = _details(turn, role, place)
     calls = "tool_calls" in details
     text = "" if content is None and calls else _text_of(content, f"{place}.content")
     if role == "assistant" and not calls and not text.strip():
         raise RowError(f"{place} is an empty assistant turn")
-    return Message(role, text, dump(details, place) if details else "", bool(weight) or role != "assistant")
+    return Message(role, text, dump(details, place) if details else "", is_trained or role != "assistant")
+
+
+def _is_trained(turn: dict[str, Any], place: str) -> bool:
+    """Whether the turn's keys allow training on it; takes out these keys. Raises RowError for a part or a share."""
+    if turn.get("train_detail"):  # Axolotl's
+        raise RowError(f"{place}.train_detail: a turn is trained on as a whole; use train: false, or leave the row out")
+    weights = {key: turn.pop(key) for key in (*WEIGHT_KEYS, *MASK_KEYS) if turn.get(key) is not None}
+    for key, weight in weights.items():
+        if weight not in (0, 1):
+            first, second = ("trained on", "not trained on") if key in MASK_KEYS else ("not trained on", "trained on")
+            raise RowError(f"{place}.{key} is {shown(weight)}; expected 0 ({first}) or 1 ({second})")
+    found = {bool(weight) != (key in MASK_KEYS) for key, weight in weights.items()}
+    if len(found) > 1:
+        raise RowError(f"{place}: {' and '.join(weights)} contradict each other on training: keep one")
+    return False not in found
 
 
 def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
@@ -254,7 +294,7 @@ def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
     name = str(turn.get("role")).strip().casefold()
     if name in CALL_ROLES:
-        calls = _parsed(turn.pop("content", None), place)
+        calls = parsed(turn.pop("content", None), place)
         turn |= {"role": "assistant", "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
     elif name in ROLE_NAMES:
         turn["role"] = ROLE_NAMES[name]
@@ -267,7 +307,7 @@ def _details(turn: dict[str, Any], role: str, place: str) -> dict[str, object]:
         raise RowError(f"{place}.{media[0]}: {ONLY_TEXT}")
     if turn.get("tool_calls") and role != "assistant":
         raise RowError(f"{place}.tool_calls: only an assistant turn calls tools; this turn has role '{role}'")
-    calls = turn.get("tool_calls") or []
+    calls = decoded(turn.get("tool_calls"), f"{place}.tool_calls") or []
     calls = calls if isinstance(calls, list) else [calls]
     turn["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{at}]") for at, call in enumerate(calls)] or None
     return {key: item for key, item in turn.items() if item is not None}
@@ -290,14 +330,15 @@ def _text_of(content: object, place: str) -> str:
 
 
 def _tool_call(value: object, place: str) -> dict[str, object]:
+    value = decoded(value, place)
     call = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     if "function" not in call and "name" in call:  # Hermes and mlx-lm: without the outer object
         call["function"] = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
     function = _function(call.get("function"), place, CALL, "parameters")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # OpenAI writes JSON text, and "" without arguments
-        parsed = load(arguments) if arguments.strip() else {}
-        arguments = parsed if isinstance(parsed, dict) else arguments
+        found = load(arguments) if arguments.strip() else {}
+        arguments = found if isinstance(found, dict) else arguments
     elif not isinstance(arguments, dict | None):
         raise RowError(f"{place}.function.arguments must be an object or its JSON text, not {kind(arguments)}")
     call.setdefault("type", "function")
@@ -306,7 +347,7 @@ def _tool_call(value: object, place: str) -> dict[str, object]:
 
 def parse_tools(value: object) -> str:
     """The tools of a row as the JSON text of a list, each in OpenAI's form; empty without tools."""
-    tools = _parsed(value, "tools")
+    tools = parsed(value, "tools")
     if not tools:
         return ""
     if not isinstance(tools, list):
@@ -315,26 +356,35 @@ def parse_tools(value: object) -> str:
 
 
 def _tool(value: object, place: str) -> dict[str, object]:
+    value = decoded(value, place)
     tool = value if isinstance(value, dict) else {}
     if "function" not in tool and "name" in tool:  # flat, as in OpenAI's Responses and in `functions`
         inner = {key: item for key, item in tool.items() if key != "type"}
         tool = {"type": tool.get("type") or "function", "function": inner}
-    _function(tool.get("function"), place, TOOL, "input_schema")
-    return tool if tool.get("type") else {**tool, "type": "function"}
+    function = _function(tool.get("function"), place, TOOL, "input_schema")
+    if isinstance(function.get("parameters"), str):
+        function = {**function, "parameters": parsed(function["parameters"], f"{place}.function.parameters")}
+    return {**tool, "type": tool.get("type") or "function", "function": function}
 
 
 def _function(function: object, place: str, form: str, misnamed: str) -> dict[str, Any]:
     """Check the function of a call or tool: it needs a name, and no ``misnamed`` key, which templates ignore."""
+    function = decoded(function, place)
     if isinstance(function, dict) and isinstance(function.get("name"), str) and misnamed not in function:
         return function
     raise RowError(f"{place} must be {form}")
 
 
-def _parsed(value: object, place: str) -> object:
-    """Parse a JSON text; any other value is returned unchanged."""
+def parsed(value: object, place: str) -> object:
+    """Parse a JSON text; any other value is returned unchanged. Raises RowError if the text is not JSON."""
     if not isinstance(value, str) or not value.strip():
         return value
-    parsed = load(value)
-    if isinstance(parsed, RowError):
-        raise RowError(f"{place} is a string that must be JSON: {parsed}")
-    return parsed
+    found = load(value)
+    if isinstance(found, RowError):
+        raise RowError(f"{place} is a string that must be JSON: {found}")
+    return found
+
+
+def decoded(value: object, place: str) -> object:
+    """Parse a text that begins like a JSON object or list; any other value is returned unchanged. Raises RowError."""
+    return parsed(value, place) if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") else value
