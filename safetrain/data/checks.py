@@ -77,6 +77,9 @@ def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
     others = [*(message.details for message in row.messages), row.tools]  # thinking, calls and tools
     for key in secrets("\n\n".join([words, *(text.replace("\\n", "\n") for text in others)])):
         yield "SECRETS", f"a secret key ({key[:5]}…, {len(key)} characters)"
+    for call in (call for message in row.messages for call in message.keys.get("tool_calls", ())):
+        if isinstance(call["function"]["arguments"], str):
+            yield "ARGUMENTS-NOT-JSON", repr(call["function"]["arguments"])
     if not all(message.content.strip() for message in row.messages if message.role in ("user", "tool")):
         yield "EMPTY-MESSAGE", ""
     if row.messages and row.messages[-1].role == "user":

@@ -179,7 +179,7 @@ class Repair:
             rows.open("w", encoding="utf-8", newline="\n") as file,
             log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._log_file,
         ):
-            for place, value in rows_of(self.source):
+            for place, value in rows_of(self.source, documents=True):
                 self.read += 1
                 row = self._repaired(Spot(str(self.source), place), value)
                 if row is not None:
@@ -192,6 +192,7 @@ class Repair:
     def _repaired(self, spot: Spot, before: object) -> Row | None:
         """Repair a row; None if it is dropped, cannot be read, or repeats an earlier one."""
         where, finding = spot.text(), self.dropped.get(spot.place)
+        before = before.as_json() if isinstance(before, Row) else before
         if finding is not None:
             self._log(where, "finding", None if finding == "SECRETS" else before, None, reason=finding)
             return None

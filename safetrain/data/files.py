@@ -43,6 +43,7 @@ BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # many of these: a binary file that BINARY does not name
 SEPARATORS = (",", "\t", ";")
+SEPARATOR_LINE = "sep="  # with one character, the first line of a table from Excel
 NAME = re.compile(r"\w[\w.\-/ ]*")
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
 BEFORE = re.compile(r"\s*\[\s*(?P<end>\]\s*\Z)?")  # text before an array's first value
@@ -122,6 +123,8 @@ def _start(path: Path) -> tuple[bytes, str]:
 
 def _separator(start: str, first: str, path: Path) -> str:
     """Find the separator of a table in its header; empty for JSON lines. Raises DataError if the file is neither."""
+    if first.startswith(SEPARATOR_LINE) and len(first) == len(SEPARATOR_LINE) + 1:
+        return first[-1]
     is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes)
     scores = {}
     for separator in SEPARATORS:
@@ -235,7 +238,7 @@ def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Pl
     try:
         for cells in reader:
             begin, line = line, reader.line_num + 1
-            if not any(map(str.strip, cells)):
+            if not any(map(str.strip, cells)) or (not names and cells[0] == SEPARATOR_LINE):
                 continue
             if names:
                 row += 1

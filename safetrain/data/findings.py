@@ -43,6 +43,9 @@ KINDS = {
         fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
+    "ARGUMENTS-NOT-JSON": Kind(
+        WARNING, "the arguments of a tool call in {rows} are text, not a JSON object: {detail}",
+        "write them as a JSON object; ignore if the tool takes plain text"),
     "EMPTY-MESSAGE": Kind(WARNING, "a message is empty in {rows}", DROP),
     "ENDS-WITH-USER": Kind(WARNING, "the user's last message in {rows} has no answer", "end these rows with an answer"),
     # limits of the model and its template

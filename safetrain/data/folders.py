@@ -1,6 +1,9 @@
 """Finds the files of a data set and the split of each, and the files in its folder that are not read."""
 
+import math
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,7 @@ MIX = "mix.yaml"  # in a data folder: which files or folders in it are read, and
 PACKED = (".gz", ".zst")
 OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # datasets' metadata
 NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # in shard names
+PURPOSE = re.compile(r"[-_.](sft|prefs?|gen|dpo|orpo|kto|rm|ppo|rl)(?=[./]|$)")  # after a split: train_sft
 FROM_HUB = re.compile(r"(?:hub:(?:datasets/)?|datasets/)([\w.-]+/[\w.-]+)")
 SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 
@@ -49,6 +53,7 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     all of them are named after splits, so that a book whose name ends in test is not the test split.
     """
     if source.is_file():
+        _refuse_shard(source)
         return DataFiles(("train",), (source,))
     if (source / MIX).is_file():
         return _mixed_files(source, documents=documents)
@@ -82,6 +87,10 @@ def _mixed_files(source: Path, *, documents: bool) -> DataFiles:
     there = [file for file in _files_in(source, SUFFIXES) if file.path not in shares]
     pairs = [pair for part in parts for pair in zip(part.names, part.paths, strict=True)]
     pairs += [(file.split, file.path) for file in there if file.folder == source and file.split in SPLITS[1:]]
+    ((path, count),) = Counter(path for _, path in pairs).most_common(1)
+    if count > 1:
+        do = f"name the file or its folder in {MIX}, not both"
+        raise DataError("A mix reads a file twice.", where=str(source / MIX), got=str(path), do=do)
     names, paths = zip(*sorted(pairs, key=lambda pair: SPLITS.index(pair[0])), strict=True)
     unread = tuple(str(file.path.relative_to(source)) for file in there if file.path not in paths)
     return DataFiles(names, paths, unread, shares)
@@ -97,7 +106,7 @@ def _shares(path: Path) -> dict[Path, float]:
     except yaml.YAMLError as error:
         raise broken_yaml(error) from None
     found = value if isinstance(value, dict) and value else {"..": 0}
-    numbers = [isinstance(share, int | float) and share > 0 for share in found.values()]
+    numbers = [isinstance(share, int | float) and 0 < share < math.inf for share in found.values()]
     if not all(numbers) or any(".." in Path(name).parts or Path(name).is_absolute() for name in map(str, found)):
         expected = "files or folders in its folder, each with a share above 0, e.g. a.jsonl: 0.7"
         raise DataError("The mix cannot be read.", where=str(path), expected=expected, got=shown(str(value)))
@@ -183,7 +192,7 @@ def _split_of(path: Path) -> tuple[str, Path]:
     """
     for part in (path, *path.parents):
         name = _unpacked_name(part).stem if part == path else part.name.casefold()
-        word = re.split(r"[-_.]", NUMBERS.sub("", name))[-1]
+        word = re.split(r"[-_.]", PURPOSE.sub("", NUMBERS.sub("", name)))[-1]
         for split, names in SPLIT_NAMES.items():
             if word in names:
                 return split, part
@@ -205,9 +214,8 @@ def _file(path: Path, source: Path) -> _File:
         return _File(path, split, source / part.parent, (f"{part.name}/", False))
     if not split and (path.parent / "state.json").is_file():  # one split, written by datasets.save_to_disk
         split = "train"
-    name = path.name.casefold()
-    series = NUMBERS.sub("", name)
-    return _File(path, split, path.parent, (series, series != name))
+    series = NUMBERS.sub("", path.name.casefold())
+    return _File(path, split, path.parent, (series, series != path.name.casefold()))
 
 
 def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
@@ -236,7 +244,12 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
     if len(kinds) > 1:
         names = [shown(path.relative_to(files[0].folder).as_posix()) for path in sorted(kinds.values())]
         what, do = f"The data folder has {split} more than once.", f"keep one, or put all of them in a folder {split}"
-        raise DataError(what, where=str(files[0].folder), got=" and ".join(names[:2]), do=do)
+        purposes = sorted({match[1] for kind, _ in kinds if (match := PURPOSE.search(kind))})
+        if purposes:
+            folder, own = (shlex.quote(str(path)) for path in (files[0].folder, files[0].folder / purposes[-1]))
+            do = f"choose one of {', '.join(purposes)}, and set data.path to a folder with its files only: "
+            do += f"mkdir {own} && mv {folder}/*[-_.]{purposes[-1]}* {own}"
+        raise DataError(what, where=str(files[0].folder), got=" and ".join(names), do=do)
     shards = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in shards), sorted({int(match[2]) for match in shards})
     count = len(shards)
@@ -248,3 +261,12 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
             got=f"numbers {shown(', '.join(map(str, numbers)))}",
             do="fetch the missing shards, or remove old ones",
         )
+
+
+def _refuse_shard(path: Path) -> None:
+    """Raise DataError if the file is one of several shards by its name: a data set is all of them."""
+    shard = SHARD_OF.search(path.name.casefold())
+    if shard and int(shard[2]) > 1:
+        do = f"set {override('data.path', path.parent)}; to train on this file alone, give it another name"
+        expected = f"the folder with all {int(shard[2])} files"
+        raise DataError("The data file is one of several shards.", where=str(path), expected=expected, do=do)

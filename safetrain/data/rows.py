@@ -157,9 +157,14 @@ class Message:
         """Whether the turn has tool calls."""
         return '"tool_calls"' in self.details
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The turn's keys other than role and content."""
+        return json.loads(self.details) if self.details else {}
+
     def for_template(self) -> dict[str, Any]:
         """The message as a mapping for chat templates."""
-        return {"role": self.role, "content": self.content, **(json.loads(self.details) if self.details else {})}
+        return {"role": self.role, "content": self.content, **self.keys}
 
     def as_json(self) -> dict[str, Any]:
         """The message as JSON, from which ``parse_messages`` reads it again."""
@@ -259,7 +264,7 @@ def _message(value: object, place: str) -> Message:
     role, content = turn.pop("role", None), turn.pop("content", None)
     if role not in ROLES:
         raise RowError(f"{place}.role is {shown(role)}; expected one of {', '.join(ROLES)}")
-    is_trained = _is_trained(turn, place)
+    is_trained = _is_trained(turn, role, place)
     details = _details(turn, role, place)
     calls = "tool_calls" in details
     text = "" if content is None and calls else _text_of(content, f"{place}.content")
@@ -268,8 +273,11 @@ def _message(value: object, place: str) -> Message:
     return Message(role, text, dump(details, place) if details else "", is_trained or role != "assistant")
 
 
-def _is_trained(turn: dict[str, Any], place: str) -> bool:
-    """Whether the turn's keys allow training on it; takes out these keys. Raises RowError for a part or a share."""
+def _is_trained(turn: dict[str, Any], role: str, place: str) -> bool:
+    """Take out the turn's keys about training on it; whether they allow that. Raises RowError for a part or a share.
+
+    They stay if they ask for training on another role's turn, so that they are reported as unused.
+    """
     if turn.get("train_detail"):  # Axolotl's
         raise RowError(f"{place}.train_detail: a turn is trained on as a whole; use train: false, or leave the row out")
     weights = {key: turn.pop(key) for key in (*WEIGHT_KEYS, *MASK_KEYS) if turn.get(key) is not None}
@@ -280,6 +288,7 @@ def _is_trained(turn: dict[str, Any], place: str) -> bool:
     found = {bool(weight) != (key in MASK_KEYS) for key, weight in weights.items()}
     if len(found) > 1:
         raise RowError(f"{place}: {' and '.join(weights)} contradict each other on training: keep one")
+    turn |= weights if role != "assistant" and True in found else {}
     return False not in found
 
 

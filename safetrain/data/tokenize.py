@@ -20,11 +20,13 @@ from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings, Spot, checked_downgrade
 from safetrain.data.folders import DataFiles
 from safetrain.data.forms import Columns, checked_columns, named_columns, parse_row
+from safetrain.data.masks import REASONING_KEYS
 from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer
 from safetrain.data.rows import PAIRS, Row, RowError
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
+USUAL_TURN_KEYS = {"tool_calls", "tool_call_id", "name", "refusal", *REASONING_KEYS}
 LEAST_PAIRS, BIASED_SHARE = 20, 0.7  # of pairs whose answers differ in length
 Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
@@ -171,7 +173,10 @@ class RowReader:
         if rendered.is_chat:
             self._openings[rendered.asked, rendered.opening] += 1
         found = [*text_findings(row, self._tokenizer.controls), *rendered.remarks]
-        found += [("KEYS-IGNORED", key) for key in row.ignored_keys]
+        turn_keys = {key for message in row.messages for key in message.keys} - USUAL_TURN_KEYS
+        templates = "".join(self._tokenizer.template.sources.values())
+        unread = [f"messages[].{key}" for key in sorted(turn_keys) if key not in templates]
+        found += [("KEYS-IGNORED", key) for key in (*row.ignored_keys, *unread)]
         found += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
         for identifier, detail in dict.fromkeys(found):
             self._findings.add(identifier, detail, where=[spot])
