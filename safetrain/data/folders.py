@@ -65,6 +65,7 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
         here = texts if is_named else [file._replace(split="train") for file in texts]
     elif len(rows) == 1 and not rows[0].split:  # one file, whatever its name
         here, unread = [rows[0]._replace(split="train")], []
+        _require_whole("train", here)
     else:
         folder = _folder_of_rows(source, rows)
         here = [file for file in rows if file.folder == folder]

@@ -158,6 +158,14 @@ def test_cells_that_excel_leaves_empty_are_passed_over(tmp_path: Path, separator
     assert [sourced.where for sourced in read_rows(path)] == [f"{path}, row 1 (line 2)", f"{path}, row 2 (line 5)"]
 
 
+@pytest.mark.parametrize("separator", [";", ",", "\t", "|"])
+def test_the_first_line_that_excel_writes_names_the_separator(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"\ufeffsep={separator}\r\n" + table([{"question": f"q{separator}", "answer": "a"}], separator))
+    assert values(path) == [{"prompt": f"q{separator}", "completion": "a"}]
+    assert [sourced.where for sourced in read_rows(path)] == [f"{path}, row 1 (line 3)"]
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """14 MB of lines in less than 10 MB; only a JSON array is held whole."""
     row = json.dumps({"prompt": "q" * 5000, "completion": "a" * 5000})

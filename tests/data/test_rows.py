@@ -85,6 +85,19 @@ def test_arguments_are_an_object_where_they_say_one(arguments: object, read: obj
     assert json.dumps(call) == json.dumps({"function": {"name": "weather", "arguments": read}, "type": "function"})
 
 
+@pytest.mark.parametrize(("said", "is_trained"), [
+    ({"weight": 0}, False), ({"train": False}, False), ({"loss": False}, False), ({"train_on_turn": False}, False),
+    ({"masked": True}, False), ({"loss_scale": 0.0}, False), ({"loss": True, "masked": False}, True),
+    ({"training": None}, True),
+])  # fmt: skip
+def test_keys_that_keep_a_turn_out_of_training_are_obeyed(said: dict[str, object], is_trained: bool) -> None:
+    row = parsed(
+        of(turn("user", "q", **said), turn("assistant", "a", **said), turn("user", "r"), turn("assistant", "b"))
+    )
+    assert [message.trained for message in row.messages] == [True, is_trained, True, True]
+    assert row.messages[1].keys == {}
+
+
 def test_null_keys_are_left_out_and_keys_that_templates_may_read_stay() -> None:
     nulls = of(turn("user", "Symbol of iron?", name=None), turn("assistant", "Fe.", tool_calls=[], refusal=None))
     assert parsed(nulls) == parse_row(IRON)
@@ -140,6 +153,9 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
     (of(turn("user", ["q", 3])), 'messages[0].content[1] must be a string or {"type": "text", "text": "…"}, not a'),
     (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
     (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained on) or 1"),
+    (of(turn("assistant", "a", loss=0.3)), "messages[0].loss is 0.3; expected 0 (not trained on) or 1"),
+    (of(turn("assistant", "a", weight=1, train=False)), "messages[0]: weight and train contradict each other"),
+    (of(turn("assistant", "a", train_detail=[{"begin_offset": 0}])), "train_detail: a turn is trained on as a whole"),
     (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
     (calling({"name": "f", "parameters": {}}), "tool_calls[0] must be {"),
     (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] contains half a surrogate pair"),
@@ -250,6 +266,7 @@ def test_what_repeats_the_row_or_means_nothing_is_left_out(value: object, ignore
     ({"id": "7", "frage": "Wer war es?", "antwort": "Niemand."}, "{prompt: frage, completion: antwort}"),
     ({"question": "q", "response_a": "a", "response_b": "bb"}, "{prompt: question, completion: response_b}"),
     ({"body": "t", "n": None}, "{text: body}"),
+    ({"id": "7", "dialog": json.dumps(EARLIER)}, "{messages: dialog}"),
 ])  # fmt: skip
 def test_unknown_keys_come_with_a_setting_to_look_at(value: object, setting: str) -> None:
     with pytest.raises(RowError, match=r"unknown keys \(") as caught:

@@ -19,6 +19,7 @@ from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings
 from safetrain.data.folders import DataFiles
 from safetrain.data.tokenize import DataSettings, RowReader
+from safetrain.data.validate import validate
 from tests.data.models import model_with
 from tests.data.reading import lines, refusal_of, values
 
@@ -253,3 +254,31 @@ def test_each_type_of_column_is_the_value_that_json_lines_would_have(tmp_path: P
 def test_a_column_that_cannot_be_read_is_named(tmp_path: Path, table: Any, says: str) -> None:
     write_arrow(tmp_path / "a.arrow", table, file=False)
     assert says in refusal_of(tmp_path / "a.arrow")
+
+
+def test_pairs_of_chats_as_json_text_are_chats_and_a_single_json_answer_stays_text(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "q"}
+    chosen, rejected = ([asked, {"content": text, "role": "assistant"}] for text in "ab")
+    rows: Rows = [{"prompt": "q", "chosen": chosen, "rejected": rejected}]
+    (tmp_path / "a.jsonl").write_text(lines(rows))
+    (tmp_path / "b.jsonl").write_text(lines(with_text(rows, deep=False)))
+    assert values(tmp_path / "a.jsonl") == values(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text(lines([{"prompt": "Write a chat.", "completion": json.dumps(chosen)}]))
+    assert values(tmp_path / "c.jsonl") == [{"prompt": "Write a chat.", "completion": json.dumps(chosen)}]
+
+
+def test_unused_keys_of_turns_and_arguments_that_are_not_json_are_findings_with_their_rows(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    asked = {"role": "user", "content": "q", "train": True}
+    rows: Rows = [{"messages": [asked, {"role": "assistant", "content": "a", "weigth": 0, "reasoning": "so"}]}]
+    for arguments in ('{"a": ', "[1]", '{"a": 1}'):
+        row = calling(arguments)
+        row["messages"][0]["content"] = arguments
+        rows.append(row)
+    (tmp_path / "a.jsonl").write_text(lines(rows))
+    found = {finding.id: finding for finding in validate([tmp_path / "a.jsonl"], tokenizer.folder).findings}
+    path = tmp_path / "a.jsonl"
+    assert found["ARGUMENTS-NOT-JSON"].where == (f"{path}:2", f"{path}:3")
+    assert "messages[].train, messages[].weigth" in found["KEYS-IGNORED"].message
+    assert found["KEYS-IGNORED"].where == (f"{path}:1",)

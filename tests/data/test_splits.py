@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,10 @@ def found(source: Path) -> dict[str, list[str]]:
     ("README.md .gitattributes data/train-0.parquet data/test-0.parquet",
      "data/train-0.parquet | | data/test-0.parquet"),
     ("mine/train.jsonl notes/a.txt", "mine/train.jsonl"),
+    ("data/train_sft-00000-of-00002-aaaaaa.parquet data/train_sft-00001-of-00002-bbbbbb.parquet "
+     "data/test_sft-00000-of-00001-cccccc.parquet", "data/train_sft-00000-of-00002-aaaaaa.parquet "
+     "data/train_sft-00001-of-00002-bbbbbb.parquet | | data/test_sft-00000-of-00001-cccccc.parquet"),
+    ("train_prefs/a.parquet test_prefs/a.parquet", "train_prefs/a.parquet | | test_prefs/a.parquet"),
     ("train.csv", "train.csv"),
 ])  # fmt: skip
 def test_a_folder(tmp_path: Path, names: str, files: str) -> None:
@@ -193,6 +198,24 @@ def test_a_folder(tmp_path: Path, names: str, files: str) -> None:
 def test_a_split_that_is_there_twice_is_refused_with_both(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(DataError, match=f"more than once(.|\n)*{' and '.join(names)}"):
         data_files_of(folder(tmp_path, "train.jsonl", *names))
+
+
+def test_sets_for_several_methods_are_named_with_the_command_that_separates_one(tmp_path: Path) -> None:
+    names = [f"data/{split}_{kind}.jsonl" for kind in ("sft", "prefs", "gen") for split in ("train", "test")]
+    source = folder(tmp_path, *names)
+    with pytest.raises(DataError, match="choose one of gen, prefs, sft") as caught:
+        data_files_of(source)
+    subprocess.run(caught.value.do.partition("only: ")[2], shell=True, check=True)
+    assert found(source / "data/sft") == {"train": ["train_sft.jsonl"], "test": ["test_sft.jsonl"]}
+
+
+@pytest.mark.parametrize("name", ["train-00000-of-00002.jsonl", "data_1_of_2.jsonl"])
+def test_one_shard_of_several_is_not_taken_for_the_whole(tmp_path: Path, name: str) -> None:
+    source = folder(tmp_path, name)
+    with pytest.raises(DataError, match=f"one of several shards(.|\n)*set data.path={source}"):
+        data_files_of(source / name)
+    with pytest.raises(DataError, match="Shards of train are missing"):
+        data_files_of(source)
 
 
 @pytest.mark.parametrize(("names", "says"), [
@@ -244,7 +267,8 @@ def test_a_mix_takes_its_shares_of_train_and_says_what_stays_out(tmp_path: Path)
     for text, error in (
         ("iron.jsonl: 1\ngold: 1\n", "different splits"), ("- a\n", "cannot be read"), ("../a: 1\n", "cannot be read"),
         ("none.jsonl: 1\n", "does not exist"), ("iron.jsonl: 0\n", "cannot be read"), ("a: [", "mix.yaml is not valid"),
-        ("iron.jsonl: 1\ngold/train.jsonl: 0.001\n", "no training row"),
+        ("iron.jsonl: 1\ngold/train.jsonl: 0.001\n", "no training row"), ("iron.jsonl: .inf\n", "cannot be read"),
+        ("gold: 1\ngold/train.jsonl: 1\n", "different splits|reads a file twice"),
     ):  # fmt: skip
         with pytest.raises((DataError, ConfigError), match=error):
             mixed(text)

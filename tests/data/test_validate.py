@@ -149,6 +149,11 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         tokens, size = sum(map(len, tokenized(TEXTS[:9]))), sum(map(len, TEXTS[:9]))
         assert f"9 documents, {tokens:,} tokens ({tokens - 9:,} labels)\n{size / (tokens - 9):.2f} bytes" in done.stdout
+    copy = tmp_path / "book.jsonl"
+    book.write_text(f"{TEXTS[0]}\u200b\n<|endoftext|>\n{TEXTS[1]}\n<|endoftext|>\n{TEXTS[1]}")
+    assert run(book, "--fix", copy, "--model", EMBEDDED).exit_code == 0
+    assert [json.loads(line) for line in copy.read_text().splitlines()] == [{"text": text} for text in TEXTS[:2]]
+    book.write_text("\n<|endoftext|>\n".join(TEXTS[:9]))
     (book.parent / "mine.csv").write_text("question,answer\na,b\n")
     assert validate([book.parent], EMBEDDED).count == 1  # texts beside rows are notes about them
     assert validate([book.parent], EMBEDDED, DataSettings(documents=True)).count == 9
