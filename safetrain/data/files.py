@@ -25,7 +25,7 @@ from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
 from safetrain.data.findings import Place
 from safetrain.data.folders import PLAIN, suffix_of
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
-from safetrain.data.rows import Row, RowError, load, object_of, said_of, shown, value_at
+from safetrain.data.rows import Row, RowError, load, object_of, parsed, said_of, shown, value_at
 
 Placed = tuple[Place, object]  # the place of a row, and its value, its RowError, or a document as a Row
 HEAD_BYTES = 64 * 1024
@@ -278,7 +278,11 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
             _require_different(names, str(path))
             for cells in zip(*batch.columns, strict=True):
                 number += 1
-                yield Place(0, number), _columnar_row(names, cells)
+                try:
+                    row: object = dict(zip(names, map(_value_of, cells, names), strict=True))
+                except RowError as error:
+                    row = error
+                yield Place(0, number), row
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
         raise DataError(f"The table cannot be read: {shown(str(error))}", where=where, do=do) from None
@@ -298,13 +302,6 @@ def _batches(path: Path, head: bytes) -> Iterator[Any]:
             yield from pyarrow.ipc.open_stream(source)
 
 
-def _columnar_row(names: list[str], cells: Iterable[Any]) -> object:
-    try:
-        return dict(zip(names, map(_value_of, cells, names), strict=True))
-    except RowError as error:
-        return error
-
-
 def _value_of(cell: Any, column: str) -> object:
     """Convert a pyarrow scalar to the value that JSON lines would have; raises RowError for a cell that is not JSON.
 
@@ -322,22 +319,18 @@ def _value_of(cell: Any, column: str) -> object:
         return object_of([(str(_value_of(entry[0], column)), _value_of(entry[1], column)) for entry in cell.values])
     if isinstance(cell, pyarrow.ListScalar):
         return [_value_of(item, column) for item in cell.values]
-    if pyarrow.types.is_dictionary(cell.type) or isinstance(cell, pyarrow.UnionScalar | pyarrow.RunEndEncodedScalar):
-        return _value_of(cell.value, column)
     if isinstance(cell, pyarrow.JsonScalar):
-        value = load(cell.as_py())
-        if isinstance(value, RowError):
-            raise RowError(f"{column}: {value}")
-        return value
-    if isinstance(cell, pyarrow.ExtensionScalar):
-        return _value_of(cell.value, column)
-    return _plain_value(cell)
+        return parsed(cell.as_py(), column)
+    wrapped = (pyarrow.DictionaryScalar, pyarrow.RunEndEncodedScalar, pyarrow.ExtensionScalar, pyarrow.UnionScalar)
+    return _value_of(cell.value, column) if isinstance(cell, wrapped) else _plain_value(cell)
 
 
 def _plain_value(cell: Any) -> object:
     """Convert a scalar that has no parts. JSON lacks times, so they become text; bytes are UTF-8 text or null."""
-    is_exact = "[ns" not in str(cell.type)  # Python's times lack nanoseconds
-    value = cell.as_py() if is_exact else str(cell.cast("string"))
+    try:
+        value = cell.as_py()
+    except (ValueError, OverflowError):  # Python's times lack nanoseconds and most years
+        value = cell.cast("string").as_py()
     if isinstance(value, bytes):
         try:
             return value.decode()

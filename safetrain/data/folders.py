@@ -53,7 +53,7 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     all of them are named after splits, so that a book whose name ends in test is not the test split.
     """
     if source.is_file():
-        _refuse_shard(source)
+        _require_whole("train", [_file(source, source.parent)])
         return DataFiles(("train",), (source,))
     if (source / MIX).is_file():
         return _mixed_files(source, documents=documents)
@@ -260,14 +260,5 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
             where=str(files[0].path.parent),
             expected=f"{' or '.join(map(str, totals))} files, each number once",
             got=f"numbers {shown(', '.join(map(str, numbers)))}",
-            do="fetch the missing shards, or remove old ones",
+            do=f"fetch the missing shards, or remove old ones; then set {override('data.path', files[0].folder)}",
         )
-
-
-def _refuse_shard(path: Path) -> None:
-    """Raise DataError if the file is one of several shards by its name: a data set is all of them."""
-    shard = SHARD_OF.search(path.name.casefold())
-    if shard and int(shard[2]) > 1:
-        do = f"set {override('data.path', path.parent)}; to train on this file alone, give it another name"
-        expected = f"the folder with all {int(shard[2])} files"
-        raise DataError("The data file is one of several shards.", where=str(path), expected=expected, do=do)

@@ -54,7 +54,6 @@ HEADER = "the first line is not a header: write one above it, such as question,a
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")  # in Anthropic's preference data
 JSON_KEYS = ("messages", "conversations", "conversation", "tools", "history", "functions", "rejected_messages",
              "preferred_output", "non_preferred_output")  # fmt: skip
-JSON_PAIRS = (("chosen", "rejected"), ("prompt", "completion"))  # keys of lists of turns, or of texts
 WORSE = ("non_preferred_output", "rejected_messages", "rejected_response")  # keys of the worse answer in other formats
 EMPTY: tuple[object, ...] = (None, "", [], {})
 AS_PAIR = "write a better and a worse answer to the same prompt as chosen and rejected"
@@ -146,7 +145,7 @@ def _decoded(value: dict[str, Any], columns: Columns | None) -> dict[str, Any]:
     names = columns or {}
     keys = JSON_KEYS if columns is None else [names[part] for part in ("messages", "tools", "history") if part in names]
     found = {key: decoded(value[key], key) for key in keys if isinstance(value.get(key), str)}
-    for pair in JSON_PAIRS:
+    for pair in (("chosen", "rejected"), ("prompt", "completion")):
         chats = {key: turns_in(value.get(key)) for key in (names.get(part, part) for part in pair)}
         found |= chats if all(chats.values()) else {}
     return {**value, **found} if found else value

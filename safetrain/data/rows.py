@@ -18,9 +18,8 @@ ROLE_NAMES = {  # other names of the roles, in lower case
     **dict.fromkeys(("tool_results", "tool_response", "tool_output", "function"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")
-WEIGHT_KEYS = (  # of turns, in OpenAI's, LLaMA-Factory's, Axolotl's and ms-swift's formats
-    "weight", "loss_weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_scale"
-)  # fmt: skip
+WEIGHT_KEYS = ("weight", "loss_weight", "loss", "loss_scale", "train", "training", "train_on_turn", "trainable",
+               "train_detail")  # fmt: skip
 MASK_KEYS = ("masked", "mask")  # torchtune's: true keeps a turn out of training
 MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
 ONLY_TEXT = "only text can be trained on: leave the row out"
@@ -278,13 +277,10 @@ def _is_trained(turn: dict[str, Any], role: str, place: str) -> bool:
 
     They stay if they ask for training on another role's turn, so that they are reported as unused.
     """
-    if turn.get("train_detail"):  # Axolotl's
-        raise RowError(f"{place}.train_detail: a turn is trained on as a whole; use train: false, or leave the row out")
-    weights = {key: turn.pop(key) for key in (*WEIGHT_KEYS, *MASK_KEYS) if turn.get(key) is not None}
+    weights = {key: turn.pop(key) for key in (*WEIGHT_KEYS, *MASK_KEYS) if turn.get(key) not in (None, [])}
     for key, weight in weights.items():
         if weight not in (0, 1):
-            first, second = ("trained on", "not trained on") if key in MASK_KEYS else ("not trained on", "trained on")
-            raise RowError(f"{place}.{key} is {shown(weight)}; expected 0 ({first}) or 1 ({second})")
+            raise RowError(f"{place}.{key} is {shown(weight)}; expected 0 or 1: a turn is trained on as a whole")
     found = {bool(weight) != (key in MASK_KEYS) for key, weight in weights.items()}
     if len(found) > 1:
         raise RowError(f"{place}: {' and '.join(weights)} contradict each other on training: keep one")

@@ -246,7 +246,7 @@ def test_each_type_of_column_is_the_value_that_json_lines_would_have(tmp_path: P
 @pytest.mark.parametrize(("table", "says"), [
     (pyarrow.table([["q"], ["a"]], ["text", "text"]), "two columns named text"),
     (pyarrow.table({"messages": pyarrow.array(['[{"role": NaN}]'], pyarrow.json_())}),
-     "row 1: messages: NaN is not valid JSON"),
+     "row 1: messages is a string that must be JSON: NaN is not"),
     (pyarrow.table({"text": [b"a\xe7"]}), "row 1: text must be a string, not null"),
     (pyarrow.table({"messages": ['[{"role": "user"']}), "row 1: messages is a string that must be JSON"),
     (pyarrow.table({"question": ["q"], "answer": [float("nan")]}), "completion contains NaN, or a number"),
