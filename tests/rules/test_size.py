@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_200,
-    "program tokens": 184_700,
+    "program lines": 24_500,
+    "program tokens": 188_000,
     "program files": 117,
     "files under 60 lines": 7,
     "dataclasses": 139,
     "helper modules with one importer": 11,
     "keys of params.yaml": 56,
-    "test lines": 16_170,
+    "test lines": 16_700,
     "benchmark, tool and recipe lines": 6_430,
-    "docs words": 23_200,
+    "docs words": 23_600,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
