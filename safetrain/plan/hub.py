@@ -3,9 +3,12 @@
 A download checks the disk space first, and leaves a complete folder or none.
 """
 
+import hashlib
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
@@ -13,7 +16,8 @@ from safetrain.core.storage.files import require_room, write_text
 
 DATA_SET = "datasets/"  # as in the Hub's addresses
 HUB_ID = re.compile(rf"({DATA_SET})?[\w.-]+/[\w.-]+")
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+LICENSE_PATTERNS = ["README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LICENSE_PATTERNS]
 DATA_PATTERNS = ["*.json*", "*.csv*", "*.tsv*", "*.parquet", "*.arrow", "*.txt*"]
 SPARE_BYTES = 2**30  # as a reserve
 FREE = "free some disk space, or choose another folder with --into"
@@ -22,13 +26,14 @@ FREE = "free some disk space, or choose another folder with --into"
 def fetch(hub_id: str, into: Path) -> Path:
     """Download a model, or with ``datasets/`` before its name a data set, into a new folder in ``into``.
 
-    Continues an interrupted download. All files come from one commit, which is recorded, because the main branch may
-    change during the download.
+    Continues an interrupted download of the same commit. All files come from one commit, which is recorded, because the
+    main branch may change during the download.
 
-    Raises ModelError if the Hub does not have it or cannot be reached, DiskFullError if the disk is too small.
+    Raises ModelError if the Hub does not have it or cannot be reached, or if a file differs from the Hub's;
+    DiskFullError if the disk is too small.
     """
-    import httpx2
     from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
 
     if HUB_ID.fullmatch(hub_id) is None:
         raise ModelError(f"{hub_id!r} is not a Hub ID.", expected="owner/name, or datasets/owner/name")
@@ -40,18 +45,17 @@ def fetch(hub_id: str, into: Path) -> Path:
             raise ModelError(what, where=str(target), expected=hub_id, got=got, do=do)
         require_whole(target, hub_id)
         return target
-    partial = into / f".{target.name}.partial"
+    partial = into / f".{hub_id.replace('/', '--')}.partial"
     try:
-        commit = _download(hub_id, partial)
-    except (OSError, httpx2.HTTPError) as error:
+        _download(hub_id, partial)
+    except (OSError, HTTPError) as error:
         raise ModelError(
-            f"The download of {hub_id} did not finish: {str(error).splitlines()[0]}",
+            f"The download of {hub_id} did not finish: {_reason(error)}",
             where=constants.ENDPOINT,
             do="check the internet connection and the name (for a gated model: hf auth login), then run the same "
             f"command again; the download continues. Offline, copy the folder from another machine into {into}",
         ) from error
     require_whole(partial, hub_id)
-    write_text(partial / SOURCE, f"{hub_id}\n{commit}\n")
     partial.replace(target)
     return target
 
@@ -60,24 +64,57 @@ def require_whole(folder: Path, hub_id: str) -> None:
     """Raise ModelError if a model's files are not all there, or if a data set has no file that training can read."""
     if not hub_id.startswith(DATA_SET):
         read_model_files(folder)
-    elif all(path.name.startswith(".") for path in folder.iterdir()):
+    elif not any(map(_is_data, folder.rglob("*"))):
         expected = "JSON lines, JSON, CSV, TSV, Parquet, Arrow or text"
         raise ModelError(f"{hub_id} has no data files.", where=str(folder), expected=expected)
 
 
-def _download(hub_id: str, partial: Path) -> str | None:
-    """Download what is missing in ``partial``; returns the commit."""
+def _is_data(path: Path) -> bool:
+    return any(map(path.match, DATA_PATTERNS)) and not any(map(path.match, LICENSE_PATTERNS))
+
+
+def _download(hub_id: str, partial: Path) -> None:
+    """Make ``partial`` hold the files of the newest commit and SOURCE; raises ModelError for a corrupt file."""
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
 
     is_data, name = hub_id.startswith(DATA_SET), hub_id.removeprefix(DATA_SET)
-    patterns, kind = (DATA_PATTERNS, "dataset") if is_data else (PATTERNS, "model")
+    patterns, kind = ([*DATA_PATTERNS, *LICENSE_PATTERNS], "dataset") if is_data else (PATTERNS, "model")
     info = (HfApi().dataset_info if is_data else HfApi().model_info)(name, files_metadata=True)
+    files = list(filter_repo_objects(info.siblings or [], allow_patterns=patterns, key=lambda file: file.rfilename))
+    source = f"{hub_id}\n{info.sha}\n"
+    if partial.exists() and not ((partial / SOURCE).is_file() and (partial / SOURCE).read_text("utf-8") == source):
+        shutil.rmtree(partial)  # of another commit, which may have files that this one does not have
     partial.mkdir(parents=True, exist_ok=True)
+    write_text(partial / SOURCE, source)
     there = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-    wanted = sum(file.size or 0 for file in info.siblings or [] if any(map(Path(file.rfilename).match, patterns)))
+    wanted = sum(file.size or 0 for file in files)
     require_room(partial, wanted - there + SPARE_BYTES, "The disk has no room for these files.", FREE)
     snapshot_download(name, repo_type=kind, revision=info.sha, local_dir=partial, allow_patterns=patterns)
-    return info.sha
+    for file in files:
+        _require_same(partial / file.rfilename, file)
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the client's notes on the download
+
+
+def _require_same(path: Path, file: Any) -> None:
+    """Remove a file that is not the Hub's ``file`` and raise ModelError: the client keeps what an earlier run left."""
+    size = path.stat().st_size if path.is_file() else 0
+    digest, expected = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), file.blob_id  # Git's own hash
+    if file.lfs is not None:
+        digest, expected = hashlib.sha256(), file.lfs.sha256
+    if path.is_file():
+        with path.open("rb") as stream:
+            if hashlib.file_digest(stream, lambda: digest).hexdigest() == expected:
+                return
+        path.unlink()
+    what, do = "A downloaded file differs from the Hub's.", "run the same command again; it downloads this file again"
+    expected, got = f"{file.size} bytes, {digest.name} {expected}", f"{size} bytes, not the same content"
+    raise ModelError(what, where=str(path), expected=expected, got=got, do=do)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of the message; some network errors have none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]) -> str:
@@ -85,8 +122,8 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
 
     First calls ``ask`` with a description of the repository. Raises ConfigError without a login, ModelError.
     """
-    import httpx2
     from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HTTPError
 
     if HUB_ID.fullmatch(hub_id) is None or hub_id.startswith(DATA_SET):
         raise ConfigError(f"{hub_id!r} is not the Hub ID of a model.", expected="owner/name")
@@ -98,8 +135,8 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
         ask(f"the {'new' if is_new else 'existing'} {'private' if is_private else 'public'} repository {hub_id}")
         address = HfApi().create_repo(hub_id, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Upload with safetrain")
-    except (OSError, httpx2.HTTPError) as error:
+    except (OSError, HTTPError) as error:
         do = "check the internet connection, and that your login may write there: hf auth whoami; then run this again"
-        what = f"The upload failed: {str(error).splitlines()[0]}"
+        what = f"The upload failed: {_reason(error)}"
         raise ModelError(what, where=constants.ENDPOINT, do=do) from error
     return str(address)

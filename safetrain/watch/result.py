@@ -219,5 +219,5 @@ def _license(base: Path) -> str:
     path = base / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
-    name = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
+    name = next((line.partition(":")[2].strip(" '\"") for line in head.splitlines() if line.startswith("license:")), "")
     return name if name.replace("-", "").replace(".", "").isalnum() else ""
