@@ -36,7 +36,8 @@ test: lint
 lint: docs
 	@"$(BIN)/ruff" check
 	@"$(BIN)/ruff" format --check
-	@"$(BIN)/mypy"
+	@"$(BIN)/mypy" --platform linux --cache-dir .mypy_cache/linux
+	@"$(BIN)/mypy" --platform darwin --cache-dir .mypy_cache/darwin
 
 docs: $(DEV)
 	@"$(BIN)/python" -m tools.docs_site

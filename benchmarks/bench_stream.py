@@ -130,7 +130,8 @@ def measured(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     os.sync()
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if sys.platform == "linux":  # macOS has none
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     command = [sys.executable, "-m", "benchmarks.bench_stream", "--step", str(folder), name, mode, str(tokens)]
     result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return result

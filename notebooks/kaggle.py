@@ -13,7 +13,7 @@
 # %% [markdown]
 # # safetrain on Kaggle
 #
-# In the notebook's settings: accelerator **GPU T4** (one is used), internet **on** for the first session, persistence
+# In the notebook's settings: accelerator **GPU T4** (one is used), internet **on** in every session, persistence
 # **Files only** if you want `/kaggle/working` back without saving a version.
 #
 # Not yet run by us on a T4. Away from Kaggle the same cells rehearse on the CPU, with the model and the rows that ship:

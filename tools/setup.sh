@@ -5,7 +5,7 @@ set -eu
 backend=$1
 dev=${2:-}
 stamp=.venv/.installed-$backend
-here=$(pwd -P)
+here=$(/bin/pwd -P 2>/dev/null || pwd -P) # as make's CURDIR: a Mac's sh keeps the capitals that were typed
 extras=$dev
 [ "$backend" = metal ] || extras=${dev:+$dev,}$backend
 what="the dependencies"
@@ -32,7 +32,7 @@ installed() {
     [ -z "$dev" ] || touch .venv/.dev
 }
 
-# mlx has wheels for Apple silicon with macOS 14 or newer alone; without this, pip says only that it found none.
+# mlx has wheels for Apple silicon with macOS 14, and for glibc 2.35, or newer; pip says only that it found none.
 mac=
 if [ "$(uname -s)" = Darwin ]; then
     mac=yes
@@ -42,6 +42,19 @@ if [ "$(uname -s)" = Darwin ]; then
         say "  do: update macOS, then run make again"
         exit 1
     fi
+    if command -v sysctl >/dev/null 2>&1 && [ "$(sysctl -n hw.optional.arm64 2>/dev/null)" != 1 ]; then
+        say "safetrain needs Apple silicon, and this is an Intel Mac: mlx does not run on one."
+        say "  do: use a Mac with an M1 or newer, or Linux"
+        exit 1
+    fi
+elif libc=$(ldd --version 2>&1 | { read -r line && echo "$line"; }); then
+    case $libc in # the first line, as in: ldd (GNU libc) 2.34
+        *" 2."? | *" 2."[12]? | *" 2.3"[0-4] | musl*)
+            say "safetrain needs glibc 2.35 or newer, and this system has another C library: $libc. mlx has no wheels for it."
+            say "  do: use Ubuntu 22.04, Debian 12, RHEL 10 or newer, or a container of one of these"
+            exit 1
+            ;;
+    esac
 fi
 
 is_native() { # a Python of this Mac's own architecture; mlx has nothing for one that runs under Rosetta
@@ -52,7 +65,7 @@ if command -v uv >/dev/null 2>&1; then
     [ -x .venv/bin/python ] || uv venv --quiet --python '>=3.11,<3.15' .venv
     if ! is_native .venv/bin/python; then
         rm -rf .venv
-        say "uv chose an x86_64 Python, which runs under Rosetta (or on an Intel Mac): mlx needs Apple silicon and arm64."
+        say "uv chose an x86_64 Python, which runs under Rosetta: mlx needs arm64."
         say "  do: install uv for arm64 (https://docs.astral.sh/uv), then run make again"
         exit 1
     fi
@@ -76,7 +89,7 @@ for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
     fi
 done
 if [ -z "$python" ] && [ -n "$rosetta" ]; then
-    say "safetrain needs an arm64 Python on Apple silicon, and found only x86_64 ones (mlx does not run on an Intel Mac)."
+    say "safetrain needs an arm64 Python on Apple silicon, and found only x86_64 ones."
     say "  do: install one (/opt/homebrew/bin/brew install python@3.13, or python.org's), then run make again"
     exit 1
 fi

@@ -55,7 +55,7 @@ SLOW_BYTES = 0.5e9  # a second
 NETWORKS = ("nfs", "cifs", "smb", "afp", "webdav", "fuse.sshfs", "9p")  # beginnings of file system names
 REINSTALL = "run 'make clean && make'"
 MIN_MLX = (0, 32, 0)
-MIN_PYTHON = (3, 11)
+MIN_PYTHON, ABOVE_PYTHON = (3, 11), (3, 15)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # with this much swap in use, the machine is already short of memory
@@ -104,8 +104,8 @@ def examine(
 
 def software_checks() -> Iterator[Check]:
     """Check the versions of Python and all dependencies."""
-    needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
-    ok = sys.version_info >= MIN_PYTHON
+    needed, remedy = "3.11 to 3.14", "install one of them, then run: make clean && make"
+    ok = MIN_PYTHON <= sys.version_info < ABOVE_PYTHON
     yield verdict("PY-VERSION", ok, True, platform.python_version(), needed, sys.executable, remedy)
     for name in DEPENDENCIES:
         found, needed = version_of(name), "installed"

@@ -3,6 +3,7 @@
 import io
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -144,6 +145,7 @@ def _plot(axes: Any, points: Points, colour: str, label: str, *, smooth: bool = 
 def _draw(title: str, unit: str, add: Callable[[Any], None]) -> bytes:
     """Draw a PNG picture of what ``add`` adds to the axes, from zero up; several lines get a legend."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its import reports that it made a font cache
+    os.environ.pop("MPLBACKEND", None)  # a notebook's commands inherit its own: missing here, the import fails
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from safetrain.plan.preflight import ABOVE_PYTHON, MIN_PYTHON
 from tests.conftest import ROOT
 
 TOOLS = ("dvc", "safetrain", "python", "ruff", "mypy")
@@ -37,16 +38,26 @@ def python(folder: Path, name: str, machine: str) -> None:
     program(folder, name, f'case "$*" in *platform.machine*) echo {machine};; *venv*.venv*) exit {STOPPED};; esac')
 
 
-def set_up(folder: Path, macos: str) -> "subprocess.CompletedProcess[str]":
+def set_up(folder: Path, macos: str, silicon: str = "1") -> "subprocess.CompletedProcess[str]":
     """Run setup.sh in an empty folder of a Mac with the programs in ``folder / bin`` alone."""
     programs = folder / "bin"
     program(programs, "uname", "echo Darwin")
     program(programs, "sw_vers", f"echo {macos}")
+    program(programs, "sysctl", f"echo {silicon}")
+    return run_setup(programs)
+
+
+def run_setup(programs: Path) -> "subprocess.CompletedProcess[str]":
     for name in ("sh", "rm", "touch"):
         (programs / name).symlink_to(shutil.which(name) or name)
     command = [str(programs / "sh"), str(ROOT / "tools" / "setup.sh"), "metal"]
     return subprocess.run(
-        command, cwd=folder, env={**os.environ, "PATH": str(programs)}, capture_output=True, text=True, check=False
+        command,
+        cwd=programs.parent,
+        env={**os.environ, "PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -75,6 +86,23 @@ def test_an_old_macos_and_pythons_under_rosetta_are_told(
     assert (done.returncode, said in done.stderr, (mac / ".venv").exists()) == (code, True, False)
 
 
+def test_an_intel_mac_is_told(mac: Path) -> None:
+    done = set_up(mac, "15.5", silicon="0")
+    assert (done.returncode, "this is an Intel Mac" in done.stderr, "use a Mac" in done.stderr) == (1, True, True)
+
+
+@pytest.mark.parametrize(("said", "code"), [
+    ("ldd (GNU libc) 2.34", 1), ("ldd (Debian GLIBC 2.31-13+deb11u11) 2.31", 1), ("ldd (GNU libc) 2.28", 1),
+    ("musl libc (x86_64)", 1), ("ldd (Ubuntu GLIBC 2.35-0ubuntu3.8) 2.35", STOPPED), ("ldd (GNU libc) 2.40", STOPPED),
+])  # fmt: skip
+def test_an_old_c_library_is_told(mac: Path, said: str, code: int) -> None:
+    program(mac / "bin", "uname", "echo Linux")
+    program(mac / "bin", "ldd", f"echo '{said}'\necho Copyright")
+    python(mac / "bin", "python3", "x86_64")
+    done = run_setup(mac / "bin")
+    assert (done.returncode, said in done.stderr) == (code, code == 1)
+
+
 def test_uv_s_choice_is_looked_at_too(mac: Path) -> None:
     made = mac / "made"
     made.mkdir()
@@ -90,6 +118,8 @@ def test_uv_s_choice_is_looked_at_too(mac: Path) -> None:
 
 
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+REQUIRED = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+PYTHONS = (int(REQUIRED[1]), int(REQUIRED[2]) - 1) if REQUIRED else (0, 0)  # minor versions: the first, the last
 PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+")
 
 
@@ -97,11 +127,27 @@ def jobs(text: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load(text)["jobs"].values())
 
 
-def test_each_system_of_the_readme_is_tested() -> None:
+def test_each_system_and_python_of_the_readme_is_tested() -> None:
     (job,) = jobs((ROOT / ".github" / "workflows" / "test.yml").read_text())
-    assert job["strategy"]["matrix"]["system"] == ["ubuntu-24.04", "ubuntu-24.04-arm", "macos-15"]
+    matrix, least, newest = job["strategy"]["matrix"], *PYTHONS
+    systems = [*matrix["system"], *(case["system"] for case in matrix["include"])]
+    assert systems == ["ubuntu-24.04", "ubuntu-24.04-arm", "macos-15"]
+    assert matrix["python"] == [f"3.{minor}" for minor in range(least, newest + 1)]
+    assert {case["python"] for case in matrix["include"]} <= set(matrix["python"])
+    assert {"python-version": "${{ matrix.python }}"} in [step.get("with") for step in job["steps"]]
     assert job["runs-on"] == "${{ matrix.system }}"
     assert "make test" in [step.get("run") for step in job["steps"]]
+
+
+def test_the_same_pythons_are_named_everywhere() -> None:
+    least, newest = PYTHONS
+    between = f"3.{least} to 3.{newest}"
+    for name in ("README.md", "docs/tutorial.md", "tools/setup.sh", "safetrain/plan/preflight.py"):
+        assert between in (ROOT / name).read_text(), name
+    setup = (ROOT / "tools" / "setup.sh").read_text()
+    assert f">=3.{least},<3.{newest + 1}" in setup
+    assert f"(3, {least}) <= sys.version_info < (3, {newest + 1})" in setup
+    assert ((3, least), (3, newest + 1)) == (MIN_PYTHON, ABOVE_PYTHON)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -1,7 +1,10 @@
 """The report: one page tells a run, whatever became of it, loads nothing and shows all texts as text."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest.mock import patch
@@ -21,6 +24,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.watch.report import write_report
 from safetrain.watch.result import describe_result, unmeasured
+from tests.conftest import ROOT
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import DEATH, UPDATES, change, data_report, evaluation, journal, make_dead, make_run, sample
 
@@ -84,6 +88,15 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
     assert not any(name.startswith("on") or name in ("srcset", "href") for name in parsed.attributes)
     assert not re.search(r"url\(|@import|https?:", source)
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in source
+
+
+def test_a_notebook_s_matplotlib_backend_that_is_not_installed_here_is_not_used(tmp_path: Path) -> None:
+    """`!safetrain report` in a notebook inherits the kernel's backend, which another Python has."""
+    make_run(tmp_path)
+    command = [sys.executable, "-m", "safetrain.cli", "report"]
+    environment = os.environ | {"MPLBACKEND": "not_installed", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:

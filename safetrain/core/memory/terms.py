@@ -53,7 +53,7 @@ class Tiles:
 # A GPU needs few tiles (a dozen kernels each), a CPU few wasted scores (measured: benchmarks/bench_attention).
 CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
 # mlx's own backward pass on Metal has tiles over all heads and rows, up to these bytes, or one row's if that is more
-# (read from mlx-metal 0.32.4). CUDA has no such kernel: the tiles above are used.
+# (read from mlx-metal 0.32.4). On CUDA the tiles above are assumed; mlx has a kernel there for some row widths.
 METAL_TILES_ALIVE, METAL_QUERIES, MOST_METAL_BYTES = 3, 1024, 256 * 2**20
 METAL_HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # 512 on some GPUs
 
