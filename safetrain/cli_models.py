@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option, Typer
 
 from safetrain.core.errors import ConfigError, DataError, ModelError, SafetrainError
-from safetrain.core.formatting import EMPTY_ANSWER, counted, print_text, size_text
+from safetrain.core.formatting import EMPTY_ANSWER, counted, install_extra, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
@@ -194,7 +194,7 @@ def export_gguf(
     from safetrain.watch.progress import still_working
 
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("The package gguf is not installed.", do="pip install -e '.[gguf]' -c constraints.txt")
+        raise ConfigError("The package gguf is not installed.", do=install_extra("gguf"))
     if out.suffix != ".gguf":
         raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}.gguf")
     job = _export_job(out, adapter, model, may_lose)

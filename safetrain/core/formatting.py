@@ -10,6 +10,8 @@ import textwrap
 from pathlib import Path
 from typing import TextIO
 
+from safetrain.core.storage.paths import shipped
+
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
 RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
 VISIBLE = "\n\t\xa0\u3000\u200c\u200d"  # white space, and joiners of letters in Persian or Hindi
@@ -80,6 +82,14 @@ def in_hydra_quotes(text: str) -> str:
 def dvc() -> str:
     """Return the command that starts DVC: in a project of `safetrain init`, that is `safetrain`."""
     return "safetrain" if Path(".safetrain").is_dir() else "dvc"
+
+
+def install_extra(name: str) -> str:
+    """Return the command that adds an optional package to a clone's environment, or to an installed program's."""
+    if shipped("constraints.txt").is_file():
+        return f"pip install -e '.[{name}]' -c constraints.txt"
+    python = shlex.quote(sys.executable)
+    return f"uv pip install --python {python} {name} (without uv: {python} -m pip install {name})"
 
 
 def run_again() -> str:

@@ -210,26 +210,28 @@ def place_of(
 
 
 def profile_names() -> list[str]:
-    """Names of the machines in conf/machine."""
-    return sorted(path.stem for path in _profiles().glob("*.yaml"))
+    """Names of the machines in conf/machine, and of those shipped with safetrain."""
+    return sorted(_profiles())
 
 
-def _profiles() -> Path:
-    """The folder of machine files: the project's own, else the one shipped with safetrain."""
-    return PROFILES if PROFILES.is_dir() else paths.shipped(str(PROFILES))
+def _profiles() -> dict[str, Path]:
+    """Machine files by name; the project's own take precedence over those shipped with safetrain."""
+    folders = (paths.shipped(str(PROFILES)), PROFILES)
+    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
 
 
 def read_profile(name: str) -> Profile:
     """Read a machine by name; raises ConfigError with the known names."""
-    names, path = profile_names(), _profiles() / f"{name}.yaml"
-    if name not in names:
+    profiles, names = _profiles(), profile_names()
+    if name not in profiles:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(
             f"Unknown machine {name}.",
-            where=str(path.parent),
+            where=str(PROFILES),
             expected=f"one of {', '.join(names)}",
-            do=f"did you mean {near[0]}?" if near else f"add {path}, or use --memory-gb",
+            do=f"did you mean {near[0]}?" if near else f"add {PROFILES / name}.yaml, or use --memory-gb",
         )
+    path = profiles[name]
     settings: Any = OmegaConf.to_container(OmegaConf.load(path))
     try:
         return Profile(name=name, **settings)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from safetrain.core.events import Died
-from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.formatting import counted, duration_text, dvc, printable, size_text
 from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss, describe_preference
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.run_state import PostMortem, describe_rows
@@ -53,7 +53,7 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        configuration_of, death_of, describe_forgetting, describe_preference, describe_proof, describe_rows,
+        configuration_of, death_of, dvc, describe_forgetting, describe_preference, describe_proof, describe_rows,
         environment_of, exact_text, history_of, memory_sizes, rows_text, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}

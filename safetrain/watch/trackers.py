@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, install_extra
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.run_folder import Run
@@ -33,7 +33,7 @@ def export(run: Run, project: str = "", name: str = "") -> str:
     ``project`` and ``name`` are those of the run there; empty: the default.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError("wandb is not installed.", do="pip install -e '.[wandb]' -c constraints.txt")
+        raise ConfigError("wandb is not installed.", do=install_extra("wandb"))
     if not any(record.step for record in run.steps):
         raise ConfigError("No step is recorded yet.", where=str(paths.METRICS_CSV), do="train first: safetrain run")
     last, results = run.steps[-1], dict(_results(run))

@@ -29,8 +29,6 @@ from tests.plan.test_recommend import machine as usual_machine
 
 @pytest.fixture(autouse=True)
 def in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "machine").symlink_to(ROOT / "conf" / "machine")
     monkeypatch.chdir(tmp_path)
 
 
@@ -51,6 +49,15 @@ def test_every_profile_is_a_machine_with_less_budget_than_memory() -> None:
         read_profile("m1-8g")
     with pytest.raises(ModelError, match="huge"):
         model_to_estimate(Path("huge"))
+
+
+def test_a_machine_of_one_s_own_joins_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"m1-8gb[^$]*add conf/machine/mine.yaml"):
+        read_profile("mine")
+    (tmp_path / "conf" / "machine").mkdir(parents=True)
+    (tmp_path / "conf" / "machine" / "mine.yaml").write_bytes((ROOT / "conf/machine/linux-16gb.yaml").read_bytes())
+    assert (read_profile("mine").backend, read_profile("m1-8gb").backend) == ("cpu", "metal")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -90,6 +90,16 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in source
 
 
+def test_the_page_names_the_command_that_its_project_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project of `safetrain init` may have no DVC on its PATH."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / paths.OUTPUT).mkdir()
+    assert "dvc repro validate_data" in told(tmp_path)
+    (tmp_path / ".safetrain").mkdir()
+    assert "safetrain repro validate_data" in told(tmp_path)
+    assert "dvc repro" not in told(tmp_path)
+
+
 def test_a_notebook_s_matplotlib_backend_that_is_not_installed_here_is_not_used(tmp_path: Path) -> None:
     """`!safetrain report` in a notebook inherits the kernel's backend, which another Python has."""
     make_run(tmp_path)
