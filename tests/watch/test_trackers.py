@@ -39,7 +39,5 @@ def test_mistakes_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert "wandb is not installed" in str(CliRunner().invoke(app, ["track"]).exception)
     assert "pip install -e '.[wandb]'" in str(CliRunner().invoke(app, ["track"]).exception)
-    monkeypatch.setattr(
-        "safetrain.core.formatting.shipped", run.joinpath
-    )  # an installed program has none
+    monkeypatch.setattr("safetrain.core.formatting.shipped", run.joinpath)  # an installed program has none
     assert "-m pip install wandb" in str(CliRunner().invoke(app, ["track"]).exception)
