@@ -171,6 +171,9 @@ def test_a_fetched_data_set_is_a_folder_that_data_path_names(hub: Hub, tmp_path:
     assert CliRunner().invoke(app, ["validate", str(tmp_path / "rows")]).exit_code == 0
     with pytest.raises(ModelError, match="something else with this name"):
         fetch("owner/rows", tmp_path)
+    hub.commit("datasets/owner/books", {"README.md": CARD, "LICENSE.txt": b"L", "a.txt": b"A book."})
+    books = fetch("datasets/owner/books", tmp_path)
+    assert data_files_of(books, documents=True).paths == (books / "a.txt",)
     hub.commit("datasets/owner/pictures", {"README.md": CARD, "LICENSE.txt": b"L", "a.png": b"a"})
     with pytest.raises(ModelError, match="has no data files"):
         fetch("datasets/owner/pictures", tmp_path)

@@ -20,7 +20,9 @@ PLAIN = (".txt", ".text", ".md")
 TOKENS = ".ds"
 MIX = "mix.yaml"  # in a data folder: which files or folders in it are read, and each one's share of the training rows
 PACKED = (".gz", ".zst")
-OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # datasets' metadata
+NOT_DATA = re.compile(  # datasets' metadata, and texts about the data
+    r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow|(?:README|LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?"
+)
 NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # in shard names
 PURPOSE = re.compile(r"[-_.](sft|prefs?|gen|dpo|orpo|kto|rm|ppo|rl)(?=[./]|$)")  # after a split: train_sft
 FROM_HUB = re.compile(r"(?:hub:(?:datasets/)?|datasets/)([\w.-]+/[\w.-]+)")
@@ -161,7 +163,7 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
     """Find all files with these suffixes in a folder and its subfolders, or the file itself; raises DataError."""
     _require_there(source)
     files = [source] if source.is_file() else _files_below(source)
-    paths = [path for path in files if suffix_of(path) in suffixes and not OF_DATASETS.fullmatch(path.name)]
+    paths = [path for path in files if suffix_of(path) in suffixes and not NOT_DATA.fullmatch(path.name)]
     return [_file(path, source) for path in paths]
 
 
