@@ -1,8 +1,9 @@
 """Checks that need all rows: leaks between splits, near-duplicates, and questions with different answers.
 
 A row takes about 80 bytes of memory, and 4 more for each run of five words in its question. Two questions are
-near-duplicates if the Jaccard similarity of their runs reaches a threshold. Two sets with a similarity of 0.8 share a
-member among the first fifth of each, in any fixed order of members. So the search sorts the rarest runs first; texts
+near-duplicates if the Jaccard similarity of their runs reaches a threshold. Runs that many questions have are an
+instruction and do not count: they would make one cluster of all rows with it. Two sets with a similarity of 0.8 share
+a member among the first fifth of each, in any fixed order of members. So the search sorts the rarest runs first; texts
 that share one of these are candidates. It compares each pair of candidates in full, unless both are in one cluster
 already, so the clusters are exact.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.words import Words, folded, hashed, mixed, words_of
+from safetrain.core.data.words import RUN_WORDS, Words, folded, hashed, mixed, runs_of, words_of
 from safetrain.core.formatting import counted
 from safetrain.data.findings import Findings, Place, Spot
 from safetrain.data.folders import SPLITS
@@ -36,11 +37,11 @@ NUMBERS = np.dtype([  # one record for each row
     ("rejected", "u8"),  # the rejected answer of a pair, or 0
 ])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
-SHINGLE_WORDS = 5
-SHINGLE_BASE = np.uint64(0x165667B19E3779F9)
+COMMON_SHARE, LEAST_COMMON = 0.02, 20  # of all different texts, and in texts: a run that so many have is common
 MOST_TEXTS = 2_000_000  # with more, only exact duplicates are found
 MOST_CANDIDATES = 20_000_000  # the most pairs to compare
 COUNTER_BITS = 22
+COUNTER_MASK = np.uint32(2**COUNTER_BITS - 1)
 BLOCK = 2**20  # runs, or candidates, that are processed together
 LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
@@ -101,7 +102,7 @@ class RowFacts:
         """Find duplicate questions; a ``similarity`` of 1 finds only those with the same words in the same order."""
         self.groups = self.clusters = first_alike(self.column("questions"))
         if similarity < 1:
-            clusters, left_out = self._shingles.clusters(similarity)
+            clusters, left_out = self._shingles.clusters(similarity, self.groups)
             self.clusters = clusters[self.groups]
             if left_out:
                 self.findings.add("NEAR-COPIES", f"; {left_out}", 0)
@@ -221,7 +222,7 @@ def _context(row: Row) -> int:
 
 
 class Shingles:
-    """The distinct runs of five words in each text."""
+    """The runs of five words in each text, in order."""
 
     def __init__(self) -> None:
         self._values, self._ends = array("I"), array("Q", [0])
@@ -234,42 +235,33 @@ class Shingles:
         if len(self) > MOST_TEXTS:
             self._values = array("I")  # too many texts to compare: free the memory
             return
-        values, bounds = shingles(words)
+        values, bounds = runs_of(words)
         begin = self._ends[-1]
         self._values.frombytes(values.astype("<u4").tobytes())
         self._ends.extend((begin + bounds[1:]).tolist())
 
-    def clusters(self, similarity: float) -> tuple[np.ndarray, str]:
-        """Return the first text in each text's cluster, (texts,), and the reason if some pairs were not compared."""
+    def clusters(self, similarity: float, groups: np.ndarray) -> tuple[np.ndarray, str]:
+        """Return the first text in each text's cluster, (texts,), and the reason if some pairs were not compared.
+
+        ``groups`` (texts,) has the first text with the same words; only these are compared. This uses up the runs.
+        """
         if len(self) > MOST_TEXTS:
             return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only identical questions were found"
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
-        return _CandidateSearch(np.frombuffer(self._values, dtype=np.uint32), ends, similarity).run()
-
-
-def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """Each text's distinct runs as sorted 32-bit hashes, and their bounds (texts + 1,); a short text is one run."""
-    counts = words.counts
-    runs = np.where(counts > 0, np.maximum(counts - SHINGLE_WORDS + 1, 1), 0)
-    of_text = np.repeat(np.arange(len(counts)), runs)
-    first = _inside(runs) + np.repeat(words.bounds[:-1], runs)
-    last = np.repeat(words.bounds[1:], runs)
-    places = first[:, None] + np.arange(SHINGLE_WORDS)
-    padded = np.concatenate([words.hashes, np.zeros(SHINGLE_WORDS, dtype=np.uint64)])
-    powers = SHINGLE_BASE ** np.arange(SHINGLE_WORDS, dtype=np.uint64)
-    sums = np.where(places < last[:, None], padded[places], np.uint64(0)) @ powers
-    numbered = np.unique(_joined(of_text, mixed(sums) >> HALF))
-    bounds = np.searchsorted(numbered, np.arange(len(counts) + 1, dtype=np.uint64) << HALF)
-    return numbered.astype(np.uint32), bounds
+        sizes = np.where(groups == np.arange(len(self)), np.diff(ends), 0)
+        return _CandidateSearch(np.frombuffer(self._values, dtype=np.uint32), ends[:-1], sizes, similarity).run()
 
 
 class _CandidateSearch:
-    def __init__(self, values: np.ndarray, ends: np.ndarray, similarity: float) -> None:
-        self._values, self._starts, self._sizes, self._similarity = values, ends[:-1], np.diff(ends), similarity
-        self._labels = np.arange(len(ends) - 1)
+    """Finds the clusters of texts; ``values`` are all their runs, ``starts`` and ``sizes`` (texts,) those of each."""
+
+    def __init__(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, similarity: float) -> None:
+        self._values, self._starts, self._sizes, self._similarity = values, starts, sizes, similarity
+        self._labels = np.arange(len(starts))
 
     def run(self) -> tuple[np.ndarray, str]:
         """Compare candidates: first neighbours in the list of texts that share a run, then texts two apart, etc."""
+        self._choose_runs(self._common_runs())
         codes = np.sort(np.concatenate(list(self._prefixes())))
         runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
         _, firsts, sizes = np.unique(runs, return_index=True, return_counts=True)  # the texts of each run
@@ -288,17 +280,55 @@ class _CandidateSearch:
                 at = at[np.repeat(several, sizes)[at]]
         return self._labels, ""
 
-    def _prefixes(self) -> Iterator[np.ndarray]:
-        """Yield codes of (run, text) for the rarest runs of each text."""
-        mask = np.uint32(2**COUNTER_BITS - 1)
+    def _common_runs(self) -> np.ndarray:
+        """Find the runs that many texts have, sorted."""
+        least = max(LEAST_COMMON, COMMON_SHARE * np.count_nonzero(self._sizes))
+        often, found = self._frequencies() >= least, [(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))]
+        for batch in batches(self._sizes, BLOCK) if often.any() else ():
+            values, of_text = self._runs(np.arange(batch.start, batch.stop))
+            kept = often[values & COUNTER_MASK]
+            codes = np.unique(_joined(values[kept], of_text[kept]))
+            found.append(np.unique(codes >> HALF, return_counts=True))
+        runs, counts = map(np.concatenate, zip(*found, strict=True))
+        there, places = np.unique(runs, return_inverse=True)
+        return there[np.bincount(places, counts) >= least].astype(np.uint32)
+
+    def _choose_runs(self, common: np.ndarray) -> None:
+        """Replace the runs by those that count, each once in a text and sorted.
+
+        They are the runs without a word of a common run, or else those that are not common: what little remains of a
+        text next to its instruction is compared together with the words around it.
+        """
+        at, sizes = 0, np.zeros_like(self._sizes)
+        for batch in batches(self._sizes, BLOCK):
+            values, of_text = self._runs(np.arange(batch.start, batch.stop))
+            if len(common):
+                is_common = common[np.minimum(np.searchsorted(common, values), len(common) - 1)] == values
+                is_clear = ~_widened(is_common, of_text)
+                has_clear = np.bincount(of_text[is_clear], minlength=batch.stop - batch.start) > 0
+                counts = np.where(has_clear[of_text], is_clear, ~is_common)
+                values, of_text = values[counts], of_text[counts]
+            codes = np.unique(_joined(of_text, values))
+            self._values[at : at + len(codes)] = codes.astype(np.uint32)  # in place of runs that were read
+            sizes[batch] = np.bincount((codes >> HALF).astype(np.int64), minlength=batch.stop - batch.start)
+            at += len(codes)
+        self._values, self._starts, self._sizes = self._values[:at], np.cumsum(sizes) - sizes, sizes
+
+    def _frequencies(self) -> np.ndarray:
+        """Count all runs, (2**COUNTER_BITS,); several runs share a counter."""
         frequency = np.zeros(2**COUNTER_BITS, dtype=np.int64)
         for start in range(0, len(self._values), BLOCK):
-            frequency += np.bincount(self._values[start : start + BLOCK] & mask, minlength=len(frequency))
+            frequency += np.bincount(self._values[start : start + BLOCK] & COUNTER_MASK, minlength=len(frequency))
+        return frequency
+
+    def _prefixes(self) -> Iterator[np.ndarray]:
+        """Yield codes of (run, text) for the rarest runs of each text."""
+        frequency = self._frequencies()
         for batch in batches(self._sizes, BLOCK):
             sizes = self._sizes[batch]
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
-            order = np.lexsort((frequency[values & mask], of_text))  # stable: equally rare runs are in order of hash
+            order = np.lexsort((frequency[values & COUNTER_MASK], of_text))  # stable: equally rare ones stay sorted
             order = order[_inside(sizes) < prefix_sizes[of_text]]
             yield _joined(values[order], of_text[order] + batch.start)
 
@@ -344,6 +374,16 @@ def batches(sizes: np.ndarray, most: int) -> Iterator[slice]:
         stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
         yield slice(start, stop)
         start = stop
+
+
+def _widened(marks: np.ndarray, of_text: np.ndarray) -> np.ndarray:
+    """Mark also the runs that share a word with a marked run of the same text."""
+    wide = marks.copy()
+    for distance in range(1, RUN_WORDS):
+        same = of_text[distance:] == of_text[:-distance]
+        wide[distance:] |= marks[:-distance] & same
+        wide[:-distance] |= marks[distance:] & same
+    return wide
 
 
 def _inside(sizes: np.ndarray) -> np.ndarray:

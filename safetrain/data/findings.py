@@ -83,6 +83,10 @@ KINDS = {
         WARNING, "{rows} in {detail}",
         "remove them from one split, or give one file: safetrain then keeps them together", by_detail=True),
     "NEAR-COPIES": Kind(NOTE, "{rows} in train with nearly the same question as another row{detail}", IGNORE),
+    "SPLIT-SIZE": Kind(
+        WARNING, "{detail}: rows that ask nearly the same stay together",
+        "set data.near_duplicate_similarity=1, so that only identical questions stay together, or change "
+        "data.held_out_fraction", by_detail=True),
     "REPEATED-ROWS": Kind(
         WARNING, "{rows} in train identical to an earlier row", f"{FIX} keeps one of each"),
     "ANSWERS-DIFFER": Kind(

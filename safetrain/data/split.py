@@ -23,6 +23,7 @@ from safetrain.data.folders import SPLITS
 from safetrain.data.tokenize import Prompt, ReadRow
 
 MIN_GROUPS = 3  # different questions that a split needs
+MOST_DEALT = 0.5  # of the clusters that fit into valid and test: train learns from the rest
 TRAIN, VALID, TEST = range(3)
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.995)
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -41,10 +42,11 @@ def split_off(
 
     ``names`` are the splits that have files. The arrays have shape (rows,): ``parts`` has the split of each row's file,
     ``clusters`` equal numbers for rows that must stay together, ``digests`` uint64 hashes of questions. Only a split
-    without a file takes its share of train. A cluster stays in train if a given file has some of its rows, unless too
-    few clusters are left. Its split depends only on its smallest digest and on the shares, so other rows never move it.
-    Rows move only to fill a split that would be empty, and the text says so; it calls them ``noun``. Raises a DataError
-    that names ``path`` if there are too few clusters.
+    without a file takes its share of train. A cluster stays in train if a given file has some of its rows, or if it has
+    more rows than a split's share, unless too few clusters are left. The other clusters fill the shares. The split of
+    each depends only on its smallest digest and on the shares, so other rows never move it, unless they make a cluster
+    too large. Rows move to fill a split that would be empty, and the text says so; it calls them ``noun``. Raises a
+    DataError that names ``path`` if there are too few clusters.
     """
     parts = parts.copy()
     missing = {name: share for name, share in shares.items() if name not in names}
@@ -59,28 +61,36 @@ def split_off(
     smallest = np.full(len(there), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
     np.minimum.at(smallest, of_row, digests[in_train])
     free = ~np.isin(there, clusters[~in_train])  # clusters without a row in a given file
-    if free.sum() <= len(missing):
+    if free.sum() < len(missing):
         free[:] = True
-    of_cluster = np.full(len(there), TRAIN, dtype=np.uint8)
-    of_cluster[free], changed = _deal(mixed(smallest[free]), missing)  # mixed: the smallest of many digests is small
+    sizes, rows = np.bincount(of_row), len(of_row)
+    fitting = free & (sizes <= max(min(missing.values()) * rows, np.sort(sizes[free])[len(missing) - 1]))
+    growth = float(sizes[free].sum() / sizes[fitting].sum())  # of the shares: the clusters that fit fill them alone
+    growth = max(1.0, min(growth, MOST_DEALT / sum(missing.values())))
+    of_cluster, dealt = np.full(len(there), TRAIN, dtype=np.uint8), {name: growth * missing[name] for name in missing}
+    places = mixed(smallest[fitting])  # mixed: the smallest of many digests is small
+    of_cluster[fitting], changed = _deal(places, dealt, leave=int(fitting.all()))
     parts[in_train] = of_cluster[of_row]
-    sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), noun)})" for name in missing]
-    text = f"{' and '.join(sizes)} split off train by content"
+    listed = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), noun)})" for name in missing]
+    text = f"{' and '.join(listed)} split off train by content"
+    if sizes.max() > (1 - sum(missing.values())) * rows:
+        text += f"; {sizes.max():,} of {counted(rows, noun)} ask nearly the same and stay together"
     if changed:
         text += f"; {' and '.join(changed)} would have been empty and got another split's rows; more data may move them"
     return parts, text
 
 
-def _deal(places: np.ndarray, shares: Mapping[str, float]) -> tuple[np.ndarray, list[str]]:
+def _deal(places: np.ndarray, shares: Mapping[str, float], leave: int) -> tuple[np.ndarray, list[str]]:
     """Assign groups to splits by their ``places``, (groups,) uint64; also return the splits larger than their share.
 
-    Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows.
+    Valid takes the lowest places and test the highest, so that changing one share does not move the other's rows; both
+    leave ``leave`` groups to train.
     """
     count, place = len(places), places.astype(np.float64) / 2.0**64
     valid, test = place < shares.get("valid", 0.0), place >= 1 - shares.get("test", 0.0)
     expected = {"valid": int(valid.sum()), "test": int(test.sum())}
     counts = {name: max(number, int(name in shares)) for name, number in expected.items()}
-    while sum(counts.values()) >= count:  # train would be empty
+    while sum(counts.values()) > count - leave:
         counts[max(counts, key=counts.__getitem__)] -= 1
     of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(places)  # no two are equal
     of_group[order[: counts["valid"]]] = VALID

@@ -35,6 +35,7 @@ from safetrain.data.split import MIN_GROUPS, TRAIN, add_rows, split_off, stored_
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 USUAL_SETTINGS = DataSettings()
+FEW_ROWS = 5  # that a small split may have more or less by chance
 PIECE = re.compile(r"(?s:.{1,65536})[^\n]*\n?")  # of text, up to the end of a line, so that a sample can be spread
 
 
@@ -167,8 +168,20 @@ def _compared(
         digests, path = facts.column("questions"), files.paths[0]
         parts, how = split_off(files.names, parts, clusters, digests, settings.shares, path, noun)
         how += note
+        missing = {name: share for name, share in settings.shares.items() if name not in files.names}
+        _check_sizes(facts.findings, parts, missing, noun)
     compare(facts, parts)
     return parts, how + (_mix(files, facts, parts, noun) if is_split else "")
+
+
+def _check_sizes(findings: Findings, parts: np.ndarray, shares: Mapping[str, float], noun: str) -> None:
+    """Report a split that is far from its share of the rows that were split."""
+    counts = np.bincount(parts, minlength=len(SPLITS))
+    rows = counts[[TRAIN, *map(SPLITS.index, shares)]].sum()
+    for name, share in shares.items():
+        count, expected = int(counts[SPLITS.index(name)]), round(share * rows)
+        if not expected / 2 <= count <= 2 * expected and abs(count - expected) > FEW_ROWS:
+            findings.add("SPLIT-SIZE", f"{name} has {counted(count, noun)} instead of about {expected:,}", count)
 
 
 def _mix(files: DataFiles, facts: RowFacts, parts: np.ndarray, noun: str) -> str:

@@ -5,6 +5,8 @@ import json
 import random
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,10 @@ from hypothesis import strategies as some
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import compare
-from safetrain.data.compare import Shingles, digests, first_alike, shingles
+from safetrain.data.compare import Shingles, digests, first_alike
 from safetrain.data.folders import data_files_of
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
-from safetrain.data.validate import validate
+from safetrain.data.validate import Validation, validate
 from tests.conftest import EMBEDDED
 
 SHARES = {"valid": 0.2, "test": 0.2}
@@ -27,13 +29,16 @@ QUESTION = some.lists(some.sampled_from(("iron", "gold", "tin", "lead", "zinc"))
 QUESTIONS = some.lists(QUESTION, min_size=3, max_size=30)
 
 
-def dealt(questions: list[str], shares: dict[str, float] = SHARES) -> tuple[list[int], list[int], str]:
+def dealt(
+    questions: list[str], shares: dict[str, float] = SHARES, similarity: float = SIMILARITY
+) -> tuple[list[int], list[int], str]:
     """The split and the cluster of each question, and the words."""
     words = words_of(questions)
     numbers = digests(words)
     known = Shingles()
     known.add(words)
-    together = known.clusters(SIMILARITY)[0][first_alike(numbers)]
+    groups = first_alike(numbers)
+    together = known.clusters(similarity, groups)[0][groups]
     parts, how = split_off(["train"], np.zeros(len(questions), int), together, numbers, shares, Path("a.jsonl"))
     return parts.tolist(), together.tolist(), how
 
@@ -57,6 +62,7 @@ def test_only_rows_whose_cluster_changes_move(before: list[str], new: list[str],
     except DataError:
         assume(False)
     assume("would have been empty" not in said + said_then)
+    assume(all(max(map(marks.count, marks)) <= 0.2 * len(marks) for marks in (first_clusters, second_clusters)))
     for parts, together in ((first, first_clusters), (second, second_clusters)):
         assert {TRAIN, VALID, TEST} == set(parts), "no split is empty"
         assert len(set(zip(together, parts, strict=True))) == len(set(together)), "no near copy crosses"
@@ -96,15 +102,29 @@ def found_in(texts: list[str], similarity: float) -> tuple[list[int], str]:
     known = Shingles()
     known.add(words_of(texts[: len(texts) // 2]))
     known.add(words_of(texts[len(texts) // 2 :]))
-    clusters, left_out = known.clusters(similarity)
-    return clusters.tolist(), left_out
+    groups = first_alike(digests(words_of(texts)))
+    clusters, left_out = known.clusters(similarity, groups)
+    return clusters[groups].tolist(), left_out
+
+
+def runs_that_count(texts: list[str]) -> list[set[tuple[str, ...]]]:
+    """Each text's runs of five words without a word of a common run, or else those that are not common."""
+    split = [text.split() for text in texts]
+    runs = [[tuple(words[at : at + 5]) for at in range(max(1, len(words) - 4))] for words in split]
+    often = Counter(run for own in {tuple(own) for own in runs} for run in set(own))
+    least, counting = max(20, 0.02 * len(set(texts))), []
+    for own in runs:
+        common = [at for at, run in enumerate(own) if often[run] >= least]
+        clear = {run for at, run in enumerate(own) if all(abs(at - other) > 4 for other in common)}
+        counting.append(clear or {run for run in own if often[run] < least})
+    return counting
 
 
 def connected(texts: list[str], similarity: float) -> list[int]:
     """The first text that each is connected to, by a comparison of all with all."""
-    sets, first = [set(shingles(words_of([text]))[0].tolist()) for text in texts], list(range(len(texts)))
+    sets, first = runs_that_count(texts), [texts.index(text) for text in texts]
     for a, b in itertools.combinations(range(len(texts)), 2):
-        if len(sets[a] & sets[b]) >= similarity * len(sets[a] | sets[b]) - 1e-9:
+        if sets[a] and sets[b] and len(sets[a] & sets[b]) >= similarity * len(sets[a] | sets[b]) - 1e-9:
             low, high = sorted((first[a], first[b]))
             first = [low if number == high else number for number in first]
     return first
@@ -112,22 +132,93 @@ def connected(texts: list[str], similarity: float) -> list[int]:
 
 @pytest.mark.parametrize("block", [2**20, 100])
 def test_families_are_connected_as_all_pairs_would_be(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Words are replaced anywhere in two long questions, so that some are near by what all share, some by rare runs."""
+    """Words are replaced anywhere in long questions, so that some are near by what all share, some by rare runs.
+
+    Most have an instruction before or after them, in one of two wordings, and of some little or nothing else is left.
+    """
     monkeypatch.setattr(compare, "BLOCK", block)
     chance = random.Random(block)
-    questions = [[f"{name}{number}" for number in range(40)] for name in "ab"]
+    questions = [[f"{name}{number}" for number in range(40)] for name in "abcdefghijkl"]
+    wordings = ["", *(" ".join(f"{name}{number}" for number in range(30)) for name in "uv")]
     texts = []
     for number in range(160):
         words = [*chance.choice(questions), *["more"] * chance.randrange(2)]
         for place in chance.choices(range(40), k=chance.randrange(4)):
             words[place] = chance.choice(["x", "y", f"only{number // 3}", f"only{number}"])
-        texts.append(" ".join(words))
-    assert found_in(texts, 0.8) == (connected(texts, 0.8), "")
+        kept = " ".join(words[: chance.choice([40, 41, 7, 5, 3, 2, 0])])
+        texts.append(f"{chance.choice(wordings)} {kept} {chance.choice(wordings)}".strip() or "nothing")
+    found = found_in(texts, 0.8)
+    assert found == (connected(texts, 0.8), "")
+    assert len(set(runs_that_count(texts)[0])) < len(set(found[0])) < len(set(texts)), "some are near, most are not"
 
 
 def test_a_large_family_of_near_copies_is_one_cluster() -> None:
-    texts = [" ".join([*(f"w{word}" for word in range(44)), f"last{number}"]) for number in range(3000)]
-    assert found_in(texts, 0.8) == ([0] * 3000, "")
+    texts = [" ".join([*(f"w{text % 60} {word}" for word in range(22)), f"last{text}"]) for text in range(3000)]
+    assert found_in(texts, 0.8) == ([text % 60 for text in range(3000)], "")
+
+
+NAMES = [f"w{number}" for number in range(3000)]
+
+
+def some_words(chance: random.Random, least: int, most: int) -> str:
+    return " ".join(chance.choices(NAMES, k=chance.randint(least, most)))
+
+
+def reviews(chance: random.Random) -> list[str]:
+    """A long instruction before short texts and a few longer ones."""
+    asked = some_words(chance, 20, 90)
+    return [f"{asked} Review: {some_words(chance, *chance.choice([(3, 6)] * 9 + [(14, 22)]))}" for _ in range(600)]
+
+
+def intents(chance: random.Random) -> list[str]:
+    """Up to twelve wordings of an instruction."""
+    asked = [some_words(chance, 30, 60) for _ in range(chance.randint(1, 12))]
+    return [f"{chance.choice(asked)}\n{some_words(chance, 2, 11)}" for _ in range(600)]
+
+
+def extractions(chance: random.Random) -> list[str]:
+    """An instruction before and after long texts."""
+    before, after = some_words(chance, 40, 40), some_words(chance, 20, 20)
+    return [f"{before} {some_words(chance, 10, 60)} {after}" for _ in range(600)]
+
+
+def few_shots(chance: random.Random) -> list[str]:
+    """Three worked examples, the same in each row or drawn from a few, before the question."""
+    asked = some_words(chance, 20, 20)
+    pool = [
+        f"In: {some_words(chance, 8, 20)} Out: {some_words(chance, 1, 4)}" for _ in range(chance.choice([3, 8, 20]))
+    ]
+    shown = [" ".join([asked, *chance.sample(pool, 3)]) for _ in range(600)]
+    return [f"{examples} In: {some_words(chance, 4, 12)} Out:" for examples in shown]
+
+
+def chats(chance: random.Random) -> list[str]:
+    return [some_words(chance, 3, 40) for _ in range(600)]
+
+
+@pytest.mark.parametrize("kind", [reviews, intents, extractions, few_shots, chats])
+def test_a_long_instruction_leaves_the_shares_and_the_leaks_are_found(
+    kind: Callable[[random.Random], list[str]],
+) -> None:
+    """Each part is within a factor of two of its tenth, and rows that ask the same are in one."""
+    for seed in range(40):
+        chance = random.Random(seed)
+        questions = kind(chance)
+        instruction = " ".join(questions[0].split()[:20])  # in the question of all, except in chats
+        known = [some_words(chance, 7, 30) for _ in range(20)]
+        pairs = [[f"{instruction} {text}", f"{instruction.upper()}: {text}!"] for text in known]
+        if kind is intents:  # the same text with another wording of the instruction
+            pairs += [[f"{' '.join(question.split()[:20])} {text}" for question in questions[:3]] for text in known]
+        if kind is extractions:  # a word was changed
+            long = [text for text in known if len(text.split()) > 25]
+            pairs += [[f"{instruction} {text} {between} {text}" for between in ("so", "or")] for text in long]
+        planted = [text for pair in pairs for text in pair]
+        parts, together, how = dealt(questions + planted, {"valid": 0.1, "test": 0.1}, 0.8)
+        for part in (VALID, TEST):
+            assert 0.05 < parts.count(part) / len(parts) < 0.2, (seed, how)
+        assert len(set(zip(together, parts, strict=True))) == len(set(together)), "no near copy crosses"
+        of = dict(zip(questions + planted, parts, strict=True))
+        assert all(len({of[text] for text in pair}) == 1 for pair in pairs), seed
 
 
 def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +229,56 @@ def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     clusters, left_out = found_in(texts, 0.5)
     assert "only identical questions were found" in left_out
     assert clusters == list(range(8))
+
+
+def chain(length: int) -> list[str]:
+    """Rows that are one cluster because each is nearly its neighbour; they have no common instruction."""
+    return [" ".join(f"k{word}" for word in range(3 * number, 3 * number + 60)) for number in range(length)]
+
+
+def test_a_cluster_larger_than_a_split_is_in_train_and_the_others_fill_the_splits() -> None:
+    tenths, others = {"valid": 0.1, "test": 0.1}, [f"row {number} is no copy" for number in range(3500)]
+    parts, together, how = dealt(chain(500) + others[:500], tenths, 0.8)
+    assert (set(parts[:500]), len(set(together[:500]))) == ({TRAIN}, 1)
+    assert 80 < parts.count(VALID) < 120
+    assert 80 < parts.count(TEST) < 120
+    assert "stay together" not in how
+    more, _, _ = dealt(chain(550) + others[:550], tenths, 0.8)
+    now = [*more[:500], *more[550:1050]]
+    assert sum(one != other for one, other in zip(parts, now, strict=True)) <= 10, "more rows move hardly any"
+    parts, _, how = dealt(chain(900) + others[:100], tenths, 0.8)
+    assert "900 of 1,000 rows ask nearly the same and stay together" in how
+    assert [set(parts[:900]), 20 < parts.count(VALID) < 30, 20 < parts.count(TEST) < 30] == [{TRAIN}, True, True]
+    parts, _, _ = dealt([*chain(97), *others[:2]], tenths, 0.8)
+    assert sorted(parts[97:]) == [VALID, TEST], "rather small than the chain"
+
+
+@pytest.mark.parametrize("kind", ["text", "alpaca", "system"])
+def test_a_split_that_is_far_from_its_share_is_a_warning_with_the_key_to_set(tmp_path: Path, kind: str) -> None:
+    def written(questions: list[str]) -> Validation:
+        rows = [as_row(text) for text in questions]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return validate([tmp_path / "a.jsonl"], EMBEDDED, into=tmp_path / "out")
+
+    def as_row(text: str) -> dict[str, object]:
+        if kind == "alpaca":
+            return {"instruction": asked, "input": text, "output": "Yes."}
+        first = [{"role": "system", "content": asked}] * (kind == "system")
+        text = text if kind == "system" else f"{asked} {text}"
+        return {"messages": [*first, {"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]}
+
+    chance = random.Random(3)
+    asked = some_words(chance, 18, 18)
+    short = [some_words(chance, 2, 6) for _ in range(300)]
+    done = written(short)
+    assert {finding.id for finding in done.findings} & {"SPLIT-SIZE", "NEAR-COPIES"} == set()
+    assert done.report.valid is not None
+    assert 15 < done.report.valid.rows < 60
+    done = written([*chain(270), *short[:30]])
+    found = [finding for finding in done.findings if finding.id == "SPLIT-SIZE"]
+    assert [finding.severity for finding in found] == ["warning", "warning"]
+    assert re.match(r"test has \d+ rows instead of about 30: rows that ask nearly the same", found[0].message)
+    assert "near_duplicate_similarity=1" in found[0].remedy
 
 
 def folder(tmp_path: Path, *names: str) -> Path:

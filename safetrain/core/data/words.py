@@ -17,6 +17,8 @@ UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30F
 APOSTROPHES = "'\u2019\u02bc\u00ad"
 BORDER = "\n"  # after each text: a gap that is neither a space nor a digit
 LAST = 0xFFFF  # replaces every character beyond it: emoji, rare ideographs
+RUN_WORDS = 5
+RUN_BASE = np.uint64(0x165667B19E3779F9)
 LETTER_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -48,6 +50,20 @@ def words_of(texts: Sequence[str]) -> Words:
     letters = np.flatnonzero(kinds != GAP)
     hashes = hashed(codes[letters] + np.uint64(1), np.flatnonzero(begins[letters]), LETTER_BASE)
     return Words(hashes, np.searchsorted(np.flatnonzero(begins), ends))
+
+
+def runs_of(words: Words) -> tuple[np.ndarray, np.ndarray]:
+    """Each text's runs of five words in order, as 32-bit hashes, and their bounds (texts + 1,); a short text is one."""
+    counts = words.counts
+    sizes = np.where(counts > 0, np.maximum(counts - RUN_WORDS + 1, 1), 0)
+    bounds = np.cumsum([0, *sizes])
+    first = np.arange(bounds[-1]) + np.repeat(words.bounds[:-1] - bounds[:-1], sizes)
+    last = np.repeat(words.bounds[1:], sizes)
+    places = first[:, None] + np.arange(RUN_WORDS)
+    padded = np.concatenate([words.hashes, np.zeros(RUN_WORDS, dtype=np.uint64)])
+    powers = RUN_BASE ** np.arange(RUN_WORDS, dtype=np.uint64)
+    sums = np.where(places < last[:, None], padded[places], np.uint64(0)) @ powers
+    return (mixed(sums) >> np.uint64(32)).astype(np.uint32), bounds
 
 
 def folded(text: str) -> str:
