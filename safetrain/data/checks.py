@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from safetrain.core.data.tokenizer import Controls
 from safetrain.data.masks import END_OF_THINKING, REASONING_KEYS
 from safetrain.data.rows import Message, Row
@@ -60,6 +62,35 @@ KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Sl
 )
 EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys from documentation
 
+MAIL = re.compile(  # or, without a group, the rest of a web address
+    r"://\S*|(?<![\w.+-])([A-Za-z0-9][\w.+-]{0,63})@((?:[A-Za-z0-9][A-Za-z0-9-]*\.)+)"
+    r"(?i:(com|org|net|edu|gov|info|biz|name|pro|app|dev|online|[a-z]{2}))(?![\w@-]|\.\w)"
+)
+SHARED_MAIL = re.compile(  # of examples, offices and programs
+    r"(?i)^(?:(?:your|test)[\w.-]*|(?:info|support|contact|contato|admin|sales|help|service|office|user(?:name)?|name|e?mail"
+    r"|you|me|hello|someone|postmaster|webmaster|git|root|abuse|press|jobs)\d*)@|no.?reply|doe\d*@"
+    r"|@(?:[\w-]+\.)*(?:[\w-]*(?:example|exemplo|domain|company|e-?mail|website)|acme|test|abc|xyz)\."
+)
+DIGITS = re.compile(r"\d[\d ()./-]{5,}\d")  # in every telephone number
+PHONE = re.compile(  # after a word that says so, international, with an area code in brackets, or in three parts
+    r"://\S*|\b(?i:order|invoice|isbn|iban|ref|serial|tracking|ticket|account|id|pedido)\b[^\d.!?+(]{0,20}\d[\d -]*"
+    r"|\b(?i:(?:tele)?(?:phone|fone)|tel|mobile|cell|celular|whatsapp|fax)(?: number| no| nr)?(?: is|[:.]+) ?"
+    r"(\+?\(?\d(?:[ ()/.-]{0,2}\d){6,12})(?![\w-]|[.,/]\d)"
+    r"|(?<![\w+.,/#~-])(\+[1-9](?:[ ()-]{0,2}\d){8,13}|\(0?[1-9]\d{1,2}\) ?\d{3,5}[ -]\d{4}"
+    r"|(?:1[-.])?[2-9]\d\d(?:-[2-9]\d\d-|\.[2-9]\d\d\.)\d{4})(?![\w-]|[.,/]\d)"
+)
+INVENTED = re.compile(r"555\d{4}(?:\d{3})?$|1234567|(\d)\1{5}|^[01]?8(?:00|33|44|55|66|77|88)\d{7}$")  # or free
+
+CLOSING, SENTENCE_ENDS = "\"'”’»)]}*_`", ".!?…。！？।؟"
+NO_PROSE = re.compile(r"^(?:[-*•+#|>$@\t]|    |\d+[.)]|\w\))|://|[{}<>=\\|`]|\w\(|\s[#@]\w+$")
+UNFINISHED = re.compile(  # ends with a word that needs another, or within a second sentence; no greetings
+    r"[,:(–—]$|\b(?:the|an?|of|and|to|in|with|for|that|from|by|as|at|or|d[aeo]s?|um|uma|para|em|com|que|el|las?|los|y|un"
+    r"|una|de[rnms]|die|das|und|mit|von|zu|le|les|et|des)$|[。！？][^。！？]+$|[^\W\d_A-Z]{3}[.!?][\"')”’»]*\s+"
+    r"(?!(?i:yours?|sincerely|regards|best|love|warm|kind|thank|cheers|aten|abra|att|cord|signed))[^\W\d_][^.!?\"“”]*$"
+)
+NOT_JUDGED, ENDED, UNMARKED, CUT = range(4)  # ways in which an answer ends
+PROSE_LETTERS, LEAST_JUDGED, ENDED_SHARE, LEAST_AT_LIMIT = 25, 100, 0.95, 5  # the last: answers of the greatest length
+
 
 def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
     """Run all checks on a row; yields the findings' ids and details.
@@ -90,6 +121,9 @@ def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
         is_refusal(message.content) for message in row.messages if message.role == "assistant"
     ):
         yield "REFUSALS", ""
+    answers = [message.content for message in row.messages if message.role == "assistant"]
+    for detail in () if row.is_rejected else personal_data("\n\n".join([row.text, *answers])):
+        yield "PERSONAL-DATA", detail
 
 
 def _thinks(answer: Message) -> bool:
@@ -170,6 +204,40 @@ def secrets(text: str) -> list[str]:
         is_random = len(set(value)) >= 10 and (value.startswith("hf_") or any(map(str.isdigit, value[4:])))
         found += [key] if is_random and not any(word in value.lower() for word in EXAMPLES) else []
     return found
+
+
+def personal_data(text: str) -> Iterator[str]:
+    """Find e-mail addresses and telephone numbers that may be a person's, masked."""
+    for mail in MAIL.finditer(text) if "@" in text else ():
+        if mail[1] and not SHARED_MAIL.search(mail[0]):
+            yield f"an e-mail address ({mail[1][0]}…@{mail[2][0]}….{mail[3]})"
+    for phone in PHONE.finditer(text) if DIGITS.search(text) else ():
+        number = phone[1] or phone[2]
+        if number and not INVENTED.search(re.sub(r"\D", "", number)):
+            yield f"a telephone number ({number[:3]}…{number[-2:]})"
+
+
+def ending(answer: str) -> int:
+    """How an answer ends: judged is its last line if that is prose."""
+    line = answer.rstrip().rpartition("\n")[2]
+    words = line.rstrip(CLOSING)
+    if len(words) < PROSE_LETTERS or NO_PROSE.search(line):
+        return NOT_JUDGED
+    if words[-1] in SENTENCE_ENDS:
+        return ENDED
+    if words[-1] not in ",:(–—" and (words != line or not words[-1].isalpha()):
+        return NOT_JUDGED
+    return CUT if UNFINISHED.search(words) else UNMARKED
+
+
+def cut_answers(endings: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Find the rows whose answer breaks off where nearly all others end; (rows,) each, ``lengths`` in characters."""
+    at_limit = (endings > ENDED) & (lengths >= lengths.max(initial=0) - 1)  # an export may also strip a space
+    at_limit &= at_limit.sum() >= LEAST_AT_LIMIT  # else one without a mark may be a title
+    judged = endings[~at_limit & (endings != NOT_JUDGED)]
+    if (judged == ENDED).sum() < ENDED_SHARE * max(LEAST_JUDGED, len(judged)):
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(at_limit | (endings == CUT))
 
 
 def is_refusal(answer: str) -> bool:

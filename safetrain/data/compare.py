@@ -17,6 +17,7 @@ import numpy as np
 
 from safetrain.core.data.words import RUN_WORDS, Words, folded, hashed, mixed, runs_of, words_of
 from safetrain.core.formatting import counted
+from safetrain.data.checks import cut_answers, ending
 from safetrain.data.findings import Findings, Place, Spot
 from safetrain.data.folders import SPLITS
 from safetrain.data.rows import Row
@@ -34,6 +35,8 @@ NUMBERS = np.dtype([  # one record for each row
     ("contexts", "u8"),  # digest of system prompt, tools and earlier answers
     ("answers", "u8"),  # 0 if there is no answer
     ("answer_words", "u4"),
+    ("answer_letters", "u4"),
+    ("endings", "u1"),
     ("rejected", "u8"),  # the rejected answer of a pair, or 0
 ])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
@@ -113,6 +116,7 @@ def compare(facts: RowFacts, parts: np.ndarray) -> None:
     train = np.flatnonzero(parts == TRAIN)
     firsts = train[first_alike(facts.column("identities")[train])]
     facts.tell("REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
+    facts.tell("ANSWERS-CUT", cut := cut_answers(facts.column("endings"), facts.column("answer_letters")), cut)
     _overlaps(facts, parts)
     groups, clusters = facts.groups[train], facts.clusters[train]
     firsts = first_alike(clusters)  # the first row of a cluster is not a copy
@@ -205,10 +209,10 @@ def _answer_text(row: Row) -> str:
     return ""
 
 
-def _answer(row: Row) -> tuple[int, int]:
-    """Hash the last answer, ignoring case, white space and a final mark (0 without one), and count its words."""
-    words = _answer_text(row).casefold().split()
-    return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(words)
+def _answer(row: Row) -> tuple[int, int, int, int]:
+    """Hash the last answer, ignoring case, white space and a final mark (0 without one); its size and its ending."""
+    words = (text := _answer_text(row)).casefold().split()
+    return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(words), len(text), ending(text)
 
 
 def _context(row: Row) -> int:
@@ -296,15 +300,17 @@ class _CandidateSearch:
     def _choose_runs(self, common: np.ndarray) -> None:
         """Replace the runs by those that count, each once in a text and sorted.
 
-        They are the runs without a word of a common run, or else those that are not common: what little remains of a
-        text next to its instruction is compared together with the words around it.
+        They are the runs without a word of a common run. A text without any is compared by its runs around the common.
         """
         at, sizes = 0, np.zeros_like(self._sizes)
         for batch in batches(self._sizes, BLOCK):
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             if len(common):
                 is_common = common[np.minimum(np.searchsorted(common, values), len(common) - 1)] == values
-                is_clear = ~_widened(is_common, of_text)
+                seen, ends = np.concatenate([[0], np.cumsum(is_common)]), np.cumsum(self._sizes[batch])[of_text]
+                at_run, starts = np.arange(len(values)), ends - self._sizes[batch][of_text]
+                before, after = np.maximum(at_run - RUN_WORDS + 1, starts), np.minimum(at_run + RUN_WORDS, ends)
+                is_clear = seen[before] == seen[after]
                 has_clear = np.bincount(of_text[is_clear], minlength=batch.stop - batch.start) > 0
                 counts = np.where(has_clear[of_text], is_clear, ~is_common)
                 values, of_text = values[counts], of_text[counts]
@@ -374,16 +380,6 @@ def batches(sizes: np.ndarray, most: int) -> Iterator[slice]:
         stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
         yield slice(start, stop)
         start = stop
-
-
-def _widened(marks: np.ndarray, of_text: np.ndarray) -> np.ndarray:
-    """Mark also the runs that share a word with a marked run of the same text."""
-    wide = marks.copy()
-    for distance in range(1, RUN_WORDS):
-        same = of_text[distance:] == of_text[:-distance]
-        wide[distance:] |= marks[:-distance] & same
-        wide[:-distance] |= marks[distance:] & same
-    return wide
 
 
 def _inside(sizes: np.ndarray) -> np.ndarray:

@@ -85,8 +85,8 @@ KINDS = {
     "NEAR-COPIES": Kind(NOTE, "{rows} in train with nearly the same question as another row{detail}", IGNORE),
     "SPLIT-SIZE": Kind(
         WARNING, "{detail}: rows that ask nearly the same stay together",
-        "set data.near_duplicate_similarity=1, so that only identical questions stay together, or change "
-        "data.held_out_fraction", by_detail=True),
+        "set data.near_duplicate_similarity=1 (only equal questions stay together), or change data.held_out_fraction",
+        by_detail=True),
     "REPEATED-ROWS": Kind(
         WARNING, "{rows} in train identical to an earlier row", f"{FIX} keeps one of each"),
     "ANSWERS-DIFFER": Kind(
@@ -122,6 +122,10 @@ KINDS = {
         f"{FIX} writes a copy without them"),
     "SECRETS": Kind(
         WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
+    "PERSONAL-DATA": Kind(NOTE, "personal data in answers of {rows}: {detail}", f"{IGNORE}. {DROP}", lists=True),
+    "ANSWERS-CUT": Kind(
+        NOTE, "an answer breaks off within a sentence in {rows}, where nearly all others end: a model may learn this",
+        "export these answers in full, or remove the rows"),
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",

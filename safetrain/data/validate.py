@@ -165,23 +165,16 @@ def _compared(
         if set(files.names) != set(SPLITS) and len(np.unique(clusters[parts == TRAIN])) < MIN_GROUPS:
             note = "; all rows are near-duplicates of each other, so they end up in several splits"
             clusters = facts.groups  # identical questions still stay together
-        digests, path = facts.column("questions"), files.paths[0]
+        digests, path, rows = facts.column("questions"), files.paths[0], np.count_nonzero(parts == TRAIN)
         parts, how = split_off(files.names, parts, clusters, digests, settings.shares, path, noun)
         how += note
-        missing = {name: share for name, share in settings.shares.items() if name not in files.names}
-        _check_sizes(facts.findings, parts, missing, noun)
+        for name in set(settings.shares) - set(files.names):
+            count, share = int((parts == SPLITS.index(name)).sum()), round(settings.shares[name] * rows)
+            if not share / 2 <= count <= 2 * share and abs(count - share) > FEW_ROWS:
+                detail = f"{name} has {counted(count, noun)} instead of about {share:,}"
+                facts.findings.add("SPLIT-SIZE", detail, count)
     compare(facts, parts)
     return parts, how + (_mix(files, facts, parts, noun) if is_split else "")
-
-
-def _check_sizes(findings: Findings, parts: np.ndarray, shares: Mapping[str, float], noun: str) -> None:
-    """Report a split that is far from its share of the rows that were split."""
-    counts = np.bincount(parts, minlength=len(SPLITS))
-    rows = counts[[TRAIN, *map(SPLITS.index, shares)]].sum()
-    for name, share in shares.items():
-        count, expected = int(counts[SPLITS.index(name)]), round(share * rows)
-        if not expected / 2 <= count <= 2 * expected and abs(count - expected) > FEW_ROWS:
-            findings.add("SPLIT-SIZE", f"{name} has {counted(count, noun)} instead of about {expected:,}", count)
 
 
 def _mix(files: DataFiles, facts: RowFacts, parts: np.ndarray, noun: str) -> str:
