@@ -85,7 +85,7 @@ CLOSING, SENTENCE_ENDS = "\"'”’»)]}*_`", ".!?…。！？।؟"
 NO_PROSE = re.compile(r"^(?:[-*•+#|>$@\t]|    |\d+[.)]|\w\))|://|[{}<>=\\|`]|\w\(|\s[#@]\w+$")
 UNFINISHED = re.compile(  # ends with a word that needs another, or within a second sentence; no greetings
     r"[,:(–—]$|\b(?:the|an?|of|and|to|in|with|for|that|from|by|as|at|or|d[aeo]s?|um|uma|para|em|com|que|el|las?|los|y|un"
-    r"|una|de[rnms]|die|das|und|mit|von|zu|le|les|et|des)$|[。！？][^。！？]+$|[^\W\d_A-Z]{3}[.!?][\"')”’»]*\s+"
+    r"|una|de[rnms]|die|das|und|mit|von|zu|le|les|et|des)$|[。！？][^。！？\"“”]+$|[^\W\d_A-Z]{3}[.!?][\"')”’»]*\s+"
     r"(?!(?i:yours?|sincerely|regards|best|love|warm|kind|thank|cheers|aten|abra|att|cord|signed))[^\W\d_][^.!?\"“”]*$"
 )
 NOT_JUDGED, ENDED, UNMARKED, CUT = range(4)  # ways in which an answer ends
@@ -225,7 +225,7 @@ def ending(answer: str) -> int:
         return NOT_JUDGED
     if words[-1] in SENTENCE_ENDS:
         return ENDED
-    if words[-1] not in ",:(–—" and (words != line or not words[-1].isalpha()):
+    if words != line or not (words[-1].isalpha() or words[-1] in ",:(–—"):
         return NOT_JUDGED
     return CUT if UNFINISHED.search(words) else UNMARKED
 

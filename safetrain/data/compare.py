@@ -43,8 +43,8 @@ LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 COMMON_SHARE, LEAST_COMMON = 0.02, 20  # of all different texts, and in texts: a run that so many have is common
 MOST_TEXTS = 2_000_000  # with more, only exact duplicates are found
 MOST_CANDIDATES = 20_000_000  # the most pairs to compare
-COUNTER_BITS = 22
-COUNTER_MASK = np.uint32(2**COUNTER_BITS - 1)
+COUNTERS = 2**22  # several runs share one
+MASK = np.uint32(COUNTERS - 1)
 BLOCK = 2**20  # runs, or candidates, that are processed together
 LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
@@ -261,7 +261,9 @@ class _CandidateSearch:
 
     def __init__(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, similarity: float) -> None:
         self._values, self._starts, self._sizes, self._similarity = values, starts, sizes, similarity
-        self._labels = np.arange(len(starts))
+        self._labels, self._frequency = np.arange(len(starts)), np.zeros(COUNTERS, dtype=np.int64)
+        for start in range(0, len(values), BLOCK):
+            self._frequency += np.bincount(values[start : start + BLOCK] & MASK, minlength=COUNTERS)
 
     def run(self) -> tuple[np.ndarray, str]:
         """Compare candidates: first neighbours in the list of texts that share a run, then texts two apart, etc."""
@@ -287,10 +289,10 @@ class _CandidateSearch:
     def _common_runs(self) -> np.ndarray:
         """Find the runs that many texts have, sorted."""
         least = max(LEAST_COMMON, COMMON_SHARE * np.count_nonzero(self._sizes))
-        often, found = self._frequencies() >= least, [(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))]
+        often, found = self._frequency >= least, [(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))]
         for batch in batches(self._sizes, BLOCK) if often.any() else ():
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
-            kept = often[values & COUNTER_MASK]
+            kept = often[values & MASK]
             codes = np.unique(_joined(values[kept], of_text[kept]))
             found.append(np.unique(codes >> HALF, return_counts=True))
         runs, counts = map(np.concatenate, zip(*found, strict=True))
@@ -320,21 +322,13 @@ class _CandidateSearch:
             at += len(codes)
         self._values, self._starts, self._sizes = self._values[:at], np.cumsum(sizes) - sizes, sizes
 
-    def _frequencies(self) -> np.ndarray:
-        """Count all runs, (2**COUNTER_BITS,); several runs share a counter."""
-        frequency = np.zeros(2**COUNTER_BITS, dtype=np.int64)
-        for start in range(0, len(self._values), BLOCK):
-            frequency += np.bincount(self._values[start : start + BLOCK] & COUNTER_MASK, minlength=len(frequency))
-        return frequency
-
     def _prefixes(self) -> Iterator[np.ndarray]:
         """Yield codes of (run, text) for the rarest runs of each text."""
-        frequency = self._frequencies()
         for batch in batches(self._sizes, BLOCK):
             sizes = self._sizes[batch]
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
-            order = np.lexsort((frequency[values & COUNTER_MASK], of_text))  # stable: equally rare ones stay sorted
+            order = np.lexsort((self._frequency[values & MASK], of_text))  # stable: equally rare ones stay sorted
             order = order[_inside(sizes) < prefix_sizes[of_text]]
             yield _joined(values[order], of_text[order] + batch.start)
 

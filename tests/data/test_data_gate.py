@@ -127,7 +127,7 @@ def test_answers_that_break_off_where_the_others_end_are_named(write_jsonl: Writ
         "The Old Man and the Sea by Ernest Hemingway", "Blue", "- the first of all the things\n- the second of all the",
         "def answer(of, the):\n    return the, of, and, the, of", "See https://example.org/all/that/is/known/of/the",
         '{"name": "the answer to the question of"}', "Dear all, it was lovely. Yours sincerely, Jane Austen",
-        "It is a matter of taste and of time :-)", "The result of the whole sum is 42", "“It is a matter of heart.”",
+        "It is a matter of taste and of time :)", "The result of the whole sum is 42", "“It is a matter of heart.”",
     ]  # fmt: skip
     titles = [chat(f"Which book is {number}?", text) for number, text in enumerate(whole)]
     assert cut([*ended, *broken, *titles]) == [121, 122, 123, 124]
