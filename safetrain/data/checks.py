@@ -232,7 +232,7 @@ def ending(answer: str) -> int:
 
 def cut_answers(endings: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Find the rows whose answer breaks off where nearly all others end; (rows,) each, ``lengths`` in characters."""
-    at_limit = (endings > ENDED) & (lengths >= lengths.max(initial=0) - 1)  # an export may also strip a space
+    at_limit = (endings > ENDED) & (lengths + 1 >= lengths.max(initial=0))  # an export may also strip a space
     at_limit &= at_limit.sum() >= LEAST_AT_LIMIT  # else one without a mark may be a title
     judged = endings[~at_limit & (endings != NOT_JUDGED)]
     if (judged == ENDED).sum() < ENDED_SHARE * max(LEAST_JUDGED, len(judged)):
