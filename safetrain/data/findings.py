@@ -125,7 +125,7 @@ KINDS = {
     "PERSONAL-DATA": Kind(NOTE, "personal data in answers of {rows}: {detail}", f"{IGNORE}. {DROP}", lists=True),
     "ANSWERS-CUT": Kind(
         NOTE, "an answer breaks off within a sentence in {rows}, where nearly all others end: a model may learn this",
-        "export these answers in full, or remove the rows"),
+        f"export these answers in full. {DROP}"),
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",
