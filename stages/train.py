@@ -11,7 +11,7 @@ from safetrain.core.lock import training_lock
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport, require_data_of
-from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.records.settings import HOSTS_FILE, Recommendation, hosts_of, job_of, require_plan_for, shared_by
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
@@ -39,7 +39,8 @@ def main(config: Pipeline) -> None:
         backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
         here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
         job = replace(shared_by(job, here), rank_backend=hosts.backend_on(backend))
-        largest = replace(recommendation.largest_update, longest=data.longest_row - 1)
+        longest = recommendation.largest_update.longest if train.method == PRETRAIN else data.longest_row - 1
+        largest = replace(recommendation.largest_update, longest=longest)
         watch = WatchSettings(
             WORKER,
             paths.OUTPUT / FLIGHT,

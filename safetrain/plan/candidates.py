@@ -152,8 +152,11 @@ class PlannedTraining:
     valid_tokens: int = 0  # maximum tokens that a validation reads
 
     def rows_per_update(self, batch_size: int) -> int:
-        """Rows per step: the usual number, or the number that the pinned settings give."""
-        return batch_size * (self.train.gradient_accumulation or max(1, self.usual_per_update // batch_size))
+        """Rows per step: the usual number, or the number that the pinned settings give; even for pairs."""
+        accumulation = self.train.gradient_accumulation or max(1, self.usual_per_update // batch_size)
+        if self.train.method in PAIRED and not self.train.gradient_accumulation:
+            accumulation += batch_size * accumulation % 2
+        return batch_size * accumulation
 
 
 def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
@@ -278,12 +281,12 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     train, run = question.train, question.run
     most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
-    if train.method in PAIRED:
+    if train.method in PAIRED and not train.batch_size:
         sizes = [size for size in sizes if question.rows_per_update(size) % 2 == 0] or [2 * sizes[-1]]
     dequantizing = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
     dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
     recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
-    modes = [(True, False)] if stream else list(itertools.product(recomputing, dequantizing))
+    modes = [(True, bool(train.dequantize_base))] if stream else list(itertools.product(recomputing, dequantizing))
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
     for (checkpointing, dequantize), size in itertools.product(modes, sizes):
         rows = question.rows_per_update(size)
@@ -299,9 +302,10 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
 
 def places_of_base(question: PlannedTraining) -> list[bool]:
     """The values of ``stream`` in the order to try: the base stays on disk only if nothing else fits, or if pinned."""
-    if question.train.stream_base is not None:
-        return [question.train.stream_base]
-    return [False] if question.train.method in WHOLE else [False, True]
+    train = question.train
+    if train.stream_base is not None:
+        return [train.stream_base]
+    return [False] if train.method in WHOLE or train.gradient_checkpointing is False else [False, True]
 
 
 def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:

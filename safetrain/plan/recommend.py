@@ -18,6 +18,7 @@ from safetrain.core.records.settings import (
     DryRun,
     Recommendation,
     TrainJob,
+    require_short_warmup,
     resolve,
     rows_text,
     total_updates,
@@ -182,12 +183,14 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
     reasons = {**question.why_lora, **_reasons_of_fit(question, fit)}
     epochs, max_steps = _epochs_and_steps(question, fit.rows_per_update, reasons)
     updates = total_updates(question.row_count, fit.rows_per_update, epochs, max_steps)
+    require_short_warmup(train.warmup_steps, updates)
     if train.method == PRETRAIN:
         update_tokens = int(fit.rows_per_update * question.mean_tokens)
         rate = pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
     else:
         rate = learning_rate_for(fit, reasons)
     intervals = _intervals(question, fit, updates, reasons)
+    eval_steps = train.eval_steps or intervals["eval_steps"]
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
         batch_size=fit.rows,
@@ -217,7 +220,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         margin_bytes=0 if measured else max(0, with_margin(fit.terms) - fit.peak_bytes),
         basis=DRY_RUN if measured else CLOSED_FORM,
         step_seconds=round(measured.update_seconds, 4) if measured else None,
-        total_seconds=_whole_seconds(question, fit, updates, intervals["eval_steps"], measured) if measured else None,
+        total_seconds=_whole_seconds(question, fit, updates, eval_steps, measured) if measured else None,
         disk_bytes=disk_bytes_of(trained_parameters(fit), train.keep_checkpoints),
         measured_peak_bytes=measured.peak_bytes if measured else None,
         own_order=measured.own_order if measured else None,

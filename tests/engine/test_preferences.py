@@ -20,6 +20,7 @@ from safetrain.engine.batches import BatchLayout, fill, update_at, update_of_row
 from safetrain.engine.job import Job
 from safetrain.engine.run import REFERENCE_FILE
 from safetrain.engine.update import prepare
+from safetrain.engine.weight_files import adapter_arrays
 from tests.engine.exact import STILL, prepared
 from tests.engine.numpy_llama import NumpyLlama
 from tests.engine.test_training import final_state, job_in, require_same_run, run, same
@@ -165,6 +166,18 @@ def test_a_killed_run_continues_bit_for_bit(batch_size: int, tiny_model: Build, 
     assert last.valid_accuracy is not None
     assert last.valid_margin != first.valid_margin
     assert same(final_state(broken), final_state(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 9])
+def test_an_odd_batch_size_trains_whole_pairs(batch_size: int, tiny_model: Build, tmp_path: Path) -> None:
+    base, ends = tiny_model(bits=4), list[dict[str, mx.array]]()
+    for size, accumulation in ((batch_size, 2), (2 * batch_size, 1)):
+        settings = dataclasses.replace(DPO, batch_size=size, gradient_accumulation=accumulation, max_steps=4)
+        result = run(paired_job(tmp_path / f"{size}", base, settings))
+        assert result.metrics.steps == min(4, settings.num_epochs * -(-18 // (2 * batch_size)))
+        ends.append(adapter_arrays(tmp_path / f"{size}" / "adapters"))
+    for name, weights in ends[0].items():
+        assert np.allclose(np.array(weights), np.array(ends[1][name]), atol=1e-4), name
 
 
 def test_training_begins_with_an_adapter_and_dpo_compares_with_it(tiny_model: Build, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The recommendation fits, has a reason for everything, respects pins, and depends on nothing it should not."""
 
 import dataclasses
+import itertools
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +15,20 @@ from safetrain.core.memory.estimate import with_margin
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
-from safetrain.core.records.schema import Lora, Train
-from safetrain.core.records.settings import Recommendation, require_plan_for, resolve, usual_warmup
+from safetrain.core.records.schema import (
+    SET,
+    WHOLE,
+    Data,
+    Evaluate,
+    Gate,
+    Lora,
+    Model,
+    Pipeline,
+    Preflight,
+    Train,
+    check_ranges,
+)
+from safetrain.core.records.settings import DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
 from safetrain.plan.pretraining import pretraining_lines, trained_tokens, wanted_tokens
 from safetrain.plan.recommend import recommendation_of
@@ -170,6 +184,109 @@ def test_pins_are_respected_and_completed() -> None:
     assert (kept.batch_size, kept.gradient_accumulation) == (2, 8)
     one = plan(dataclasses.replace(OPEN, max_steps=1))
     assert (one.warmup_steps, one.save_steps, one.eval_steps, one.log_steps) == (0, 1, 1, 1)
+
+
+UNUSUAL: dict[str, tuple[Any, ...]] = {
+    "batch_size": (7, 9, 96), "gradient_accumulation": (3, 5, 100), "max_seq_length": (40, 77), "num_epochs": (11,),
+    "learning_rate": (0.0123,), "max_steps": (77,), "warmup_steps": (0, 3), "save_steps": (13, 10**6),
+    "eval_steps": (17, 10**6), "log_steps": (19, 10**6), "dequantize_base": (False, True),
+    "gradient_checkpointing": (False, True), "stream_base": (False, True), "compute_dtype": ("float32", "float16"),
+    "lora.rank": (5,), "lora.scale": (3.3,), "lora.dropout": (0.0, 0.15), "lora.num_layers": (1,),
+    "lora.targets": (["o_proj"],),
+}  # fmt: skip
+OF_THE_RUN = ("learning_rate", "warmup_steps", "save_steps", "eval_steps", "log_steps")  # the plan is the same without
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "pretrain", "dpo", "orpo"])
+@pytest.mark.parametrize("backend", ["cpu", "metal", "cuda"])
+def test_a_pinned_value_is_planned_and_trained_or_refused_by_its_name(method: str, backend: str) -> None:
+    assert set(UNUSUAL) == set(plan().reasons)
+    model, kept = FLOATS if method in WHOLE else read_model_files(EMBEDDED), 0
+    for key, value in ((key, value) for key, values in UNUSUAL.items() for value in values):
+        for also in [{}] if method in WHOLE else [{}, {"stream_base": True}]:
+            pins = {key: value, **also}
+            train = dataclasses.replace(OPEN, method=method, **{k: v for k, v in pins.items() if "." not in k})
+            lora = dataclasses.replace(NO_LORA_PINS, **{k[5:]: v for k, v in pins.items() if "." in k})
+            try:
+                check_pins(train, lora)
+                chosen = recommend(data(), machine(64, backend), model, train, lora, row_count=400)
+            except ConfigError as refusal:
+                refused = str(refusal)
+                assert any(key in refused for key in pins)
+                continue
+            kept += 1
+            require_kept(pins, chosen, train, lora)
+    assert kept > 20
+
+
+def require_kept(pins: dict[str, Any], chosen: Recommendation, train: Train, lora: Lora) -> None:
+    """In the plan, in what it prints, and in what is trained."""
+    settings, rows = resolve(train, lora, chosen), TokenRows.of([token_row([1] * 20, [True] * 20)] * 8)
+    lines = (line.split(None, 2) for line in recommendation_lines(chosen, TrainingRows(rows, rows), train))
+    printed = {name: (text, reason) for name, text, reason in lines}
+    for key, value in pins.items():
+        parts, name = ((settings.lora, chosen.lora) if "." in key else (settings, chosen)), key.removeprefix("lora.")
+        expected = tuple(value) if isinstance(value, list) else value
+        assert getattr(parts[0], name) == expected, pins
+        assert getattr(parts[1], name) == expected or key in OF_THE_RUN, pins
+        if key in chosen.reasons:  # full fine-tuning gives none for lora.num_layers
+            assert printed[key][0] == (value[0] if isinstance(value, list) else str(value)), pins
+            assert SET in printed[key][1], pins
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_every_batch_size_holds_whole_pairs_in_a_step(method: str) -> None:
+    for size, accumulation in itertools.product(range(1, 65), (None, 1, 2, 3, 8)):
+        train = dataclasses.replace(OPEN, method=method, batch_size=size, gradient_accumulation=accumulation)
+        chosen = recommend(data(), machine(64), read_model_files(EMBEDDED), train, NO_LORA_PINS)
+        if accumulation and size * accumulation % 2:
+            for refused in (check_pins, partial(resolve, recommendation=chosen)):
+                with pytest.raises(ConfigError, match="gradient_accumulation is odd"):
+                    refused(train, NO_LORA_PINS)
+            continue
+        settings = resolve(train, NO_LORA_PINS, chosen)
+        assert settings.batch_size == chosen.batch_size == size
+        assert settings.gradient_accumulation == chosen.gradient_accumulation
+        assert accumulation in (None, settings.gradient_accumulation)
+        assert settings.rows_per_update % 2 == 0
+        assert settings.rows_per_update <= max(2 * size, 21) or accumulation
+    other = plan(dataclasses.replace(OPEN, method=method))
+    with pytest.raises(ConfigError, match="is odd"):  # a plan for other pins
+        resolve(dataclasses.replace(OPEN, method=method, batch_size=5, gradient_accumulation=1), NO_LORA_PINS, other)
+
+
+def pipeline(train: Train, lora: Lora, model: str = "m") -> Pipeline:
+    data = Data(path="d", columns=None, held_out_fraction=0.1, near_duplicate_similarity=0.8, downgrade=None)
+    return Pipeline(
+        model=Model(path=model, create=None), data=data, train=train, lora=lora,
+        evaluate=Evaluate(max_examples=None, max_new_tokens=48), preflight=Preflight(level="quick", downgrade=None),
+        gate=Gate(least_gain=0.0, least_exact_match=None, most_forgotten=None),
+    )  # fmt: skip
+
+
+def check_pins(train: Train, lora: Lora) -> None:
+    """Refuse what a stage refuses before it begins."""
+    check_ranges(pipeline(train, lora))
+
+
+def test_a_warm_up_ends_before_the_run_does() -> None:
+    steps = plan().num_epochs * -(-1000 // 16)
+    longest = dataclasses.replace(OPEN, warmup_steps=steps - 1)
+    assert resolve(longest, NO_LORA_PINS, plan(longest)).warmup_steps == steps - 1
+    for pins in ({"warmup_steps": steps}, {"warmup_steps": 500, "max_steps": 21}, {"warmup_steps": 1, "max_steps": 1}):
+        numbers = rf"warmup_steps is {pins['warmup_steps']}\.(.|\n)*less than the {pins.get('max_steps', steps)} step"
+        with pytest.raises(ConfigError, match=numbers):
+            plan(dataclasses.replace(OPEN, **pins))  # type: ignore[arg-type]
+    assert plan(dataclasses.replace(OPEN, max_steps=1)).warmup_steps == 0
+
+
+def test_the_time_of_a_run_counts_the_validations_that_are_set() -> None:
+    seconds, measured = [], DryRun(10**8, 10**8, 0.5, "cpu", 3.0, None)
+    for eval_steps in (None, 10**6, 1):
+        train = dataclasses.replace(OPEN, eval_steps=eval_steps)
+        question = question_of(data(), machine(), read_model_files(EMBEDDED), train, NO_LORA_PINS, valid_tokens=10_000)
+        seconds.append(recommendation_of(question, candidates_at(question, 512)[0], measured).total_seconds or 0.0)
+    assert seconds[1] < seconds[0] < seconds[2]
 
 
 def test_pins_that_the_model_cannot_take_are_errors() -> None:

@@ -37,7 +37,7 @@ NOT_IN_DVC = (
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
-    "batch_size", "compute_dtype", "dequantize_base", "from_adapter", "gradient_accumulation",
+    "batch_size", "compute_dtype", "dequantize_base", "eval_steps", "from_adapter", "gradient_accumulation",
     "gradient_checkpointing", "max_examples", "max_seq_length", "max_steps",
     "memory_limit_gb", "method", "num_epochs", "optimizer", "stream_base",
 }  # fmt: skip

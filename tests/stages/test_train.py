@@ -1,6 +1,8 @@
 """What train believes of a plan: a dry run for what it was made of and anything smaller, and nothing more."""
 
 import dataclasses
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,13 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import OwnOrder, Recommendation, TrainJob, TrainSettings, resolve
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.engine.job import Job, memory_of
+from safetrain.guard.keep_going import PlannedUpdate
+from stages import train
 from tests.conftest import EMBEDDED
-from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, pipeline, plan
 
 PLAN = dataclasses.replace(plan(), verified=True, measured_peak_bytes=10**8)
 SETTINGS = resolve(OPEN, NO_LORA_PINS, PLAN)
@@ -69,3 +75,25 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     assert found.mlx_limit_bytes < larger.mlx_limit_bytes < larger.peak_bytes
     with pytest.raises(MachineError, match="do not fit"):
         memory(planned=fewer, memory_budget=MemoryBudget(larger.peak_bytes))
+
+
+@pytest.mark.parametrize(("method", "longest"), [("pretrain", 511), ("lora", 39)])
+def test_the_guard_checks_the_memory_of_whole_windows(
+    method: str, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of 40 tokens fill windows of 512; a row of 40 tokens has the length that the data has now."""
+    monkeypatch.chdir(tmp_path)
+    largest = dataclasses.replace(PLAN.largest_update, longest=511)
+    planned = dataclasses.replace(PLAN, planned_method=method, planned_model=str(EMBEDDED), largest_update=largest)
+    write_record(paths.RECOMMENDED_CONFIG, planned)
+    write_record(paths.DATA_REPORT, data(longest=40))
+    found = list[int]()
+
+    def note(_job: object, _watch: object, planned: PlannedUpdate, _show: object) -> None:
+        found.append(planned.largest_update.longest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "keep_going", note)
+    with pytest.raises(KeyboardInterrupt):
+        inspect.unwrap(train.main)(pipeline(dataclasses.replace(OPEN, method=method), NO_LORA_PINS, str(EMBEDDED)))
+    assert found == [longest]

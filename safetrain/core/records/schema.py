@@ -165,6 +165,8 @@ def check_ranges(config: Pipeline) -> None:
         problems += [f"train.from_adapter is set with {method}, which has no adapter"] if train.from_adapter else []
         if train.stream_base:
             problems.append(f"train.stream_base is true with {method}, which trains the base")
+    if train.stream_base and train.gradient_checkpointing is False:
+        problems.append("train.gradient_checkpointing is false with train.stream_base, which recomputes every block")
     if train.from_adapter:
         pinned = [key for key in OF_START if getattr(lora, key) is not None]
         problems += [f"lora.{key} is set with train.from_adapter, which has its own" for key in pinned]

@@ -208,9 +208,17 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
 
 
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
-    """Take each setting from the user's keys, or from the recommendation if the key is null."""
+    """Take each setting from the user's keys, or from the recommendation if the key is null.
+
+    Raises ConfigError if the plan was made for other keys, and pairs would be divided between two steps.
+    """
     values = _pins_over(train, recommendation, TrainSettings)
-    return TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
+    settings = TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
+    if settings.method in PAIRED and settings.rows_per_update % 2:
+        what = f"train.batch_size x gradient_accumulation is odd; with {settings.method}, two rows are a pair."
+        do = "run recommend_config with the same overrides, or set train.gradient_accumulation to an even number"
+        raise ConfigError(what, got=settings.window, do=do)
+    return settings
 
 
 def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
@@ -245,6 +253,16 @@ def updates_per_epoch(rows: int, rows_per_update: int) -> int:
 def usual_warmup(updates: int) -> int:
     """Updates of a recommended warm-up: a twentieth of the run."""
     return min(updates, max(1, round(0.05 * updates))) if updates > 1 else 0
+
+
+def require_short_warmup(warmup_steps: int | None, updates: int) -> None:
+    """Raise ConfigError if the user's warm-up fills the run: the learning rate would hardly reach its peak."""
+    if warmup_steps and warmup_steps >= updates:
+        raise ConfigError(
+            f"The warm-up does not end before the run: train.warmup_steps is {warmup_steps}.",
+            expected=f"less than the {counted(updates, 'step')} of the run",
+            do=f"set train.warmup_steps=null (here: {usual_warmup(updates)}), or train longer",
+        )
 
 
 def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: int | None) -> int:
