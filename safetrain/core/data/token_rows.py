@@ -131,16 +131,21 @@ class TokenRows:
         return np.zeros(len(rows), dtype=np.float32) if self.references is None else self.references[rows]
 
     def cut(self, max_seq_length: int) -> "TokenRows":
-        """Truncate rows to ``max_seq_length`` tokens: the first ones, or those around a later first label."""
+        """Truncate rows to ``max_seq_length`` tokens: the first ones, or those around the first label.
+
+        The window with more labels is kept. Both rows of a pair keep the same prompt: their window moves only if the
+        first tokens have no label.
+        """
         starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()
         long = np.flatnonzero(lengths > max_seq_length)
         for row in long.tolist():
             trained = self.trained[starts[row] + 1 : starts[row] + lengths[row]]
-            label = 1 + int(trained.argmax())
-            begin = label - max_seq_length // 2 if label >= max_seq_length and trained.any() else 0
+            later = max(0, 1 + int(trained.argmax()) - max_seq_length // 2)
+            first, moved = (int(np.count_nonzero(trained[at : at + max_seq_length - 1])) for at in (0, later))
+            begin = later if moved > first and not (first and self.unit > 1) else 0
             starts[row] += begin
             lengths[row] = min(lengths[row] - begin, max_seq_length)
-            labels[row] = np.count_nonzero(trained[begin : begin + max_seq_length - 1])
+            labels[row] = moved if begin else first
         shorter = TokenRows(self.ids, self.trained, starts, lengths, labels, unit=self.unit)
         shorter.cut_rows = len(long)
         shorter.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))

@@ -120,7 +120,8 @@ def plain_cut(row: TokenRow, size: int) -> tuple[list[int], list[bool]]:
     ids, trained = row.ids.tolist(), row.trained.tolist()
     if len(ids) <= size:
         return ids, trained
-    start = 0 if any(trained[1:size]) else trained.index(True, 1) - size // 2
+    later = max(0, trained.index(True, 1) - size // 2)
+    start = max((0, later), key=lambda place: sum(trained[place + 1 : place + size]))
     return ids[start : start + size], trained[start : start + size]
 
 
@@ -137,6 +138,30 @@ def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int) -> None:
         assert cut.label_counts.tolist() == [sum(trained[1:]) for _, trained in expected]
         assert cut.cut_rows == sum(len(row) > size for row in plain)
         assert cut.lost_labels == sum(row.trained_tokens for row in plain) - int(cut.label_counts.sum())
+
+
+def test_a_truncated_row_keeps_at_least_the_labels_of_its_first_tokens() -> None:
+    """A prompt of size - 1 tokens leaves room for half a window of labels, like a longer one; pairs stay alike."""
+    for size in (8, 64, 1024):
+        for prompt in {
+            1,
+            size // 2 - 1,
+            size // 2,
+            size // 2 + 1,
+            max(1, size - 24),
+            size - 1,
+            size,
+            size + 1,
+            2 * size,
+        }:
+            for answer in (1, size // 4, 2 * size):
+                row = token_row(range(1, prompt + answer + 1), [False] * prompt + [True] * answer)
+                (kept,) = TokenRows.of([row]).cut(size).label_counts.tolist()
+                assert kept >= min(answer, max(size // 2, size - prompt)), (size, prompt, answer)
+    rows = TokenRows.of([token_row([1] * n, [False] * 60 + [True] * (n - 60)) for n in (62, 200, 300, 90)])
+    pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, unit=2).cut(64)
+    assert (pairs.starts - rows.starts).tolist() == [0, 0, 0, 0]
+    assert (rows.cut(64).starts - rows.starts).tolist() == [0, 28, 28, 28]
 
 
 END = 0
