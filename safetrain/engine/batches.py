@@ -17,7 +17,7 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import Cursor, rows_at
-from safetrain.core.memory.terms import WIDTH_STEP, padded
+from safetrain.core.memory.terms import width_of, widths_of
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Block, Gather, PackedRows
@@ -50,7 +50,7 @@ def training_layout(model: BaseModel, batch_size: int, data: TrainRows) -> Batch
     One row at a time, or a base on disk, divides pairs: their rows are computed one after the other.
     """
     inputs, unit = data.inputs(), data.documents.unit
-    longest = padded(int(inputs.max())) if model.packs_rows else int(widths_of(inputs.max()))
+    longest = width_of(int(inputs.max()), rectangles=not model.packs_rows)
     unit = unit if batch_size >= unit and model.blocks is None else 1
     return dataclasses.replace(layout_for(model, batch_size * longest), unit=unit)
 
@@ -289,13 +289,3 @@ def _gather(widths: list[int]) -> Gather | None:
         real=mx.array(real.ravel().astype(np.float32)[:, None, None, None]),
         back=mx.array(np.flatnonzero(real).astype(np.int32)),
     )
-
-
-def widths_of(lengths: np.ndarray) -> np.ndarray:
-    """Padded widths of rows in rectangles: a multiple of WIDTH_STEP, and of a larger power of two for long rows.
-
-    Above 16 * WIDTH_STEP tokens, padding is at most an eighth of a row.
-    """
-    doublings = np.frexp(np.maximum(lengths - 1, 1))[1]  # exponent of the least power of two that holds a row
-    step = np.maximum(WIDTH_STEP, 2 ** np.maximum(doublings - 4, 0))
-    return -(-np.asarray(lengths, dtype=np.int64) // step) * step

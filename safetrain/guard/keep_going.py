@@ -19,7 +19,7 @@ from safetrain.core.events import Died, Event, Journal, Said, Started
 from safetrain.core.formatting import RUN, dvc, run_again, size_text
 from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
 from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
-from safetrain.core.memory.terms import padded
+from safetrain.core.memory.terms import width_of
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.run_state import PostMortem, describe, describe_rank, is_finished
 from safetrain.core.records.schema import WHOLE
@@ -179,7 +179,8 @@ def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainS
     smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
     while smaller is not None and smaller.batch_size > 1:
         longest = min(smaller.max_seq_length - 1, planned.largest_update.longest)
-        if not 0 < death.tokens <= smaller.batch_size * padded(longest):
+        width = width_of(longest, rectangles=planned.backend != "cpu")
+        if not 0 < death.tokens <= smaller.batch_size * width:
             break
         smaller = next_settings(smaller, quantized=planned.is_quantized)
     return smaller

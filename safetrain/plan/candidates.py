@@ -26,15 +26,7 @@ from safetrain.core.memory.estimate import (
     with_margin,
 )
 from safetrain.core.memory.system import own_limit_bytes, within_data_limit
-from safetrain.core.memory.terms import (
-    WIDTH_STEP,
-    Setup,
-    Shape,
-    base_bytes,
-    padded,
-    shards_at_once,
-    shards_of,
-)
+from safetrain.core.memory.terms import WIDTH_STEP, Setup, Shape, base_bytes, shards_at_once, shards_of, width_of
 from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.reports import DataReport, Machine
@@ -93,7 +85,7 @@ class Estimate(Setup):
     @property
     def micro_batch(self) -> Shape:
         """The largest micro-batch."""
-        tokens = padded(self.tokens)
+        tokens = width_of(self.tokens, rectangles=in_rectangles(self.model, self.backend))
         return self.largest or Shape(self.rows, tokens, True, update_tokens=max(self.rows, ROWS_PER_UPDATE) * tokens)
 
     @functools.cached_property
@@ -252,7 +244,8 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     if pinned is not None or train.method == PRETRAIN:
         return [pinned or window_length(model)]
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
-    return list(dict.fromkeys(min(padded(length), limit) for length in (data.longest_row, most)))
+    lengths = (width_of(length, rectangles=False) for length in (data.longest_row, most))
+    return list(dict.fromkeys(min(length, limit) for length in lengths))
 
 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
@@ -287,10 +280,11 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
     recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
     modes = [(True, bool(train.dequantize_base))] if stream else list(itertools.product(recomputing, dequantizing))
+    rectangles = in_rectangles(run.model, run.backend)
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
     for (checkpointing, dequantize), size in itertools.product(modes, sizes):
         rows = question.rows_per_update(size)
-        shape = largest_micro_batch(question.largest(length, rows), size, rows)
+        shape = largest_micro_batch(question.largest(length, rows), size, rows, rectangles=rectangles)
         fit = run.but(
             dequantize=dequantize, checkpointing=checkpointing, stream=stream, rows=size, tokens=length,
             largest=shape, rows_per_update=rows,

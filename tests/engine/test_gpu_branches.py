@@ -55,7 +55,8 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DoRA with dropout, accumulation and recomputed blocks; also one that was stopped on a CPU goes on."""
     # Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds.
-    monkeypatch.setattr("safetrain.engine.batches.widths_of", lambda lengths: np.full_like(lengths, SHORT))
+    for module in ("core.memory.terms", "engine.batches"):
+        monkeypatch.setattr(f"safetrain.{module}.widths_of", lambda lengths: np.full_like(lengths, SHORT))
     monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **TINY)
     settings = dataclasses.replace(

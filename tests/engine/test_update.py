@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +15,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.data.training_rows import Cursor, advance
+from safetrain.core.data.training_rows import Cursor, advance, largest_update
+from safetrain.core.memory.estimate import largest_micro_batch
+from safetrain.core.memory.terms import widths_of
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.engine.batches import BatchLayout, in_order, make_shard, update_at, widths_of
+from safetrain.engine.batches import BatchLayout, in_order, make_shard, training_layout, update_at
 from safetrain.engine.cpu.kernels import cross_entropy
 from safetrain.engine.layers import Randomness, key_of
 from safetrain.engine.loss import ShardLoss
@@ -276,6 +279,21 @@ def test_a_gpu_computes_a_long_tail_in_few_shapes_with_little_padding() -> None:
     assert 1 - real / tokens < 0.2
     widths = widths_of(np.array([1, 32, 33, 512, 513, 640, 1025, 4097])).tolist()
     assert widths == [32, 32, 64, 512, 576, 640, 1152, 4608], "multiples of 32, and of more for long rows"
+
+
+@pytest.mark.parametrize("rectangles", [False, True])
+@pytest.mark.parametrize("tokens", [33, 700, 1025, 1100, 2049])
+def test_the_estimate_has_the_micro_batches_of_the_engine(rectangles: bool, tokens: int) -> None:
+    """Longest rows on a CPU, which packs them, and on a GPU, which pads them by up to an eighth."""
+    data = TokenRows.of([token_row([7] * (tokens + 1), [True] * (tokens + 1))] * 6)
+    model: Any = SimpleNamespace(packs_rows=not rectangles, blocks=None)
+    layout = training_layout(model, 3, data)
+    largest = largest_update(data, data, 6, 1, None, rectangles=rectangles)
+    shape = largest_micro_batch(largest, 3, 6, rectangles=rectangles)
+    assert shape.all_tokens == layout.most_tokens
+    parts = [shard for batch in update_at(data, Cursor(0, 0), 1, 6, layout).micro_batches for shard in batch.shards]
+    assert max(shard.inputs.size for shard in parts) <= shape.all_tokens
+    assert not rectangles or {shard.layout.blocks[0].width for shard in parts} == {shape.tokens}
 
 
 DECAYS = {"adam": 0.0, "adamw": 0.1, "adafactor": 0.1, "muon": 0.1, "sgd": 0.1}

@@ -22,7 +22,7 @@ from safetrain.core.data.store import Store, open_split
 from safetrain.core.data.token_rows import MOST_VALID_TOKENS, Question, TokenRows, TokenWindows, TrainRows, UpdateRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
-from safetrain.core.memory.terms import padded
+from safetrain.core.memory.terms import width_of
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
@@ -112,7 +112,7 @@ def largest_update(
         tokens = labels = min(rows_per_update, len(data)) * int(data.inputs().max())
     else:
         (tokens, _), (labels, _) = _largest(data, rows_per_update, num_epochs, max_steps, seeds)
-        tokens = rows_per_update * padded(longest) if rectangles else tokens
+        tokens = rows_per_update * width_of(longest, rectangles=True) if rectangles else tokens
     return LargestUpdate(rows_per_update, longest, tokens, labels)
 
 

@@ -26,11 +26,11 @@ from safetrain.core.memory.terms import (
     logit_bytes,
     matrix_bytes,
     optimizer_state_bytes,
-    padded,
     shards_of,
     slices_head,
     tiles_bytes,
     trained_parameters,
+    width_of,
     with_factors,
     work_phases,
 )
@@ -200,9 +200,10 @@ def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
     return max(1, most - int(OVERSTEP_SHARE * most))
 
 
-def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int) -> Shape:
+def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int, *, rectangles: bool) -> Shape:
     """The largest micro-batch: as many tokens as ``batch_size`` of the longest rows, at most the whole update."""
-    longest, more = padded(largest.longest), max(1.0, rows_per_update / largest.rows)
+    longest = width_of(largest.longest, rectangles=rectangles)
+    more = max(1.0, rows_per_update / largest.rows)
     in_update = max(longest, int(more * largest.tokens))
     tokens = min(batch_size * longest, in_update)
     labels = min(tokens, int(more * largest.labels))
@@ -257,13 +258,14 @@ def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
 def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
     """Raise MachineError if a run does not fit: the plan may not know settings from the command line."""
     if memory.needed_bytes > budget.mlx_bytes:
-        raise does_not_fit(memory.terms, settings.batch_size, padded(largest.longest), budget, memory.needed_bytes)
+        raise does_not_fit(memory.terms, settings.batch_size, largest.longest, budget, memory.needed_bytes)
 
 
 def _largest_of(
     model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
 ) -> tuple[Setup, Shape]:
-    shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
+    rectangles = in_rectangles(model, backend_name)
+    shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update, rectangles=rectangles)
     return setup_of(model, settings, backend_name), shape
 
 

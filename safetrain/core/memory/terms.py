@@ -5,6 +5,8 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, is_target
@@ -135,8 +137,23 @@ def usable_cores() -> int:
 
 
 def padded(tokens: int) -> int:
-    """Tokens of a row after padding."""
+    """``tokens`` rounded up to a multiple of WIDTH_STEP."""
     return -(-tokens // WIDTH_STEP) * WIDTH_STEP
+
+
+def width_of(tokens: int, *, rectangles: bool) -> int:
+    """Tokens that a micro-batch has room for per row of ``tokens`` tokens: in rectangles, the row's padded width."""
+    return int(widths_of(np.array(tokens))) if rectangles else padded(tokens)
+
+
+def widths_of(lengths: np.ndarray) -> np.ndarray:
+    """Padded widths of rows in rectangles: a multiple of WIDTH_STEP, and of a larger power of two for long rows.
+
+    Above 16 * WIDTH_STEP tokens, padding is at most an eighth of a row.
+    """
+    doublings = np.frexp(np.maximum(lengths - 1, 1))[1]  # exponent of the least power of two that holds a row
+    step = np.maximum(WIDTH_STEP, 2 ** np.maximum(doublings - 4, 0))
+    return -(-np.asarray(lengths, dtype=np.int64) // step) * step
 
 
 def chunk_tokens(vocabulary: int, shards: int = 1) -> int:

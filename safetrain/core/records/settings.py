@@ -208,12 +208,9 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
 
 
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
-    """Take each setting from the user's keys, or from the recommendation if the key is null.
-
-    Raises ConfigError if the plan was made for other keys, and pairs would be divided between two steps.
-    """
-    values = _pins_over(train, recommendation, TrainSettings)
-    settings = TrainSettings(**{**values, "lora": resolve_lora(lora, recommendation.lora)})
+    """Take each setting from the user's keys, else from the recommendation. Raises ConfigError if it divides pairs."""
+    values = {**_pins_over(train, recommendation, TrainSettings), "lora": resolve_lora(lora, recommendation.lora)}
+    settings = TrainSettings(**values)
     if settings.method in PAIRED and settings.rows_per_update % 2:
         what = f"train.batch_size x gradient_accumulation is odd; with {settings.method}, two rows are a pair."
         do = "run recommend_config with the same overrides, or set train.gradient_accumulation to an even number"
@@ -258,11 +255,9 @@ def usual_warmup(updates: int) -> int:
 def require_short_warmup(warmup_steps: int | None, updates: int) -> None:
     """Raise ConfigError if the user's warm-up fills the run: the learning rate would hardly reach its peak."""
     if warmup_steps and warmup_steps >= updates:
-        raise ConfigError(
-            f"The warm-up does not end before the run: train.warmup_steps is {warmup_steps}.",
-            expected=f"less than the {counted(updates, 'step')} of the run",
-            do=f"set train.warmup_steps=null (here: {usual_warmup(updates)}), or train longer",
-        )
+        what = f"The warm-up does not end before the run: train.warmup_steps is {warmup_steps}."
+        do = f"set train.warmup_steps=null (here: {usual_warmup(updates)}), or train longer"
+        raise ConfigError(what, expected=f"less than the {counted(updates, 'step')} of the run", do=do)
 
 
 def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: int | None) -> int:
@@ -328,10 +323,9 @@ def identity_of(settings: TrainSettings) -> str:
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
     """Make the job of a training run from the user's keys and the recommendation."""
-    settings = resolve(train, lora, recommendation)
     return TrainJob(
         base=model,
-        settings=settings,
+        settings=resolve(train, lora, recommendation),
         warmup_is_recommended=train.warmup_steps is None,
         memory_budget=recommendation.memory_budget,
         planned=recommendation,
