@@ -62,7 +62,6 @@ class Pairs:
     rows: mx.array  # (labels,) each label's row, 0 for padding
     lengths: mx.array  # (rows,) labels
     references: mx.array  # (rows,) the reference's log-probabilities
-    share: mx.array  # of the update's mean that each pair has
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,17 @@ class Update:
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
     pairs: int = 0  # the mean is over labels, or over pairs if there are any
+    scale: float = 1.0  # factor on the loss that is differentiated, against underflow in float16
+
+    @property
+    def terms(self) -> int:
+        """The labels, or pairs, that the mean loss is over."""
+        return self.pairs or self.trained_tokens
 
     @property
     def share(self) -> float:
-        """The share that a label, or a pair, has of the mean loss."""
-        return 1 / max(1, self.pairs or self.trained_tokens)
+        """The weight of a label, or a pair, in the loss that is differentiated: its share of the mean, times scale."""
+        return self.scale / max(1, self.terms)
 
     def per_label(self, total: float) -> float:
         """Divide a sum by the number of labels; 0 without labels, as in fully masked windows."""
@@ -145,7 +150,7 @@ def update_of_rows(
     """Build an update from groups of rows, one micro-batch per group. ``counted``: all ranks' rows, for its counts."""
     rows = np.array([row for rows in groups for row in rows] if counted is None else counted, dtype=np.int64)
     pairs = len(rows) // 2 if data.unit == 2 else 0
-    batches = tuple(make_batch(data, rows, layout, pairs) for rows in groups)
+    batches = tuple(make_batch(data, rows, layout) for rows in groups)
     labels, inputs = (int(each.sum(dtype=np.int64)) for each in (data.label_counts[rows], data.inputs(rows)))
     computed = sum(shard.inputs.size for batch in batches for shard in batch.shards)
     return Update(data, batches, labels, inputs, computed, pairs)
@@ -203,21 +208,18 @@ def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
     return most if rows >= most else 2 ** (rows.bit_length() - 1)  # few distinct numbers of rows
 
 
-def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout, pairs: int = 0) -> MicroBatch:
-    """Divide ``rows``, sorted longest first, into shards of about equal work, and lay each out.
-
-    ``pairs``: the pairs of the whole update, if the rows are pairs.
-    """
+def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> MicroBatch:
+    """Divide ``rows``, sorted longest first, into shards of about equal work, and lay each out."""
     shares: list[list[int]] = [[] for _ in range(min(layout.shards, len(rows) // layout.unit))]
     tokens = [0] * len(shares)
     for unit in np.asarray(rows, dtype=np.int64).reshape(-1, layout.unit):
         least = tokens.index(min(tokens))
         shares[least] += unit.tolist()
         tokens[least] += int(data.inputs(unit).sum())
-    return MicroBatch(tuple(make_shard(data, share, layout, pairs) for share in shares))
+    return MicroBatch(tuple(make_shard(data, share, layout) for share in shares))
 
 
-def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout, pairs: int = 0) -> Shard:
+def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Shard:
     """Concatenate rows, the longest first; padding is never a label."""
     if layout.unit > 1:
         rows = sorted(rows, key=lambda row: (-int(data.lengths[row]), row))
@@ -244,18 +246,16 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout, pairs:
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         rows=tuple(data.numbers(rows)),
         tokens=tokens,
-        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding)), pairs) if layout.unit > 1 else None,
+        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding))) if layout.unit > 1 else None,
     )
 
 
-def _pairs_of(data: TokenRows, rows: Sequence[int], label_rows: np.ndarray, pairs: int) -> Pairs:
+def _pairs_of(data: TokenRows, rows: Sequence[int], label_rows: np.ndarray) -> Pairs:
     """The pairs of a shard; ``label_rows``, (labels,): the row of each label, 0 for padding."""
     order = np.sort(rows)
     places = np.clip(np.searchsorted(order, label_rows), 0, len(order) - 1)
     lengths = mx.array(data.label_counts[order].astype(np.float32))
-    return Pairs(
-        mx.array(places.astype(np.int32)), lengths, mx.array(data.reference(order)), mx.array(1 / max(1, pairs))
-    )
+    return Pairs(mx.array(places.astype(np.int32)), lengths, mx.array(data.reference(order)))
 
 
 def _blocks(widths: Sequence[int]) -> tuple[Block, ...]:

@@ -50,7 +50,7 @@ class ShardLoss:
             losses = losses_by_label(head, self._chosen(shard), shard.targets, shard.weights, self._chunk())
             rows = shard.pairs
             sums = mx.zeros(rows.lengths.shape).at[rows.rows].add(-losses)
-            return self._pair_loss(sums, rows.lengths, rows.references).sum() * rows.share
+            return self._pair_loss(sums, rows.lengths, rows.references).sum()
         if split is None:
             return losses_of(head, self._chosen(shard), shard.targets, shard.weights).sum()
         trained = [split.matrix] if self._trains_head else []

@@ -1,5 +1,6 @@
 """The gradient of one optimizer update: of all micro-batches, summed, divided once by the label count."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map, tree_reduce
+from mlx.utils import tree_flatten, tree_map, tree_reduce
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.core.records.preferences import PairLoss
-from safetrain.core.records.schema import PAIRED, PRETRAIN
+from safetrain.core.records.schema import DPO, PAIRED, PRETRAIN
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.backend import device
@@ -29,6 +30,7 @@ from safetrain.engine.preferences import factored
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.loading import training_refusal
 
+LIGHTEST = 64  # in float16 a label weighs about 1/64: more may overflow, less underflows (arXiv 1710.03740)
 FOLLOWING = {Phase.FORWARD: Phase.LOSS, Phase.LOSS: Phase.BACKWARD}  # of the traced phases
 Tree = Any  # of arrays, shaped like the trainable parameters: their gradients, optimizer state
 
@@ -126,6 +128,12 @@ class Gradients:
         observe = None
         if tracer is not None and model.blocks is None:
             observe = functools.partial(tracer.done, Phase.FORWARD)
+        types = (
+            {part.dtype for _, part in tree_flatten(model.module.parameters())}
+            if whole_model is None
+            else {whole_model}
+        )
+        self._in_float16 = not device().on_cpu and mx.float16 in types
         self._loss = ShardLoss(model, observe=observe, trains_head=whole_model is not None, pair_loss=pair_loss)
         self.pair_loss = pair_loss
         self._of_rows = None if pair_loss is None else Gradients(model, seed, recorder=recorder, tracer=tracer)
@@ -141,6 +149,15 @@ class Gradients:
         whatever its micro-batch. Each micro-batch is evaluated before the next one starts, so only one is in memory;
         the next one's graph is built meanwhile.
         """
+        if not self._in_float16:
+            return self._of(update, step, check_stop)
+        is_dpo = self.pair_loss is not None and self.pair_loss.method == DPO  # a pair's loss sums over its labels
+        scale = 2.0 ** max(0, ((update.pairs if is_dpo else update.trained_tokens) // LIGHTEST).bit_length() - 1)
+        loss, gradient = self._of(dataclasses.replace(update, scale=scale), step, check_stop)
+        return loss / scale, tree_map(lambda part: part / scale, gradient)
+
+    def _of(self, update: Update, step: int, check_stop: Callable[[], None]) -> tuple[mx.array, Tree]:
+        """Like ``of``, with loss and gradient times the update's scale."""
         shards = (shard for batch in update.micro_batches for shard in batch.shards)
         if self.pair_loss is not None and any(shard.pairs is None for shard in shards):
             return self._of_divided_pairs(self.pair_loss, update, step, check_stop)
@@ -178,18 +195,18 @@ class Gradients:
         loss, weighted = factored(update, pair_loss, -losses)
         self._model.module.train()
         assert self._of_rows is not None
-        return mx.array(loss * update.share * update.trained_tokens), self._of_rows.of(weighted, step, check_stop)[1]
+        return mx.array(loss * update.share * update.trained_tokens), self._of_rows._of(weighted, step, check_stop)[1]
 
     def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Tree]:
         """The summed loss of a shard and the gradient of the trainable parameters, as lazy arrays.
 
-        ``share``: weight of each label in the sum; 1 / labels of the update gives the mean.
+        ``share``: weight of each label, or pair, in the sum; 1 / labels of the update gives the mean.
         """
         module, layout, pairs = self._model.module, shard.layout, shard.pairs
         parameters = module.trainable_parameters()
         weights = shard.weights if pairs is not None else shard.weights * share
         arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, key]
-        arrays += [] if pairs is None else [pairs.rows, pairs.lengths, pairs.references, pairs.share]
+        arrays += [] if pairs is None else [mx.array(share), pairs.rows, pairs.lengths, pairs.references]
         try:
             return self._program(layout.blocks)(parameters, *arrays)
         finally:
@@ -240,12 +257,13 @@ class Gradients:
         return self.programs.setdefault(blocks, mx.compile(program)) if self.compiles else program
 
     def _summed_loss(self, blocks: tuple[Block, ...], parameters: Tree, *arrays: mx.array) -> mx.array:
-        inputs, offsets, positions, targets, weights, key, *pairs = arrays
+        inputs, offsets, positions, targets, weights, key, *share_and_pairs = arrays
         model, dtype = self._model, self._dtype
         model.module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
         model.randomness.key = key
-        layout, of_pairs = PackedRows(offsets, blocks), Pairs(*pairs) if pairs else None
-        loss = self._loss(Shard(inputs, layout, positions, targets, weights, (), None, of_pairs))
+        layout, pairs = PackedRows(offsets, blocks), Pairs(*share_and_pairs[1:]) if share_and_pairs else None
+        loss = self._loss(Shard(inputs, layout, positions, targets, weights, (), None, pairs))
+        loss = loss * share_and_pairs[0] if share_and_pairs else loss
         return loss if self._tracer is None else self._tracer.done(Phase.LOSS, loss)
 
 

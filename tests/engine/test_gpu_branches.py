@@ -18,12 +18,12 @@ from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import Setup, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import parse_csv
-from safetrain.engine.batches import training_layout
+from safetrain.engine.batches import fill, training_layout, update_of_rows
 from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.weight_files import load_arrays
-from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of
+from tests.engine.exact import SETTINGS, STILL, distance, flat, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, require_same_run, run
 from tests.support.jobs import with_rows
 from tests.support.random_models import TINY, build_model
@@ -130,6 +130,32 @@ def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
         assert loss == expected
         assert np.array_equal(gradient, other)
         assert distance(found(base, dequantize_base=dequantize)[1], other) > 1e-4
+
+
+@pytest.mark.parametrize("method", ["lora", "pretrain", "orpo"])
+@pytest.mark.parametrize("labels", [8, 512, 2**15])
+def test_float16_keeps_the_gradient_of_an_update_with_many_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, labels: int
+) -> None:
+    """The weight of a label, 1 / labels, underflows in float16 from some thousand labels on."""
+    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
+    base, data = build_model(tmp_path / "model", **TINY), rows_of(20, 12)
+    data.unit = 2 if method == "orpo" else 1
+    found = list[tuple[float, np.ndarray]]()
+    ways = [("float32", 2, False), ("float16", 2, False), ("float16", 1, False), ("float16", 2, True)]
+    for dtype, size, on_disk in ways if method != "pretrain" else ways[:3]:
+        settings = dataclasses.replace(
+            STILL, method=method, dequantize_base=False, compute_dtype=dtype, stream_base=on_disk
+        )
+        model, gradients = prepared(base, settings)
+        layout = training_layout(model, size, data)
+        update = update_of_rows(data, list(fill(data, [0, 1], layout)), layout)
+        longer = dataclasses.replace(update, trained_tokens=labels, pairs=labels // 16 if method == "orpo" else 0)
+        loss, gradient = gradients.of(longer, 3)
+        found.append((float(np.array(loss)), flat(gradient)))
+    for loss_in_float16, gradient in found[1:]:
+        assert loss_in_float16 == pytest.approx(found[0][0], rel=0.01)
+        assert distance(gradient, found[0][1]) < 0.01
 
 
 @pytest.mark.parametrize("bits", [4, None])
