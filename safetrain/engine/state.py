@@ -6,6 +6,7 @@ Random numbers are functions of the step (engine/layers.py), so a checkpoint hol
 import dataclasses
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.data.training_rows import Cursor
 from safetrain.core.errors import TrainingError
-from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.metrics import StepRecord, csv_of, parse_csv
 from safetrain.core.records.run_state import (
     RunIdentity,
     RunState,
@@ -27,15 +28,16 @@ from safetrain.core.records.run_state import (
     write_manifest,
     write_run_state,
 )
-from safetrain.core.storage.files import sha256_of, write_folder, write_json
-from safetrain.core.storage.paths import POINTER
+from safetrain.core.storage.files import append_after, sha256_of, write_folder, write_json
+from safetrain.core.storage.paths import HISTORY, POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.weight_files import ADAPTER_FILE, load_arrays, save_arrays
 
-TEXT_BYTES = 2**20  # text of a checkpoint or of metrics, with 1,600 records
+TEXT_BYTES = 2**20  # of a checkpoint: state.json, manifest and the headers of weight files
+RECORD_BYTES = 2**9  # of a record's line, at most
 START = Cursor(0, 0)
 START_OVER = "remove it: safetrain discard"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
@@ -51,29 +53,35 @@ class TrainState:
     trained_tokens: int = 0  # labels seen
     input_tokens: int = 0  # tokens seen, padding not counted
     window_loss: float = 0.0  # sum of losses in nats since the last record
+    window_terms: int = 0  # labels, or pairs, in it
     window_tokens: int = 0  # labels since the last record
     window_seconds: float = 0.0  # training time since the last record
     elapsed_seconds: float = 0.0  # training time since the start of the run
     final_loss: float = 0.0  # sum of losses in nats over the last tenth of the run
-    final_tokens: int = 0  # labels in it
+    final_terms: int = 0  # labels, or pairs, in it
     computed_tokens: int = 0  # with padding
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
     validations_since_best: int = 0
     shards: int = 0  # of a micro-batch, computed side by side; rounding and dropout depend on it
     peak_memory_bytes: int = 0  # mlx's peak over the updates
+    base_valid_loss: float | None = None  # before the first step
+    valid_loss: float | None = None  # of the last validation
     best_valid_loss: float | None = None
     best_step: int = 0
     best_sha256: str = ""  # of the file with the best step's weights, which are only on disk
     grad_norm: float | None = None  # of the last update, before clipping; None: before the first
-    records: list[StepRecord] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)  # in HISTORY, not in checkpoints
+    saved_records: int = 0  # of them, in the first ``history_bytes`` of HISTORY, whose CRC-32 is ``history_crc``
+    history_bytes: int = 0
+    history_crc: int = 0
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
-    """Bytes of one checkpoint: the trained weights twice (now and best), the optimizer's state, and text."""
+def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int = 0) -> int:
+    """Bytes of one checkpoint: trained weights twice (now and best), the optimizer's state, text, and new records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
-    return 2 * weights + moments + TEXT_BYTES
+    return 2 * weights + moments + TEXT_BYTES + RECORD_BYTES * records
 
 
 def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> None:
@@ -82,13 +90,15 @@ def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: Bl
     Raises OSError when a write fails.
     """
     final, best = job.output / name_of(state.cursor.epoch, state.step), best_file(job, state)
+    _save_records(job.output / HISTORY, state)
+    bare = dataclasses.asdict(dataclasses.replace(state, records=[]))
 
     def write(folder: Path) -> None:
         save_arrays(folder / "adapters.safetensors", adapter_weights(model))
         save_arrays(folder / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
         if best is not None:
             shutil.copyfile(best, folder / BEST_FILE)
-        write_json(folder / "state.json", {**dataclasses.asdict(state), "identity": dataclasses.asdict(job.identity)})
+        write_json(folder / "state.json", {**bare, "identity": dataclasses.asdict(job.identity)})
         write_manifest(folder)
 
     write_folder(final, write)
@@ -134,10 +144,11 @@ def load_checkpoint(
             is_lost = True
             continue
         state, longer = _read_state(checkpoint.folder, job.identity)
+        _load_records(job.output / HISTORY, state, say)
         set_adapter_weights(model, load_arrays(checkpoint.folder / "adapters.safetensors"))
         optimizer.state = tree_unflatten(list(load_arrays(checkpoint.folder / "optimizer.safetensors").items()))
         if longer:
-            state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run has moved
+            state.final_loss, state.final_terms = 0.0, 0  # the last tenth of the run has moved
             say(f"train.num_epochs is larger than before: the run continues from step {state.step}; or {START_OVER}")
         return state
     if is_lost:
@@ -153,9 +164,8 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
     try:
         value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         theirs, cursor = RunIdentity(**value["identity"]), Cursor(**value["cursor"])
-        records = [StepRecord(**record) for record in value["records"]]
         own = {field.name: value[field.name] for field in dataclasses.fields(TrainState)}
-        state = TrainState(**{**own, "cursor": cursor, "records": records, "resumed_from_step": value["step"]})
+        state = TrainState(**{**own, "cursor": cursor, "resumed_from_step": value["step"]})
     except (ValueError, KeyError, TypeError) as error:
         what = f"The checkpoint was written by a different version: {error}"
         raise TrainingError(what, where=str(folder), do=START_OVER) from error
@@ -167,3 +177,23 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
             do=f"undo the difference to continue that run, or {START_OVER}; then run the same command again",
         )
     return state, longer
+
+
+def _save_records(path: Path, state: TrainState) -> None:
+    """Write the records since the last checkpoint to the history, after those of that checkpoint."""
+    if not path.is_file() or path.stat().st_size < state.history_bytes:
+        state.saved_records = state.history_bytes = state.history_crc = 0
+    new = csv_of(state.records[state.saved_records :], head=not state.history_bytes).encode()
+    append_after(path, state.history_bytes, new)
+    state.saved_records, state.history_bytes = len(state.records), state.history_bytes + len(new)
+    state.history_crc = zlib.crc32(new, state.history_crc)
+
+
+def _load_records(path: Path, state: TrainState, say: Callable[[str], None]) -> None:
+    """Give the state its records. Training does not need them, so a damaged history only costs lines of the metrics."""
+    content = path.read_bytes()[: state.history_bytes] if path.is_file() else b""
+    if len(content) == state.history_bytes and zlib.crc32(content) == state.history_crc:
+        state.records = parse_csv(content.decode())
+        return
+    say(f"{path.name} is damaged: training_metrics.csv begins after step {state.step}")
+    state.saved_records = state.history_bytes = state.history_crc = 0

@@ -30,7 +30,7 @@ from safetrain.engine.job import Job
 from safetrain.engine.optimizer import apply_gradient, learning_rate
 from safetrain.engine.ranks import ALONE, Ranks, require_same_weights
 from safetrain.engine.run import TrainingRun, Watcher, open_run, save_best
-from safetrain.engine.state import TEXT_BYTES, TrainState, checkpoint_bytes, save_checkpoint
+from safetrain.engine.state import RECORD_BYTES, TrainState, checkpoint_bytes, save_checkpoint
 from safetrain.engine.tuned import TunedModel, remember_best
 from safetrain.engine.update import last_work_of, measure, work_of
 from safetrain.engine.weight_files import ADAPTER_FILE
@@ -145,11 +145,13 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
     if not update.trained_tokens:
         return
     state.trained_tokens += update.trained_tokens
+    loss = summed_loss * (update.pairs / update.trained_tokens if update.pairs else 1)  # summed over pairs, or labels
     state.recent_losses = [*state.recent_losses, summed_loss / update.trained_tokens][-REMEMBERED:]
     if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
-        state.final_loss += summed_loss
-        state.final_tokens += update.trained_tokens
-    state.window_loss += summed_loss
+        state.final_loss += loss
+        state.final_terms += update.terms
+    state.window_loss += loss
+    state.window_terms += update.terms
     state.window_tokens += update.trained_tokens
 
 
@@ -159,12 +161,14 @@ def record(run: TrainingRun, *, validate: bool) -> None:
     if validate:
         with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
             measured = _validate(run)
+            state.valid_loss = measured[0]
+            state.base_valid_loss = measured[0] if state.step == 0 else state.base_valid_loss
     per_epoch = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     state.records.append(
         StepRecord(
             step=state.step,
             epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
-            train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
+            train_loss=state.window_loss / state.window_terms if state.window_terms else None,
             valid_loss=measured[0] if measured else None,
             learning_rate=_rate_after(run, state.step - 1) if state.step else 0.0,
             grad_norm=state.grad_norm,
@@ -177,9 +181,9 @@ def record(run: TrainingRun, *, validate: bool) -> None:
         )
     )
     state.recorded_step = state.step
-    state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
+    state.window_loss, state.window_terms, state.window_tokens, state.window_seconds = 0.0, 0, 0, 0.0
     if run.ranks.writes:
-        run.write(TEXT_BYTES, lambda: run.watcher.record(state.records))
+        run.write(RECORD_BYTES, lambda: run.watcher.record(state.records))
 
 
 def _validate(run: TrainingRun) -> list[float]:
@@ -233,7 +237,7 @@ def save(run: TrainingRun) -> None:
         require_same_weights(run.ranks, run.model, state.step)
     if run.ranks.writes:
         with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
-            size = checkpoint_bytes(run.model, run.optimizer)
+            size = checkpoint_bytes(run.model, run.optimizer, len(state.records) - state.saved_records)
             run.write(size, lambda: save_checkpoint(job, state, run.model, run.optimizer))
 
 
@@ -296,12 +300,12 @@ def _number(value: float) -> float | None:
 def _result(run: TrainingRun) -> Result:
     """The result of a run that reached its last update."""
     state = run.state
-    before, valid_loss = state.records[0].valid_loss, state.records[-1].valid_loss
-    if not state.final_tokens:  # stopped early: use the last updates
-        state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
-    if not state.final_tokens or before is None or valid_loss is None or state.best_valid_loss is None:
+    before, valid_loss = state.base_valid_loss, state.valid_loss
+    if not state.final_terms:  # stopped early: use the last updates
+        state.final_loss, state.final_terms = sum(state.recent_losses), len(state.recent_losses)
+    if not state.final_terms or before is None or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
-    final = state.final_loss / state.final_tokens
+    final = state.final_loss / state.final_terms
     bits = state.best_valid_loss * run.job.bits_per_byte_of_nat or None
     metrics = TrainingMetrics(
         final_train_loss=final, valid_loss=valid_loss, best_valid_loss=state.best_valid_loss,

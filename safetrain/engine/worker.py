@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
+from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.metrics import (
     Proof,
@@ -159,12 +160,12 @@ def _summary(job: Job, result: "Result", proof: Proof, predicted: int, blas: str
         elapsed_seconds=round(state.elapsed_seconds, 3),
         tokens_per_second=round(state.input_tokens / state.elapsed_seconds, 1),
         peak_memory_bytes=state.peak_memory_bytes,
-        peak_footprint_bytes=max(record.footprint_bytes for record in state.records),
+        peak_footprint_bytes=max(most_footprint_bytes(), *(record.footprint_bytes for record in state.records)),
         predicted_peak_bytes=predicted,
         blas=blas,
         padding_share=round(1 - state.input_tokens / state.computed_tokens, 4),
         stopped_early=state.step < job.updates,
-        base_valid_loss=state.records[0].valid_loss or 0.0,
+        base_valid_loss=state.base_valid_loss or 0.0,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
         proof=proof,

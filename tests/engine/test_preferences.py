@@ -180,6 +180,15 @@ def test_an_odd_batch_size_trains_whole_pairs(batch_size: int, tiny_model: Build
         assert np.allclose(np.array(weights), np.array(ends[1][name]), atol=1e-4), name
 
 
+def test_the_training_loss_is_the_mean_per_pair(tiny_model: Build, tmp_path: Path) -> None:
+    """Not weighted by the lengths of the answers: with a rate of almost 0 it is the base's loss of the pairs."""
+    settings = dataclasses.replace(ORPO, learning_rate=1e-12, num_epochs=1, log_steps=100, eval_steps=100)
+    job = paired_job(tmp_path / "a", tiny_model(bits=4), settings)
+    result = run(with_rows(job, valid=job.train))
+    first, last = result.state.records[0], result.state.records[-1]
+    assert last.train_loss == pytest.approx(first.valid_loss, rel=1e-5)
+
+
 def test_training_begins_with_an_adapter_and_dpo_compares_with_it(tiny_model: Build, tmp_path: Path) -> None:
     base = tiny_model(bits=4)
     first = run(job_in(tmp_path / "first", base, STILL))

@@ -28,9 +28,9 @@ class Score:
     """A model's scores on the test file; only the loss if the file has no questions."""
 
     exact_match: float | None = None  # share of the answered questions
-    loss: float  # nats per label
+    loss: float  # nats per label; preference training: per pair
     token_f1: float | None = None  # mean over the answered questions, 0 to 1
-    perplexity: float
+    perplexity: float | None = None  # None for a loss per pair
     exact_match_low: float | None = None  # 95 % interval
     exact_match_high: float | None = None
 

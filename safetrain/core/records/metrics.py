@@ -1,6 +1,7 @@
 """A run's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ class StepRecord:
 
     step: int  # steps so far
     epoch: float  # epochs so far
-    train_loss: float | None  # mean per label since the last record
-    valid_loss: float | None  # mean per label over the validation rows
+    train_loss: float | None  # mean per label (preference training: per pair) since the last record
+    valid_loss: float | None  # mean per label (preference training: per pair) over the validation rows
     learning_rate: float  # at the last step
     grad_norm: float | None  # gradient norm of the last step, before clipping
     trained_tokens: int  # labels seen since the start of the run
@@ -46,7 +47,7 @@ KINDS: dict[str, Any] = {column.name: int if column.type is int else float for c
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMetrics:
-    """training_metrics.json: the numbers for comparing runs. Losses in nats per label."""
+    """training_metrics.json: the numbers for comparing runs. Losses in nats per label, or per pair of answers."""
 
     final_train_loss: float  # mean over the last tenth of the steps
     valid_loss: float  # after the last step
@@ -151,7 +152,12 @@ def describe_pairs(record: StepRecord | None) -> list[str]:
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:
     """Write the header and the records so far atomically."""
-    write_text(path, "".join([",".join(KINDS), "\n", *map(_line_of, records)]))
+    write_text(path, csv_of(records))
+
+
+def csv_of(records: Sequence[StepRecord], *, head: bool = True) -> str:
+    """Lines of a metrics file, with or without its header."""
+    return "".join([",".join(KINDS) + "\n" if head else "", *map(_line_of, records)])
 
 
 def append_csv(path: Path, record: StepRecord) -> None:

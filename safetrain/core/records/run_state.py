@@ -175,6 +175,7 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     """
     (output / paths.POINTER).unlink(missing_ok=True)
     (output / paths.LADDER).unlink(missing_ok=True)
+    (output / paths.HISTORY).unlink(missing_ok=True)
     remove_half_written(output)
     checkpoints = list(output.glob(paths.CHECKPOINTS))
     for folder in [*checkpoints, *(output.glob(paths.DAMAGED + paths.CHECKPOINTS) if damaged_too else ())]:

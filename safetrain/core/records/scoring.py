@@ -43,7 +43,7 @@ def evaluation_of(
 
     With ``pair_loss``, the test rows are pairs: losses are per pair, and the base model is the reference.
     """
-    labels, samples = held_out.rows.label_counts, list[Sample]()
+    labels, samples, per_pair = held_out.rows.label_counts, list[Sample](), pair_loss is not None
     losses, terms, preference = (base.losses, tuned.losses), labels, None
     if pair_loss is not None:
         scores = [pair_loss.scores(-each, held_out.rows, -base.losses) for each in losses]
@@ -58,8 +58,8 @@ def evaluation_of(
     expected = [sample.expected for sample in samples]
     return Evaluation(
         improvement=improvement(*losses, terms),
-        tuned=score(mean_loss(losses[1], terms), [sample.tuned for sample in samples], expected),
-        base=score(mean_loss(losses[0], terms), [sample.base for sample in samples], expected),
+        tuned=score(mean_loss(losses[1], terms), [sample.tuned for sample in samples], expected, per_pair=per_pair),
+        base=score(mean_loss(losses[0], terms), [sample.base for sample in samples], expected, per_pair=per_pair),
         forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
         rows=len(terms),
         rows_available=held_out.rows_available // held_out.rows.unit,
@@ -108,9 +108,12 @@ def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
     return float(losses.sum()) / int(labels.sum(dtype=np.int64))
 
 
-def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score:
-    """Score a model by its loss and by how its ``answers`` match ``expected``, outer spaces ignored."""
-    perplexity = math.exp(min(loss, 700.0))
+def score(loss: float, answers: Sequence[str], expected: Sequence[str], *, per_pair: bool = False) -> Score:
+    """Score a model by its loss and by how its ``answers`` match ``expected``, outer spaces ignored.
+
+    A loss per pair has no perplexity.
+    """
+    perplexity = None if per_pair else math.exp(min(loss, 700.0))
     if not expected:
         return Score(loss=loss, perplexity=perplexity)
     pairs = [(answer.strip(), expected_text.strip()) for answer, expected_text in zip(answers, expected, strict=True)]

@@ -106,6 +106,19 @@ def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
+def append_after(path: Path, size: int, content: bytes) -> None:
+    """Replace everything after the first ``size`` bytes of a file by ``content``, and flush it to the disk.
+
+    A crash leaves the first ``size`` bytes as they were. Raises OSError if the file cannot be written.
+    """
+    with path.open("r+b" if size else "wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(content)
+        file.flush()
+        make_durable(file.fileno())
+
+
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` to ``path`` as indented JSON with a final newline, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
