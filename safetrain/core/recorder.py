@@ -82,7 +82,7 @@ class Work:
     micro_batch: int = 0
     rows: int = 0
     tokens: int = 0
-    row_ids: tuple[int, ...] = ()  # the first few lines of data/validated/train.jsonl
+    row_ids: tuple[int, ...] = ()  # numbers of the first few rows, from 1
 
 
 NO_WORK = Work()

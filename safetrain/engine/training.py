@@ -20,6 +20,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
+from safetrain.core.records.run_state import row_numbers
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.files import sha256_of, write_json
 from safetrain.core.storage.paths import BAD_UPDATES
@@ -260,7 +261,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     """Report an update that is not applied and save the state before it; returns the error to raise.
 
     The same command stops there again. The report has each row's loss without dropout, in nats per label, the worst
-    first; null if not a number. Rows are line numbers of data/validated/train.jsonl.
+    first; null if not a number. Rows have the numbers that ``row_numbers`` names.
     """
     step, settings = run.state.step + 1, run.job.settings
     path = run.job.output / BAD_UPDATES / f"step_{step}.json"
@@ -288,7 +289,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     larger = "To allow this jump, set a larger train.max_loss_jump, or null. " if is_jump else ""
     return BadUpdateError(
         f"Update {step} was not applied: {fault}.",
-        where=f"rows {some} of data/validated/train.jsonl; loss of each row: {path}",
+        where=f"{row_numbers()} {some} in data/validated; loss of each row: {path}",
         do=f"{larger}Repair these rows in your data, or lower train.learning_rate. Then start over: safetrain discard",
     )
 
