@@ -7,7 +7,7 @@ import numpy as np
 
 from safetrain.core.data.store import Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
-from safetrain.core.memory.terms import padded
+from safetrain.core.memory.terms import width_of
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.settings import LargestUpdate
 
@@ -43,5 +43,5 @@ def write_stores(folder: Path, base: Path, train: Iterable[TokenRow], valid: Ite
 
 def worst_update(longest_row: int, rows: int) -> LargestUpdate:
     """Nothing but rows as long as the longest, every token a label."""
-    tokens = rows * padded(longest_row - 1)
+    tokens = rows * width_of(longest_row - 1, rectangles=False)
     return LargestUpdate(rows, longest_row - 1, tokens, tokens)

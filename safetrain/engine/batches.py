@@ -108,18 +108,9 @@ class Update:
     scale: float = 1.0  # factor on the loss that is differentiated, against underflow in float16
 
     @property
-    def terms(self) -> int:
-        """The labels, or pairs, that the mean loss is over."""
-        return self.pairs or self.trained_tokens
-
-    @property
     def share(self) -> float:
         """The weight of a label, or a pair, in the loss that is differentiated: its share of the mean, times scale."""
-        return self.scale / max(1, self.terms)
-
-    def per_label(self, total: float) -> float:
-        """Divide a sum by the number of labels; 0 without labels, as in fully masked windows."""
-        return total / max(1, self.trained_tokens)
+        return self.scale / max(1, self.pairs or self.trained_tokens)
 
 
 def update_at(

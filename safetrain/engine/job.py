@@ -79,10 +79,9 @@ def load_job(asked: TrainJob) -> Job:
     rows = load_training_rows(base, settings.max_examples, settings.method)
     rows = rows.at_length(settings.max_seq_length, settings.method)
     updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    if not asked.warmup_is_recommended:
-        require_short_warmup(settings.warmup_steps, updates)
-    else:  # the plan may have been for a longer run
+    if asked.warmup_is_recommended:  # the plan may have been for a longer run
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
+    require_short_warmup(settings.warmup_steps, updates)
     start = start_of(settings.from_adapter)
     if asked.planned is not None and asked.planned.planned_adapter != start:
         what = "The recommended configuration is for another train.from_adapter, or it has changed since."

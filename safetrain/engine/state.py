@@ -144,7 +144,9 @@ def load_checkpoint(
             is_lost = True
             continue
         state, longer = _read_state(checkpoint.folder, job.identity)
-        _load_records(job.output / HISTORY, state, say)
+        if not state.records:  # training does not need them
+            say(f"{HISTORY} is damaged: training_metrics.csv begins after step {state.step}")
+            state.saved_records = state.history_bytes = state.history_crc = 0
         set_adapter_weights(model, load_arrays(checkpoint.folder / "adapters.safetensors"))
         optimizer.state = tree_unflatten(list(load_arrays(checkpoint.folder / "optimizer.safetensors").items()))
         if longer:
@@ -166,6 +168,7 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         theirs, cursor = RunIdentity(**value["identity"]), Cursor(**value["cursor"])
         own = {field.name: value[field.name] for field in dataclasses.fields(TrainState)}
         state = TrainState(**{**own, "cursor": cursor, "resumed_from_step": value["step"]})
+        state.records = _saved_records(folder.parent / HISTORY, state)
     except (ValueError, KeyError, TypeError) as error:
         what = f"The checkpoint was written by a different version: {error}"
         raise TrainingError(what, where=str(folder), do=START_OVER) from error
@@ -189,11 +192,8 @@ def _save_records(path: Path, state: TrainState) -> None:
     state.history_crc = zlib.crc32(new, state.history_crc)
 
 
-def _load_records(path: Path, state: TrainState, say: Callable[[str], None]) -> None:
-    """Give the state its records. Training does not need them, so a damaged history only costs lines of the metrics."""
+def _saved_records(path: Path, state: TrainState) -> list[StepRecord]:
+    """The records up to a checkpoint; none if the history is damaged. Raises ValueError for other columns."""
     content = path.read_bytes()[: state.history_bytes] if path.is_file() else b""
-    if len(content) == state.history_bytes and zlib.crc32(content) == state.history_crc:
-        state.records = parse_csv(content.decode())
-        return
-    say(f"{path.name} is damaged: training_metrics.csv begins after step {state.step}")
-    state.saved_records = state.history_bytes = state.history_crc = 0
+    is_whole = len(content) == state.history_bytes and zlib.crc32(content) == state.history_crc
+    return parse_csv(content.decode()) if is_whole else []

@@ -114,18 +114,19 @@ def make_update(run: TrainingRun, update: Update, rate: float) -> None:
     mx.reset_peak_memory()
     loss, gradient = run.gradients.of(update, state.step, run.check_stop)
     summed_loss, norm = measure(loss, gradient)
-    recorder.loss = update.per_label(summed_loss)
+    labels = max(1, update.trained_tokens)  # 0 in fully masked windows
+    recorder.loss = summed_loss / labels
     recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
     if run.ranks.together:
         gradient = run.ranks.sum_gradient(gradient, step)
         own = summed_loss, update.computed_tokens
         summed_loss, tokens = run.ranks.total(run.watcher.stop(), step, *own)
         state.computed_tokens += round(tokens) - update.computed_tokens
-        norm, recorder.loss = measure(loss, gradient)[1], update.per_label(summed_loss)
+        norm, recorder.loss = measure(loss, gradient)[1], summed_loss / labels
     if update.trained_tokens:  # else nothing to learn: the windows are fully masked
         fault = fault_in(summed_loss, norm, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
         if fault:
-            raise stop_at(run, fault, update.per_label(summed_loss), norm, rate)
+            raise stop_at(run, fault, recorder.loss, norm, rate)
         tracer = run.tracer
         with recorder.phase(Phase.OPTIMIZER, Work(step)) if tracer is None else tracer.optimizer(step):
             apply_gradient(run.model, run.optimizer, gradient, norm, rate, settings.max_grad_norm)
@@ -146,13 +147,14 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
     if not update.trained_tokens:
         return
     state.trained_tokens += update.trained_tokens
-    loss = summed_loss * (update.pairs / update.trained_tokens if update.pairs else 1)  # summed over pairs, or labels
+    terms = update.pairs or update.trained_tokens
+    loss = summed_loss * (terms / update.trained_tokens)  # summed over pairs, or labels
     state.recent_losses = [*state.recent_losses, summed_loss / update.trained_tokens][-REMEMBERED:]
     if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
         state.final_loss += loss
-        state.final_terms += update.terms
+        state.final_terms += terms
     state.window_loss += loss
-    state.window_terms += update.terms
+    state.window_terms += terms
     state.window_tokens += update.trained_tokens
 
 
@@ -301,15 +303,14 @@ def _number(value: float) -> float | None:
 def _result(run: TrainingRun) -> Result:
     """The result of a run that reached its last update."""
     state = run.state
-    before, valid_loss = state.base_valid_loss, state.valid_loss
     if not state.final_terms:  # stopped early: use the last updates
         state.final_loss, state.final_terms = sum(state.recent_losses), len(state.recent_losses)
-    if not state.final_terms or before is None or valid_loss is None or state.best_valid_loss is None:
+    if not state.final_terms or state.valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
     final = state.final_loss / state.final_terms
     bits = state.best_valid_loss * run.job.bits_per_byte_of_nat or None
     metrics = TrainingMetrics(
-        final_train_loss=final, valid_loss=valid_loss, best_valid_loss=state.best_valid_loss,
+        final_train_loss=final, valid_loss=state.valid_loss, best_valid_loss=state.best_valid_loss,
         best_step=state.best_step, steps=state.step, best_valid_bits_per_byte=bits,
     )  # fmt: skip
     trainable = sum(weight.size for weight in adapter_weights(run.model).values())

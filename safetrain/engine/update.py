@@ -128,11 +128,7 @@ class Gradients:
         observe = None
         if tracer is not None and model.blocks is None:
             observe = functools.partial(tracer.done, Phase.FORWARD)
-        types = (
-            {part.dtype for _, part in tree_flatten(model.module.parameters())}
-            if whole_model is None
-            else {whole_model}
-        )
+        types = [whole_model] if whole_model else [part.dtype for _, part in tree_flatten(model.module.parameters())]
         self._in_float16 = not device().on_cpu and mx.float16 in types
         self._loss = ShardLoss(model, observe=observe, trains_head=whole_model is not None, pair_loss=pair_loss)
         self.pair_loss = pair_loss

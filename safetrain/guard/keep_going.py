@@ -179,8 +179,7 @@ def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainS
     smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
     while smaller is not None and smaller.batch_size > 1:
         longest = min(smaller.max_seq_length - 1, planned.largest_update.longest)
-        width = width_of(longest, rectangles=planned.backend != "cpu")
-        if not 0 < death.tokens <= smaller.batch_size * width:
+        if not 0 < death.tokens <= smaller.batch_size * width_of(longest, rectangles=planned.backend != "cpu"):
             break
         smaller = next_settings(smaller, quantized=planned.is_quantized)
     return smaller

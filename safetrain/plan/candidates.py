@@ -244,8 +244,7 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     if pinned is not None or train.method == PRETRAIN:
         return [pinned or window_length(model)]
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
-    lengths = (width_of(length, rectangles=False) for length in (data.longest_row, most))
-    return list(dict.fromkeys(min(length, limit) for length in lengths))
+    return list(dict.fromkeys(min(width_of(each, rectangles=False), limit) for each in (data.longest_row, most)))
 
 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:

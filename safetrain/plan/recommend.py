@@ -164,7 +164,11 @@ def _whole_seconds(question: PlannedTraining, fit: Estimate, updates: int, eval_
     step_seconds, valid_tokens = measured.update_seconds, question.valid_tokens
     fed_tokens = min(question.row_count, fit.rows_per_update) * min(fit.tokens, question.mean_tokens)
     forward_seconds = step_seconds / max(1.0, fed_tokens) / (2 + (fit.checkpointing or question.train.method in WHOLE))
-    passes = 1 + math.ceil(updates / eval_steps) + proof_passes(int(updates * fed_tokens), valid_tokens)
+    passes = (
+        1
+        + math.ceil(updates / (question.train.eval_steps or eval_steps))
+        + proof_passes(int(updates * fed_tokens), valid_tokens)
+    )
     training = step_seconds * updates
     return round(training + forward_seconds * passes * valid_tokens + evaluation_seconds(training), 1)
 
@@ -190,7 +194,6 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
     else:
         rate = learning_rate_for(fit, reasons)
     intervals = _intervals(question, fit, updates, reasons)
-    eval_steps = train.eval_steps or intervals["eval_steps"]
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
         batch_size=fit.rows,
@@ -220,7 +223,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         margin_bytes=0 if measured else max(0, with_margin(fit.terms) - fit.peak_bytes),
         basis=DRY_RUN if measured else CLOSED_FORM,
         step_seconds=round(measured.update_seconds, 4) if measured else None,
-        total_seconds=_whole_seconds(question, fit, updates, eval_steps, measured) if measured else None,
+        total_seconds=_whole_seconds(question, fit, updates, intervals["eval_steps"], measured) if measured else None,
         disk_bytes=disk_bytes_of(trained_parameters(fit), train.keep_checkpoints),
         measured_peak_bytes=measured.peak_bytes if measured else None,
         own_order=measured.own_order if measured else None,

@@ -131,10 +131,8 @@ class TokenRows:
         return np.zeros(len(rows), dtype=np.float32) if self.references is None else self.references[rows]
 
     def cut(self, max_seq_length: int) -> "TokenRows":
-        """Truncate rows to ``max_seq_length`` tokens: the first ones, or those around the first label.
-
-        The window with more labels is kept. Both rows of a pair keep the same prompt: their window moves only if the
-        first tokens have no label.
+        """Truncate rows to the first ``max_seq_length`` tokens, or to those around the first label if more are labels
+        (in pairs, whose rows keep the same prompt, only if the first ones have no label).
         """
         starts, lengths, labels = self.starts.copy(), self.lengths.copy(), self.label_counts.copy()
         long = np.flatnonzero(lengths > max_seq_length)

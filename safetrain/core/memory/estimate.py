@@ -202,8 +202,7 @@ def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
 
 def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int, *, rectangles: bool) -> Shape:
     """The largest micro-batch: as many tokens as ``batch_size`` of the longest rows, at most the whole update."""
-    longest = width_of(largest.longest, rectangles=rectangles)
-    more = max(1.0, rows_per_update / largest.rows)
+    longest, more = width_of(largest.longest, rectangles=rectangles), max(1.0, rows_per_update / largest.rows)
     in_update = max(longest, int(more * largest.tokens))
     tokens = min(batch_size * longest, in_update)
     labels = min(tokens, int(more * largest.labels))

@@ -136,21 +136,13 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def padded(tokens: int) -> int:
-    """``tokens`` rounded up to a multiple of WIDTH_STEP."""
-    return -(-tokens // WIDTH_STEP) * WIDTH_STEP
-
-
 def width_of(tokens: int, *, rectangles: bool) -> int:
     """Tokens that a micro-batch has room for per row of ``tokens`` tokens: in rectangles, the row's padded width."""
-    return int(widths_of(np.array(tokens))) if rectangles else padded(tokens)
+    return int(widths_of(np.array(tokens))) if rectangles else -(-tokens // WIDTH_STEP) * WIDTH_STEP
 
 
 def widths_of(lengths: np.ndarray) -> np.ndarray:
-    """Padded widths of rows in rectangles: a multiple of WIDTH_STEP, and of a larger power of two for long rows.
-
-    Above 16 * WIDTH_STEP tokens, padding is at most an eighth of a row.
-    """
+    """Padded widths of rows in rectangles: multiples of WIDTH_STEP; long rows have up to an eighth of padding."""
     doublings = np.frexp(np.maximum(lengths - 1, 1))[1]  # exponent of the least power of two that holds a row
     step = np.maximum(WIDTH_STEP, 2 ** np.maximum(doublings - 4, 0))
     return -(-np.asarray(lengths, dtype=np.int64) // step) * step

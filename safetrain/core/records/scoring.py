@@ -109,10 +109,7 @@ def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
 
 
 def score(loss: float, answers: Sequence[str], expected: Sequence[str], *, per_pair: bool = False) -> Score:
-    """Score a model by its loss and by how its ``answers`` match ``expected``, outer spaces ignored.
-
-    A loss per pair has no perplexity.
-    """
+    """Score a model by its loss, which has no perplexity if it is per pair, and its answers, outer spaces ignored."""
     perplexity = None if per_pair else math.exp(min(loss, 700.0))
     if not expected:
         return Score(loss=loss, perplexity=perplexity)

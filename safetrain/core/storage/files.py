@@ -107,10 +107,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_after(path: Path, size: int, content: bytes) -> None:
-    """Replace everything after the first ``size`` bytes of a file by ``content``, and flush it to the disk.
-
-    A crash leaves the first ``size`` bytes as they were. Raises OSError if the file cannot be written.
-    """
+    """Write ``content`` after the first ``size`` bytes of a file, replacing the rest; raises OSError."""
     with path.open("r+b" if size else "wb") as file:
         file.truncate(size)
         file.seek(size)
