@@ -37,6 +37,8 @@ def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(works
     assert 0 < margin == pytest.approx(0.1 * (moved[2] - moved[3]), rel=1e-3)
     pairs = summary["train_rows"] // 2
     assert preference["accuracy"] > 0.9
+    assert [workspace.json("evaluation.json")[name]["perplexity"] for name in ("base", "tuned")] == [None, None]
+    assert summary["peak_footprint_bytes"] >= max(record.footprint_bytes for record in records)
     for part in (
         f"training on {pairs} pairs: 16 x 1 rows per update (two rows are a pair), {summary['steps']} updates",
         f"enough for {pairs} pairs", "16 rows per update (8 pairs)", " · valid 0.6931 · accuracy 0.0 % · margin 0",
