@@ -38,7 +38,7 @@ from safetrain.engine.upstream.adaptation import (
     through_few_blocks,
 )
 from safetrain.engine.upstream.generation import padding_refusal
-from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute
+from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, require_own_head
 
 OUTSIDE = -1  # block number of the weights outside of blocks: embedding, head, norms
 PROBE_TOKENS = 8
@@ -273,6 +273,7 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
     """
     with errors_told("load the model", str(folder)):
         module, config = load(folder)
+        require_own_head(module, config, folder)
         ids = config.get("eos_token_id")  # those of generation_config.json, if it has any
         eos_ids = frozenset(ids if isinstance(ids, list) else [ids] if ids is not None else [])
         if not stream:

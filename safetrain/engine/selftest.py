@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, largest_windows, rows_at
-from safetrain.core.errors import SafetrainError
+from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.recorder import Recorder
@@ -147,6 +147,8 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
     packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
+    if not np.isfinite(expected).all():
+        raise ModelError(f"{files.model_type} cannot be trained: with mlx-lm's own layers its gradient is NaN.")
     return {
         "layers_with_adapter": lora.num_layers,
         "packs_rows": packs_rows,

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from safetrain.core.errors import MachineError
+from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.plan.child import ChildFailed, room_bytes, run_json, version_of
 from safetrain.plan.machine import Probe, chip_name, read_machine_now
@@ -25,11 +25,14 @@ FENCE = "```"  # keeps the columns aligned in an issue
 def selftest(module: str, model: Path) -> list[tuple[str, str, bool]]:
     """Run one pass of ``model`` in a child, ``python -m module``, and return the results of ``judge``.
 
-    Raises MachineError if the child fails.
+    Raises ModelError if the model cannot be trained, and MachineError if the child fails otherwise.
     """
     try:
         return judge(_one_pass(module, model))
     except ChildFailed as error:
+        how, _, refusal = str(error).partition(": ")
+        if how == f"exit code {ModelError.exit_code}":
+            raise ModelError(refusal, where=str(model), do="use another model") from None
         do = "'safetrain preflight' checks the machine; if it ran out of memory, use a smaller model"
         raise MachineError(f"The self-test did not finish: {error}", where=str(model), do=do) from None
 

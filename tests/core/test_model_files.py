@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.memory.estimate import memory_of_run, require_fit
 from safetrain.core.memory.system import MemoryBudget
@@ -28,6 +29,7 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import read_limits, read_model_files, read_model_plan, sizes_of
 from safetrain.core.model.shapes import TensorHeader
+from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
@@ -116,6 +118,45 @@ def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_model_files(folder)
+
+
+@pytest.mark.parametrize(("files", "words"), [
+    (("adapter_model.safetensors", "adapter_config.json"), "This is a PEFT adapter(.|\n)*merge_and_unload"),
+    (("adapters.safetensors", "adapter_config.json"), "This is an adapter(.|\n)*safetrain fuse"),
+    (("model-Q4_K_M.gguf",), "This is a GGUF file, not a model(.|\n)*model-Q4_K_M.gguf"),
+    (("config.json", "tokenizer.json", "pytorch_model-00001-of-00002.bin"), "This is a file of PyTorch"),
+    (("config.json", "consolidated.00.pth"), "a file of PyTorch(.|\n)*a copy with model"),
+    (("config.json", "tokenizer.json", "onnx.txt", "model.onnx"), "This is an ONNX file"),
+])  # fmt: skip
+def test_a_folder_without_a_model_is_called_what_it_is(files: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=words):
+        read_model_files(tmp_path)
+    if len(files) == 1:
+        with pytest.raises(ModelError, match=words):
+            read_model_plan(tmp_path / files[0])
+
+
+def test_a_tokenizer_of_two_files_is_enough(tiny_model: Build) -> None:
+    """vocab.json and merges.txt: transformers, and so mlx-lm, makes a tokenizer of them."""
+    folder = tiny_model()
+    kept = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(kept["vocab"]))
+    with pytest.raises(ModelError, match="no tokenizer"):
+        read_model_files(folder)
+    merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in kept["merges"])
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    assert read_model_files(folder).vocab_size == 2048
+    assert ChatTokenizer(folder).encode("the sea") == ChatTokenizer(EMBEDDED).encode("the sea")
+
+
+def test_an_adapter_of_peft_is_no_first_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    with pytest.raises(ModelError, match=r"This is a PEFT adapter(.|\n)*merge_and_unload"):
+        starting_shape(str(tmp_path), "lora", EMBEDDED, "", 2)
 
 
 @pytest.mark.parametrize("read", [read_model_files, read_model_plan, read_limits])

@@ -18,7 +18,8 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.adaptation import few_blocks, packed_attention, trunk_of
-from safetrain.engine.upstream.loading import READ_DIRECTLY, build
+from safetrain.engine.upstream.family import build
+from safetrain.engine.upstream.loading import READ_DIRECTLY
 from tests.support.families import config_of
 from tests.support.random_models import TINY
 

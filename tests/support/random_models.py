@@ -23,8 +23,8 @@ def build_model(folder: Path, *, bits: int | None = None, bfloat16: bool = False
     from mlx.utils import tree_flatten, tree_map
 
     folder.mkdir(parents=True)
-    config = {**json.loads((EMBEDDED / "config.json").read_text()), **more}
-    config.pop("quantization")
+    embedded = json.loads((EMBEDDED / "config.json").read_text())
+    config = {key: value for key, value in embedded.items() if key not in ("quantization", "hidden_act")} | more
     mx.random.seed(seed)
     model = unfilled(config)
     if bfloat16:
@@ -53,7 +53,8 @@ def open_skeleton(config: dict[str, Any]) -> "BaseModel":
     """A model of this config.json with weights that mean nothing, made in memory."""
     from safetrain.engine.model import BaseModel
     from safetrain.engine.upstream.adaptation import adapt
-    from safetrain.engine.upstream.loading import build, ready_to_compute
+    from safetrain.engine.upstream.family import build
+    from safetrain.engine.upstream.loading import ready_to_compute
 
     module = ready_to_compute(build(config))
     return BaseModel(module, frozenset(), *adapt(module))

@@ -31,6 +31,7 @@ SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable
 FILE = Path(__file__).with_name("general_text.jsonl")
 LEAST_PIECES = 6  # of a part: with fewer the part is not measured
 MOST_TOKENS, SHORT_TOKENS = 256, 32  # of a piece: hardly any has so many; the limit in a short measurement
+REGEX = "fix_mistral_regex"  # set to False by transformers if a tokenizer of Mistral may be wrong
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
 
 
@@ -201,8 +202,11 @@ class ChatTokenizer:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns that PyTorch is missing
         from transformers import AutoTokenizer
 
+        load = functools.partial(AutoTokenizer.from_pretrained, str(folder), trust_remote_code=False)
         try:
-            own: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            own: Any = load(local_files_only=True)
+            if getattr(own.backend_tokenizer, REGEX, None) is False:  # it warns, for some models without a reason
+                _require_same_splits(folder, own, load(local_files_only=True, **{REGEX: True}))
         except (OSError, ValueError, KeyError) as error:
             what = f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
             raise ModelError(what, where=str(folder), do=FETCH) from error
@@ -281,6 +285,16 @@ class ChatTokenizer:
             return {"default": template} if template.strip() else {}
         named = template if isinstance(template, dict) else {}
         return {str(name): str(source) for name, source in named.items()}
+
+
+def _require_same_splits(folder: Path, own: Any, repaired: Any) -> None:
+    """Raise ModelError if repairing the tokenizer changes tokens and its settings do not say whether to."""
+    settings = folder / "tokenizer_config.json"
+    one, two = (json.loads(each.backend_tokenizer.to_str())["pre_tokenizer"] for each in (own, repaired))
+    if one != two and json_object(settings).get(REGEX) is None:
+        what = "The tokenizer splits words by a rule that Mistral has corrected."
+        do = f'add "{REGEX}": true to this file (false keeps the rule)'
+        raise ModelError(what, where=str(settings), do=do)
 
 
 class Prompts:

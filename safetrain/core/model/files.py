@@ -5,6 +5,7 @@ has no attention heads. These sizes are derived from the weights, or set to a us
 uses them.
 """
 
+import fnmatch
 import hashlib
 import json
 import re
@@ -15,7 +16,15 @@ from typing import Any
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import similar_path
-from safetrain.core.model.shapes import TensorHeader, quantization_of, tensors_of, usual_bits, with_quantization
+from safetrain.core.model.shapes import (
+    UNQUANTIZED,
+    TensorHeader,
+    quantization_of,
+    tensors_of,
+    unreadable_quantizer,
+    usual_bits,
+    with_quantization,
+)
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER, json_object
 
 METADATA, MAX_HEADER_BYTES = "__metadata__", 100 * 2**20  # of a safetensors file
@@ -23,6 +32,17 @@ SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
+BY_TYPE = "use a copy with model*.safetensors: safetrain fetch HUB_ID"
+OTHER_KINDS = (  # what a folder without a whole model may hold, by its files, and what to do
+    ("adapter_model.*", "a PEFT adapter", "merge it into its base with PEFT (merge_and_unload), and use the result"),
+    ("adapters.safetensors", "an adapter", "name its base model here, and merge the two with safetrain fuse"),
+    ("*.gguf", "a GGUF file", BY_TYPE),
+    ("*.onnx", "an ONNX file", BY_TYPE),
+    ("pytorch_model*.bin", "a file of PyTorch", BY_TYPE),
+    ("*.pt", "a file of PyTorch", BY_TYPE),
+    ("*.pth", "a file of PyTorch", BY_TYPE),
+    ("consolidated*.safetensors", "a file in Mistral's own format", BY_TYPE),
+)
 
 SIZES = {  # names of a size in mlx_lm/models/*.py; the first that config.json has counts
     "hidden_size": ("hidden_size", "n_embd", "model_dim"),
@@ -40,6 +60,7 @@ IN_BLOCK = re.compile(r"(?:^|[._])(?:layers|h|blocks)\.(\d+)\.(.+)$")  # number 
 OTHER_PART = re.compile(r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)")  # left out by mlx-lm
 NO_LINEAR = re.compile(r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm)$")  # layers without an adapter
 
+TOKENIZERS = ("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt")  # each is enough
 TOKENIZER_FILES = (  # files that determine tokenization, the chat template and stop ids
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -87,8 +108,8 @@ class ModelFiles:
 def read_model_files(folder: Path) -> ModelFiles:
     """Check that ``folder`` holds a complete model and describe it; raises ModelError with the faulty file."""
     config = _read_json(folder / "config.json")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
-        raise ModelError("The model has no tokenizer (tokenizer.json).", where=str(folder), do=FETCH)
+    if not any(all((folder / name).is_file() for name in names) for names in TOKENIZERS):
+        raise _without("The model has no tokenizer (tokenizer.json).", folder)
     paths = _weight_files(folder)
     tensors = [tensor for path in paths for tensor in _tensors_in(path)]
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
@@ -110,7 +131,7 @@ def read_model_plan(path: Path) -> ModelFiles:
     """
     if any(path.glob("model*.safetensors*")):
         return read_model_files(path)
-    file = path if path.is_file() else path / "config.json"
+    file = path if path.is_file() and path.suffix == ".json" else path / "config.json"
     return model_of_config(_read_json(file), file.parent)
 
 
@@ -125,6 +146,9 @@ def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
 
 def _describe(folder: Path, config: Mapping[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
     """Make the description; raises ModelError if neither config.json nor the weights give a size."""
+    if name := unreadable_quantizer(config):
+        what = f"The checkpoint is quantized by {name}, which mlx-lm cannot read."
+        raise ModelError(what, where=str(folder), do=UNQUANTIZED)
     quantization, config = quantization_of(config), _with_text(config)
     tensors = with_quantization(headers, quantization)
     return ModelFiles(
@@ -187,8 +211,21 @@ def _weight_files(folder: Path) -> list[Path]:
         what = f"The model is not fully downloaded: {len(missing)} of {len(names)} weight files are missing."
         raise ModelError(what, where=str(folder), got=f"missing: {', '.join(missing[:5])}", do=FETCH)
     if not paths:
-        raise ModelError("The model folder has no weights (model*.safetensors).", where=str(folder), do=FETCH)
+        raise _without("The model folder has no weights (model*.safetensors).", folder)
+    if names and (extra := [path.name for path in paths if path.name not in names]):
+        what = "The folder has weight files that its index does not name; mlx-lm would load them too."
+        do = "remove them, or fetch the model into a new folder"
+        raise ModelError(what, where=str(folder), got=", ".join(extra[:5]), do=do)
     return paths
+
+
+def _without(what: str, path: Path) -> ModelError:
+    """The error for a path that is not a whole model: ``what``, unless its files show what it is instead."""
+    files = [path.name] if path.is_file() else [file.name for file in path.iterdir()]
+    for pattern, kind, do in OTHER_KINDS:
+        if found := fnmatch.filter(files, pattern):
+            return ModelError(f"This is {kind}, not a model for mlx-lm.", where=str(path), got=found[0], do=do)
+    return ModelError(what, where=str(path), do=FETCH)
 
 
 def _tensors_in(path: Path) -> list[TensorHeader]:
@@ -252,9 +289,13 @@ def _no_model(path: Path) -> ModelError:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model; raises ModelError."""
     if not path.parent.is_dir():
-        raise _no_model(path.parent)
+        raise (
+            _without("This file is not a model folder.", path.parent)
+            if path.parent.is_file()
+            else _no_model(path.parent)
+        )
     if not path.is_file():
-        raise ModelError(f"The model has no {path.name}.", where=str(path.parent), do=FETCH)
+        raise _without(f"The model has no {path.name}.", path.parent)
     value = json_object(path)
     if not value:
         raise ModelError(f"{path.name} is empty, or not a JSON object.", where=str(path), do=FETCH)

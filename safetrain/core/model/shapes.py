@@ -24,6 +24,11 @@ TYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever config.json says, mlx-lm ties the head
 WORD_BITS = 32
+METHOD_BITS = {  # of other programs whose checkpoints mlx-lm reads; None: config.json has the bits, if any
+    "awq": None, "gptq": None, "bitnet": None, "compressed-tensors": None, "modelopt": 4, "mxfp4": 4, "mxfp8": 8,
+    "fp8": 8,
+}  # fmt: skip
+UNQUANTIZED = "fetch the unquantized model, or one from mlx-community: safetrain fetch HUB_ID"
 COMPANIONS = ("scales", "biases", "global_scale")
 FLOAT_BITS = {4 * 16: 4, 4 * 32: 4, 8 * 32: 8}  # by bits times group size: nvfp4, mxfp4, mxfp8
 AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
@@ -122,6 +127,23 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return next((value for value in entries if isinstance(value, dict)), {})
 
 
+def unreadable_quantizer(config: Mapping[str, Any]) -> str:
+    """The program that quantized a checkpoint, if mlx-lm's ``load_model`` does not know it; else empty."""
+    entry = quantization_of(config)
+    method = entry.get("quant_method")
+    if not entry or method in METHOD_BITS or config.get("quantization") or is_mlx_quantization(entry):
+        return ""
+    form = (
+        entry.get("bnb_4bit_quant_type") if entry.get("load_in_4bit") else "8 bits" if entry.get("load_in_8bit") else ""
+    )
+    return f"{method or 'a program that config.json does not name'}{f' ({form})' if form else ''}"
+
+
+def is_mlx_quantization(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of config.json is in mlx-lm's own format, under any key."""
+    return not entry.get("quant_method") and "group_size" in entry and "bits" in entry
+
+
 def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
     """Set the bits of quantized weights, and mark scales and biases."""
     headers = tuple(tensors)
@@ -143,7 +165,7 @@ def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any])
     for tensor in tensors:
         if tensor.bits:
             counted[tensor.bits] += tensor.weights
-    bits = quantization.get("bits")
+    bits = quantization.get("bits") or METHOD_BITS.get(str(quantization.get("quant_method")))
     return counted.most_common(1)[0][0] if counted else bits if isinstance(bits, int) else None
 
 

@@ -111,7 +111,11 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
 
     Adapters that name no fingerprint pass, for example mlx-lm's own.
     """
-    trained_on = _configuration(adapter).get(BASE_FINGERPRINT)
+    config = _configuration(adapter)
+    trained_on = config.get(BASE_FINGERPRINT)
+    if "peft_type" in config:
+        do = "merge it into its base with PEFT (merge_and_unload), then train that model"
+        raise ModelError("This is a PEFT adapter, which safetrain cannot read.", where=str(adapter), do=do)
     if not (adapter / "adapters.safetensors").is_file():
         raise ModelError("The adapter has no adapters.safetensors.", where=str(adapter), do=f"train: {dvc()} repro")
     if trained_on not in (None, base_fingerprint):

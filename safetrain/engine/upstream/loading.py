@@ -3,38 +3,49 @@
 Two kinds of layers need special care: experts, and layers whose weights a model reads without calling the layer.
 """
 
+import copy
+import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
-from mlx_lm.convert import convert
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import (
     DEFAULT_ALLOW_PATTERNS,
-    _get_classes,
     dequantize_model,
     load_adapters,
+    load_config,
     load_model,
+    load_tokenizer,
+    quantize_model,
+    save,
     save_config,
 )
 
 from safetrain.core.errors import EngineError, ModelError
-from safetrain.core.model.files import read_model_files
+from safetrain.core.model.files import EMBEDDING, OTHER_PART, read_model_files
+from safetrain.core.model.rotary import PARAMETERS, TEXT, text_part, with_older_keys
+from safetrain.core.model.shapes import UNQUANTIZED, is_mlx_quantization, quantization_of
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import json_object, write_folder, write_json
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.kernels import PER_USE, dequantizing_twice
 from safetrain.engine.layers import Dropout, Randomness, change_classes, dequantized
+from safetrain.engine.upstream.family import build, unread_setting
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
+OWN_WEIGHTS = "use the config.json that belongs to the weights, or fetch the model again: safetrain fetch HUB_ID"
+MOST_LINES = 4  # of a message of mlx-lm
+UNFIT = ("Received ", "Missing ", "Expected shape")  # mlx's messages about weights that do not fit the model
+HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 # Layers of Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
@@ -54,7 +65,14 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
     except FOREIGN as error:
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory, so it cannot {doing}: {error}", where=where) from error
-        raise ModelError(f"mlx-lm cannot {doing}: {error}", where=where) from error
+        raise ModelError(f"mlx-lm cannot {doing}: {_first_words(str(error))}", where=where) from error
+
+
+def _first_words(text: str) -> str:
+    """A message on one line; of a list of tensors only the first few."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    more = f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
+    return " ".join(lines[:MOST_LINES]).rstrip(",.") + more
 
 
 def training_refusal(folder: Path) -> str:
@@ -64,16 +82,44 @@ def training_refusal(folder: Path) -> str:
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Open a model as stored, without reading its weights; returns the model and its config.json."""
-    module, config = load_model(folder, lazy=True)
+    config = load_config(folder)
+    if setting := unread_setting(json.dumps(config, sort_keys=True)):
+        what = f"{config['model_type']} in mlx-lm does not read {setting}, so it would compute another model."
+        raise ModelError(what, where=str(folder / "config.json"), do="use a model of another family")
+    given, entry = with_older_keys(config), quantization_of(config)
+    if is_mlx_quantization(entry):
+        given["quantization"] = entry
+    try:
+        module, config = load_model(folder, lazy=True, model_config=copy.deepcopy(given))  # some families change it
+    except ValueError as error:
+        if not str(error).startswith(UNFIT):
+            raise
+        method, family = entry.get("quant_method"), config["model_type"]
+        what = f"mlx-lm's {family} does not have these weights."
+        if method:
+            what = f"The checkpoint is quantized by {method}, which mlx-lm cannot read for {family}."
+        got = _first_words(str(error))
+        raise ModelError(what, where=str(folder), got=got, do=UNQUANTIZED if method else OWN_WEIGHTS) from None
+    config |= {key: given[key] for key in (TEXT, PARAMETERS) if key in given}
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
         raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
     return module, config
 
 
-def build(config: dict[str, Any]) -> Any:
-    """Build a model from its config.json, with arbitrary weights."""
-    architecture, arguments = _get_classes(config)
-    return architecture(arguments.from_dict(config))
+def require_own_head(module: Any, config: Mapping[str, Any], folder: Path) -> None:
+    """Raise ModelError if the model ties its head to the embedding, and the folder has a different head."""
+    names = [name for name, _ in tree_flatten(module.parameters())]
+    if not text_part(config).get("tie_word_embeddings", True) or any(HEAD.search(name) for name in names):
+        return
+    stored: dict[str, Any] = {}
+    for path in folder.glob("model*.safetensors"):
+        stored |= mx.load(str(path))  # type: ignore[arg-type]
+    heads = [value for name, value in stored.items() if HEAD.search(name) and not OTHER_PART.match(name)]
+    embeddings = [value for name, value in stored.items() if EMBEDDING.search(name)]
+    if heads and not any(mx.array_equal(heads[0], each).item() for each in embeddings):
+        what = "The weights have a head (lm_head.weight) other than the embedding, but config.json ties the two."
+        do = "set tie_word_embeddings to false in config.json, or remove lm_head.weight"
+        raise ModelError(what, where=str(folder), do=do)
 
 
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
@@ -136,9 +182,12 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
     """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
 
     def write(folder: Path) -> None:
-        folder.rmdir()  # mlx-lm makes it
         with errors_told("convert the model", str(source)):
-            convert(str(source), mlx_path=str(folder), quantize=True, q_bits=bits, q_group_size=group_size)
+            module, config = load(source)
+            if (name := config.get("torch_dtype")) in ("float16", "bfloat16", "float32"):
+                cast(module, getattr(mx, name))
+            module, config = quantize_model(module, config, group_size, bits)
+            save(folder, source, module, load_tokenizer(source), config)
         read_model_files(folder)
 
     write_folder(target, write)
