@@ -167,6 +167,16 @@ def test_what_is_exported_says_what_was_computed(
         assert one.items() <= two.items()
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2"])
+def test_the_kinds_of_layers_that_transformers_writes_become_the_pattern(family: str) -> None:
+    """Every second block sees the whole text, whatever the family's default pattern."""
+    config = {**config_of(family), "sliding_window": 8}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    plain = {key: value for key, value in config.items() if key != "sliding_window_pattern"}
+    expected = logits_of(by_mlx_lm({**plain, "sliding_window_pattern": 2}))
+    assert np.array_equal(logits_of(build({**plain, "layer_types": kinds})), expected)
+
+
 NESTED = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"hidden_act": "relu"}, "llama in mlx-lm does not read hidden_act relu"),
@@ -179,6 +189,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma3_text": ({"rope_parameters": {**NESTED, "sliding_attention": {"rope_theta": 1e4, **SCALINGS[1]}},
                      "sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16, "head_dim": 16},
                     "does not read the rotary scaling linear"),
+    "cohere2": ({"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+                 "num_hidden_layers": 4, "layer_norm_eps": 1e-5, "head_dim": 32, "sliding_window_pattern": 4},
+                "does not read layer_types without a pattern"),
     "qwen3": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "head_dim": 32},
               "does not read partial_rotary_factor 0.5"),
 }  # fmt: skip

@@ -16,15 +16,7 @@ from typing import Any
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import similar_path
-from safetrain.core.model.shapes import (
-    UNQUANTIZED,
-    TensorHeader,
-    quantization_of,
-    tensors_of,
-    unreadable_quantizer,
-    usual_bits,
-    with_quantization,
-)
+from safetrain.core.model.shapes import TensorHeader, quantization_of, tensors_of, usual_bits, with_quantization
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER, json_object
 
 METADATA, MAX_HEADER_BYTES = "__metadata__", 100 * 2**20  # of a safetensors file
@@ -39,8 +31,7 @@ OTHER_KINDS = (  # what a folder without a whole model may hold, by its files, a
     ("*.gguf", "a GGUF file", BY_TYPE),
     ("*.onnx", "an ONNX file", BY_TYPE),
     ("pytorch_model*.bin", "a file of PyTorch", BY_TYPE),
-    ("*.pt", "a file of PyTorch", BY_TYPE),
-    ("*.pth", "a file of PyTorch", BY_TYPE),
+    ("*.pt*", "a file of PyTorch", BY_TYPE),
     ("consolidated*.safetensors", "a file in Mistral's own format", BY_TYPE),
 )
 
@@ -146,10 +137,7 @@ def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
 
 def _describe(folder: Path, config: Mapping[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
     """Make the description; raises ModelError if neither config.json nor the weights give a size."""
-    if name := unreadable_quantizer(config):
-        what = f"The checkpoint is quantized by {name}, which mlx-lm cannot read."
-        raise ModelError(what, where=str(folder), do=UNQUANTIZED)
-    quantization, config = quantization_of(config), _with_text(config)
+    quantization, config = quantization_of(config, str(folder)), _with_text(config)
     tensors = with_quantization(headers, quantization)
     return ModelFiles(
         **sizes_of(config, tensors, folder),
@@ -279,7 +267,9 @@ def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
 
 
 def _no_model(path: Path) -> ModelError:
-    """The error for a path that does not exist; ``owner/name`` may be a Hub ID."""
+    """The error for a path that is not a folder; ``owner/name`` may be a Hub ID."""
+    if path.is_file():
+        return _without("This file is not a model folder.", path)
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
     if not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", ".."):
         do = f"safetrain fetch {path}, then use its folder: models/{path.name}"
@@ -289,11 +279,7 @@ def _no_model(path: Path) -> ModelError:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model; raises ModelError."""
     if not path.parent.is_dir():
-        raise (
-            _without("This file is not a model folder.", path.parent)
-            if path.parent.is_file()
-            else _no_model(path.parent)
-        )
+        raise _no_model(path.parent)
     if not path.is_file():
         raise _without(f"The model has no {path.name}.", path.parent)
     value = json_object(path)

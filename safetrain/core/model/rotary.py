@@ -4,7 +4,7 @@ transformers 5 writes ``rope_parameters``, once or for each attention type; most
 both are given, ``rope_parameters`` counts, as in transformers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 TEXT, PARAMETERS, SCALING = "text_config", "rope_parameters", "rope_scaling"
@@ -15,15 +15,13 @@ LOCAL_THETAS = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")  #
 UNSCALED = (None, "default", "mrope")  # mrope rotates text as default does
 WITH_CONTEXT = ("llama3", "yarn", "longrope")  # scalings that need the context before scaling, in tokens
 
-Parts = Mapping[str, Mapping[str, Any]]
-
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the language model: a multimodal config.json has them in ``text_config``."""
     return config.get(TEXT) or config
 
 
-def rotary_parts(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def parts_of(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rotary settings by attention type, under the keys of transformers 5; the type is "" if all blocks share them."""
     given = text.get(PARAMETERS)
     if not isinstance(given, Mapping) or not given:
@@ -43,41 +41,36 @@ def scaling_of(part: Mapping[str, Any]) -> str:
 
 def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with its rotary settings also under the older keys, where these can express them."""
-    text = text_part(config)
-    keys = older_keys(text, rotary_parts(text))
-    return {**config, TEXT: {**text, **keys}} if config.get(TEXT) else {**config, **keys}
-
-
-def older_keys(text: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
-    """Express ``parts``, the rotary settings of ``text``, in the older keys; leaves out what these cannot express."""
+    text, keys = text_part(config), dict[str, Any]()
+    parts, kinds = parts_of(text), text.get("layer_types") or []
     full = parts.get(FULL) or next(iter(parts.values()))
-    keys, kinds = dict[str, Any](), text.get("layer_types") or []
-    if scaling_of(full):
-        scaling = {key: value for key, value in full.items() if key not in (THETA, SHARE)}
-        keys[SCALING] = {**scaling, KIND: scaling_of(full), "type": scaling_of(full)}
-        context = text.get(CONTEXT) or full.get(CONTEXT) or text.get("max_position_embeddings")
-        if scaling_of(full) in WITH_CONTEXT and context:  # mlx-lm would assume a constant
-            keys[SCALING][CONTEXT] = context
     if text.get(PARAMETERS):
-        keys = {SCALING: None, **{name: full[key] for key in OLDER for name in OLDER[key] if key in full}, **keys}
         local = text[PARAMETERS].get(SLIDING)
+        keys = {SCALING: None} | {name: full[key] for key in OLDER for name in OLDER[key] if key in full}
         keys |= {name: local[THETA] for name in LOCAL_THETAS if isinstance(local, Mapping) and THETA in local}
+    if kind := scaling_of(full):
+        scaling = {key: value for key, value in full.items() if key not in (THETA, SHARE)}
+        keys[SCALING] = {**scaling, KIND: kind, "type": kind}
+        context = text.get(CONTEXT) or full.get(CONTEXT) or text.get("max_position_embeddings")
+        if kind in WITH_CONTEXT and context:  # mlx-lm would assume a constant
+            keys[SCALING][CONTEXT] = context
     if SLIDING in kinds and not isinstance(text.get(PATTERN), str):
         every = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
         is_regular = kinds == [(SLIDING, FULL)[number % every == 0] for number in range(1, len(kinds) + 1)]
-        keys[PATTERN] = every if is_regular else text.get(PATTERN)
-    return keys
+        keys[PATTERN] = every if is_regular else None
+    return with_text_keys(config, keys)
 
 
-def changed(config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-    """config.json with other rotary settings, under the same keys as now; ``change`` gets those of one kind."""
-    text, given = text_part(config), text_part(config).get(PARAMETERS)
-    if given:
-        nested = any(isinstance(part, Mapping) for part in given.values())
-        parts = {name: change(part) if isinstance(part, Mapping) else part for name, part in given.items()}
-        own: dict[str, Any] = {PARAMETERS: parts if nested else change(given)}
-    else:
-        part = change(rotary_parts(text)[""])
-        own = {SCALING: {key: part[key] for key in part if key not in (THETA, SHARE)} or None}
-        own |= {key: part[key] for key in (THETA, SHARE) if key in part}
-    return {**config, TEXT: {**text, **own}} if config.get(TEXT) else {**config, **own}
+def with_text_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with other settings of the language model."""
+    return {**config, TEXT: {**config[TEXT], **keys}} if config.get(TEXT) else {**config, **keys}
+
+
+def with_part(config: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with one of its ``parts_of`` replaced, under the same keys as now."""
+    given = text_part(config).get(PARAMETERS)
+    if not given:
+        scaling = {key: value for key, value in new.items() if key not in (THETA, SHARE)} or None
+        return with_text_keys(config, {SCALING: scaling, **{key: new[key] for key in (THETA, SHARE) if key in new}})
+    nested = {name: new for name, part in given.items() if part == old}
+    return with_text_keys(config, {PARAMETERS: {**given, **nested} if nested else new})

@@ -24,9 +24,8 @@ TYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever config.json says, mlx-lm ties the head
 WORD_BITS = 32
-METHOD_BITS = {  # of other programs whose checkpoints mlx-lm reads; None: config.json has the bits, if any
-    "awq": None, "gptq": None, "bitnet": None, "compressed-tensors": None, "modelopt": 4, "mxfp4": 4, "mxfp8": 8,
-    "fp8": 8,
+METHOD_BITS = {  # of other programs' formats that mlx-lm reads; the first four have the bits in config.json
+    **dict.fromkeys(("awq", "gptq", "bitnet", "compressed-tensors")), "modelopt": 4, "mxfp4": 4, "mxfp8": 8, "fp8": 8,
 }  # fmt: skip
 UNQUANTIZED = "fetch the unquantized model, or one from mlx-community: safetrain fetch HUB_ID"
 COMPANIONS = ("scales", "biases", "global_scale")
@@ -120,28 +119,21 @@ def _block(config: Mapping[str, Any], family: str) -> dict[str, tuple[int, ...]]
 # Quantization
 
 
-def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization in config.json, under any of its keys; empty for a model that is not quantized."""
+def quantization_of(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The quantization in config.json, under any of its keys; empty for a model that is not quantized.
+
+    Raises ModelError if another program quantized the model and mlx-lm's ``load_model`` does not know its format.
+    """
     text = config.get("text_config") or {}
     entries = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
-    return next((value for value in entries if isinstance(value, dict)), {})
-
-
-def unreadable_quantizer(config: Mapping[str, Any]) -> str:
-    """The program that quantized a checkpoint, if mlx-lm's ``load_model`` does not know it; else empty."""
-    entry = quantization_of(config)
-    method = entry.get("quant_method")
-    if not entry or method in METHOD_BITS or config.get("quantization") or is_mlx_quantization(entry):
-        return ""
-    form = (
-        entry.get("bnb_4bit_quant_type") if entry.get("load_in_4bit") else "8 bits" if entry.get("load_in_8bit") else ""
-    )
-    return f"{method or 'a program that config.json does not name'}{f' ({form})' if form else ''}"
-
-
-def is_mlx_quantization(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of config.json is in mlx-lm's own format, under any key."""
-    return not entry.get("quant_method") and "group_size" in entry and "bits" in entry
+    entry = next((value for value in entries if isinstance(value, dict) and value), {})
+    method, form = entry.get("quant_method"), entry.get("bnb_4bit_quant_type") if entry.get("load_in_4bit") else ""
+    if entry and method not in METHOD_BITS and (method or not {"group_size", "bits"} <= entry.keys()):
+        name = f"{method or 'an unnamed method'}{f' ({form})' if form else ''}"
+        raise ModelError(
+            f"The checkpoint is quantized by {name}, which mlx-lm cannot read.", where=where, do=UNQUANTIZED
+        )
+    return entry
 
 
 def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:

@@ -10,14 +10,14 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import _get_classes
 
-from safetrain.core.model.rotary import SHARE, THETA, changed, rotary_parts, scaling_of, text_part, with_older_keys
+from safetrain.core.model.rotary import SHARE, THETA, parts_of, scaling_of, text_part, with_older_keys, with_part
 
 ROTATES = re.compile("rope|rotary", re.IGNORECASE)  # in the names of mlx-lm's classes
 SIZES = ("rotary_dim", "qk_rope_head_dim")  # these count, not a share of the head
@@ -41,42 +41,41 @@ def build(config: Mapping[str, Any]) -> Any:
 def unread_setting(text: str) -> str:
     """A setting in ``text``, a config.json, that changes results and that the family does not read; empty if none."""
     config = json.loads(text)
-    module, settings = build(config), text_part(config)
+    settings = text_part(config)
+    try:
+        module = build(config)
+    except TypeError as error:
+        if "NoneType" in str(error) and text_part(with_older_keys(config)).get("sliding_window_pattern", 0) is None:
+            return "layer_types without a pattern"
+        raise
     numbers = _numbers(module)
     rotations = {found for (_, kind), found in numbers.items() if ROTATES.search(kind)}
     rotations = rotations or {found for found in numbers.values() if any(name.endswith("freqs") for name, _ in found)}
-    if rotations and len(rotations) < len(rotary_parts(settings)):
+    if rotations and len(rotations) < len(parts_of(settings)):
         return "rope_parameters for each attention type"
-    for name, change in _changes(settings, rotations):
+    for name, part, other in _changes(settings, rotations):
         try:
-            if _numbers(build(changed(config, change))) == numbers:
+            if _numbers(build(with_part(config, part, other))) == numbers:
                 return name
         except (TypeError, LookupError, ValueError, AttributeError):  # the family needs what was taken out
             continue
     return _unread_activation(module, settings)
 
 
-def _changes(settings: Mapping[str, Any], rotations: set[Numbers]) -> Iterator[tuple[str, Callable[[Part], Part]]]:
-    """Yield the rotary settings that ``rotations`` do not show, and a function that replaces them by others."""
+def _changes(settings: Mapping[str, Any], rotations: set[Numbers]) -> Iterator[tuple[str, Part, Part]]:
+    """Yield rotary settings that ``rotations`` do not show, each with its part and another part without it."""
     shown = {number for rotation in rotations for number in rotation}
     head = settings.get("head_dim") or settings.get("hidden_size", 0) // (settings.get("num_attention_heads") or 1)
     shares = () if any(settings.get(size) for size in SIZES) else ("dim", "dims")  # as mlx-lm's classes name the result
-    for part in rotary_parts(settings).values() if rotations else ():
+    for _, part in sorted(parts_of(settings).items()) if rotations else ():
         theta, share, kind = part.get(THETA), part.get(SHARE, 1.0), scaling_of(part)
         if isinstance(theta, (int, float)) and ("base", theta) not in shown:
-            yield f"{THETA} {theta:g}", functools.partial(_with_other, THETA, theta, 3 * theta)
+            yield f"{THETA} {theta:g}", part, {**part, THETA: 3 * theta}
+            shown.add(("base", theta))
         if theta and shares and share != 1.0 and not shown & {(name, int(share * head)) for name in shares}:
-            yield f"{SHARE} {share:g}", functools.partial(_with_other, SHARE, share, 1.0)
+            yield f"{SHARE} {share:g}", part, {**part, SHARE: 1.0}
         if kind:
-            yield f"the rotary scaling {kind}", functools.partial(_unscaled, kind)
-
-
-def _with_other(key: str, old: float, new: float, part: Part) -> Part:
-    return {**part, key: new} if part.get(key) == old else part
-
-
-def _unscaled(kind: str, part: Part) -> Part:
-    return {key: part[key] for key in (THETA, SHARE) if key in part} if scaling_of(part) == kind else part
+            yield f"the rotary scaling {kind}", part, {key: part[key] for key in (THETA, SHARE) if key in part}
 
 
 def _numbers(module: Any) -> dict[tuple[str, str], Numbers]:

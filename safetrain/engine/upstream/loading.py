@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +34,7 @@ from mlx_lm.utils import (
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.core.model.files import EMBEDDING, OTHER_PART, read_model_files
 from safetrain.core.model.rotary import PARAMETERS, TEXT, text_part, with_older_keys
-from safetrain.core.model.shapes import UNQUANTIZED, is_mlx_quantization, quantization_of
+from safetrain.core.model.shapes import UNQUANTIZED, quantization_of
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import json_object, write_folder, write_json
 from safetrain.engine.backend import device
@@ -43,7 +44,7 @@ from safetrain.engine.upstream.family import build, unread_setting
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 OWN_WEIGHTS = "use the config.json that belongs to the weights, or fetch the model again: safetrain fetch HUB_ID"
-MOST_LINES = 4  # of a message of mlx-lm
+MOST_CHARACTERS = 300  # of a message of mlx-lm, which may list every tensor
 UNFIT = ("Received ", "Missing ", "Expected shape")  # mlx's messages about weights that do not fit the model
 HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -65,14 +66,7 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
     except FOREIGN as error:
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory, so it cannot {doing}: {error}", where=where) from error
-        raise ModelError(f"mlx-lm cannot {doing}: {_first_words(str(error))}", where=where) from error
-
-
-def _first_words(text: str) -> str:
-    """A message on one line; of a list of tensors only the first few."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    more = f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
-    return " ".join(lines[:MOST_LINES]).rstrip(",.") + more
+        raise ModelError(f"mlx-lm cannot {doing}: {shorten(str(error), MOST_CHARACTERS)}", where=where) from error
 
 
 def training_refusal(folder: Path) -> str:
@@ -87,19 +81,18 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
         what = f"{config['model_type']} in mlx-lm does not read {setting}, so it would compute another model."
         raise ModelError(what, where=str(folder / "config.json"), do="use a model of another family")
     given, entry = with_older_keys(config), quantization_of(config)
-    if is_mlx_quantization(entry):
+    if entry and not entry.get("quant_method"):  # mlx-lm's own format, under either key
         given["quantization"] = entry
     try:
         module, config = load_model(folder, lazy=True, model_config=copy.deepcopy(given))  # some families change it
     except ValueError as error:
         if not str(error).startswith(UNFIT):
             raise
-        method, family = entry.get("quant_method"), config["model_type"]
-        what = f"mlx-lm's {family} does not have these weights."
-        if method:
-            what = f"The checkpoint is quantized by {method}, which mlx-lm cannot read for {family}."
-        got = _first_words(str(error))
-        raise ModelError(what, where=str(folder), got=got, do=UNQUANTIZED if method else OWN_WEIGHTS) from None
+        what, do = f"mlx-lm's {config['model_type']} does not have these weights.", OWN_WEIGHTS
+        if method := entry.get("quant_method"):
+            what = f"The checkpoint is quantized by {method}, which mlx-lm cannot read for {config['model_type']}."
+            do = UNQUANTIZED
+        raise ModelError(what, where=str(folder), got=shorten(str(error), MOST_CHARACTERS), do=do) from None
     config |= {key: given[key] for key in (TEXT, PARAMETERS) if key in given}
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
         raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
