@@ -272,7 +272,7 @@ def model_checks(
         text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
         yield verdict("MODEL-LOAD", probe.loads, True, text if probe.loads else probe.load_error,
                       "loads, with finite logits", "mlx-lm",
-                      "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
+                      "use a model that mlx-lm supports: safetrain fetch HUB_ID")  # fmt: skip
     if probe.trains is None:
         yield skipped("MODEL-TRAIN", "no forward pass was run")
     else:
