@@ -131,6 +131,21 @@ def test_the_frequencies_are_those_of_the_published_formula(tmp_path: Path) -> N
         np.testing.assert_allclose(1 / np.array(module.layers[0].self_attn.rope._freqs), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("more", "expected"), [
+    ({}, 0.1 * math.log(4) + 1), ({"attention_factor": 1.0}, 1.0), ({"attention_factor": 1.3}, 1.3),
+    ({"attention_factor": 1.3, "mscale_all_dim": 0.7}, 1.3),
+])  # fmt: skip
+def test_yarn_scales_by_the_attention_factor_and_begins_at_the_context(more: dict[str, Any], expected: float) -> None:
+    """YaRN's context is max_position_embeddings if it is not given; mlx-lm's own constant is 4096."""
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, **more}
+    config = {**config_of("llama"), "max_position_embeddings": 64}
+    given = {key: value for key, value in config.items() if key != "rope_theta"} | {"rope_parameters": rope}
+    found, full = build(given), {**rope, "original_max_position_embeddings": 64}
+    assert found.layers[0].self_attn.rope.mscale == pytest.approx(expected)
+    by_hand = by_mlx_lm({**config, "rope_scaling": full}).layers[0].self_attn.rope
+    assert np.array_equal(found.layers[0].self_attn.rope._freqs, by_hand._freqs)
+
+
 FLAT, LINEAR = {"rope_theta": 5e5, **LLAMA3}, {"rope_theta": 1e6, **SCALINGS[1]}
 BY_TYPE = {"full_attention": LINEAR, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
 

@@ -4,6 +4,7 @@ transformers 5 writes ``rope_parameters``, once or for each attention type; most
 both are given, ``rope_parameters`` counts, as in transformers.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,9 @@ def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         context = text.get(CONTEXT) or full.get(CONTEXT) or text.get("max_position_embeddings")
         if kind in WITH_CONTEXT and context:  # mlx-lm would assume a constant
             keys[SCALING][CONTEXT] = context
+        if kind == "yarn" and full.get("attention_factor") and full.get("factor", 1) > 1:
+            step, divided = 0.1 * math.log(full["factor"]), full.get("mscale_all_dim") or 0  # as mlx-lm computes it
+            keys[SCALING]["mscale"] = (full["attention_factor"] * (step * divided + 1) - 1) / step
     if SLIDING in kinds and not isinstance(text.get(PATTERN), str):
         every = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
         is_regular = kinds == [(SLIDING, FULL)[number % every == 0] for number in range(1, len(kinds) + 1)]
