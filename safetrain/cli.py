@@ -18,14 +18,14 @@ from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.results import settle
 from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
-from safetrain.project import PARAMS, cache, init, update
+from safetrain.project import PARAMS, init, update
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 HANDED_ON = {"ignore_unknown_options": True}  # options for Hydra, such as --cfg, and for DVC
 
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
-    "A project": (init, update, cache),
+    "A project": (init, update),
     "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
     "Train": (run, stage, repro, exp),
     "Inspect a run": (monitor, result, report, track),

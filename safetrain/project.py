@@ -8,6 +8,7 @@ of its folders, each stage in dvc.yaml depends on a hash of the code that decide
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from safetrain.core.errors import ConfigError, broken_yaml
-from safetrain.core.formatting import counted, print_text, size_text
-from safetrain.core.storage.files import cache_directory, read_record, write_record, write_text
+from safetrain.core.formatting import print_text
+from safetrain.core.storage.files import read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def init(
     The folder is under Git and DVC: safetrain init demo --example && cd demo && safetrain run
     """
     make_project(folder, example=example)
-    steps = [f"cd {folder}"] if folder != Path() else []
+    steps = [shlex.join(["cd", str(folder)])] if folder != Path() else []
     steps.append("safetrain run" if example else "safetrain run --data FILE --model FOLDER")
     print_text(f"Next:  {' && '.join(steps)}")
 
@@ -132,18 +133,6 @@ def update() -> None:
     """
     params()  # an unreadable file is an error with its line
     print("\n".join(update_project()) or "The project is up to date.")
-
-
-def cache(clear: Annotated[bool, Option("--clear", help="delete these files")] = False) -> None:
-    """Show what safetrain keeps outside projects.
-
-    These are measurements and a prepared BLAS; deleted files are made again when needed.
-    """
-    folder = cache_directory()
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    if clear:
-        shutil.rmtree(folder, ignore_errors=True)
-    print_text(f"{folder}: {counted(len(sizes), 'file')}, {size_text(sum(sizes))}{', deleted' if clear else ''}")
 
 
 # Its files

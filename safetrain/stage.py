@@ -32,7 +32,7 @@ from safetrain.core.storage.paths import shipped
 FILES = "params.yaml or an overlay in conf/experiment"
 COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes from
 NO_OVERLAY = (f"{OVERLAY}=null", f"{OVERLAY}=")
-HELP, SHOW = ("-h", "--help"), (["--cfg", "job"], ["-c", "job"], ["--cfg=job"])
+HELP, SHOW = ("-h", "--help"), ["--cfg", "job"]
 USAGE = """python -m stages.STAGE [KEY=VALUE …]
 
 Values come from params.yaml, whose comments give the allowed values; the current ones are below. dvc.yaml lists
@@ -66,17 +66,15 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
 
 def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
     """Call ``function`` with the configuration, or show the configuration if ``words`` ask for that."""
-    options = [word for word in words if word.startswith("-")]
-    shows_help = bool(set(options) & set(HELP))
-    shows = next((show for show in SHOW if any(words[at : at + len(show)] == show for at in range(len(words)))), [])
-    if unknown := [word for word in options if word not in (*HELP, *shows)]:
+    known = [word for word in words if word in (*HELP, *SHOW)]
+    overrides = [word for word in words if word not in known]
+    if unknown := [word for word in overrides if word.startswith("-")]:
         raise _unknown_option(unknown[0])
-    overrides = [word for word in words if word not in (*options, *shows[1:])]
     config = composed(overrides)
-    if shows_help or shows:
-        print((f"{USAGE}\n" if shows_help else "") + OmegaConf.to_yaml(config), end="")
+    if not known:
+        function(to_pipeline(config))
         return
-    function(to_pipeline(config))
+    print(("" if known == SHOW else f"{USAGE}\n") + OmegaConf.to_yaml(config), end="")
 
 
 def _unknown_option(word: str) -> ConfigError:

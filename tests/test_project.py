@@ -171,16 +171,6 @@ def test_the_wheel_has_the_program_makes_a_project_and_hashes_what_decides_a_res
     assert {name for name in hashes if hashes[name] != changed[name]} == {"recommend_config", "train", "evaluate"}
 
 
-def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache/answer.json").write_text("x" * 2**20)
-    shown, cleared = (CliRunner().invoke(app, ["cache", *words]).stdout for words in ([], ["--clear"]))
-    assert "1 file, 1.0 MiB" in shown
-    assert "deleted" in cleared
-    assert not (tmp_path / "cache").exists()
-
-
 def test_windows_is_refused_in_a_sentence() -> None:
     code = "import sys; sys.platform = 'win32'; import safetrain"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -158,7 +158,7 @@ def test_a_replacement_that_was_cut_short_is_ended_by_the_next_command(workspace
     (output / "unfinished/training_metrics.json").write_text('{"steps": 7}')
     (output / "unfinished/adapters/adapters.safetensors").write_bytes(b"new")
     assert workspace.run("python", "-c", code).returncode == -signal.SIGKILL
-    workspace.run("safetrain", "cache")
+    workspace.run("safetrain", "diagnose")
     after = results(workspace, list(TRAINED))
     assert (output / "adapters/adapters.safetensors").read_bytes() == b"new"
     assert workspace.json("training_metrics.json") == {"steps": 7}

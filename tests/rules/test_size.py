@@ -12,14 +12,14 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_500,
-    "program tokens": 188_000,
-    "program files": 117,
+    "program lines": 24_600,
+    "program tokens": 189_000,
+    "program files": 118,
     "files under 60 lines": 7,
     "dataclasses": 139,
-    "helper modules with one importer": 11,
+    "helper modules with one importer": 12,
     "keys of params.yaml": 56,
-    "test lines": 16_700,
+    "test lines": 17_500,
     "benchmark, tool and recipe lines": 6_430,
     "docs words": 23_600,
 }

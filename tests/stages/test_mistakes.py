@@ -167,9 +167,10 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
         assert workspace.stage(stage, *settings).returncode == 0
     command = ["python", "-m", "stages.train", *settings]
     first = workspace.start(*command)
-    metrics = workspace.folder / "checkpoints_qlora/training_metrics.csv"
+    output = workspace.folder / "checkpoints_qlora"
+    metrics, live = (output / name for name in ("training_metrics.csv", "unfinished/training_metrics.csv"))
     deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_text().count("\n") < 4:
+    while not live.exists() or live.read_text().count("\n") < 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (worker,) = psutil.Process(first.pid).children()

@@ -4,9 +4,11 @@ Two kinds of layers need special care: experts, and layers whose weights a model
 """
 
 import copy
+import glob
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +86,8 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     if entry and not entry.get("quant_method"):  # mlx-lm's own format, under either key
         given["quantization"] = entry
     try:
-        module, config = load_model(folder, lazy=True, model_config=copy.deepcopy(given))  # some families change it
+        with _plain_name(folder) as plain:
+            module, config = load_model(plain, lazy=True, model_config=copy.deepcopy(given))  # some families change it
     except ValueError as error:
         if not str(error).startswith(UNFIT):
             raise
@@ -97,6 +100,18 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
         raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
     return module, config
+
+
+@contextmanager
+def _plain_name(folder: Path) -> Iterator[Path]:
+    """The folder under a name without [, * and ?, which mlx-lm would take as a pattern."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        link = Path(scratch) / "model"
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+        yield link
 
 
 def require_own_head(module: Any, config: Mapping[str, Any], folder: Path) -> None:
@@ -175,12 +190,12 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
     """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
 
     def write(folder: Path) -> None:
-        with errors_told("convert the model", str(source)):
+        with errors_told("convert the model", str(source)), _plain_name(source) as plain:
             module, config = load(source)
             if (name := config.get("torch_dtype")) in ("float16", "bfloat16", "float32"):
                 cast(module, getattr(mx, name))
             module, config = quantize_model(module, config, group_size, bits)
-            save(folder, source, module, load_tokenizer(source), config)
+            save(folder, plain, module, load_tokenizer(plain), config)
         read_model_files(folder)
 
     write_folder(target, write)
