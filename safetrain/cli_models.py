@@ -349,7 +349,6 @@ def chat(
     system: Annotated[str | None, Option(help="system prompt ('': none); default: as in training")] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
     temperature: Annotated[float, Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-    top_p: Annotated[float, Option(min=0.01, max=1.0, help="nucleus sampling: probability mass; 1: all tokens")] = 1.0,
     seed: Annotated[int | None, Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
@@ -367,7 +366,7 @@ def chat(
     from safetrain.engine.weight_files import open_both, open_tuned
     from safetrain.watch.chat import HELP, Chat, Side, say
 
-    sampling = max_new_tokens, temperature, top_p, seed
+    sampling = max_new_tokens, temperature, seed
     folder, tuned, stream = asked.folder, asked.adapter, asked.stream
     if compare and tuned is not None:
         opened: tuple[BaseModel, ...] = open_both(folder, tuned, stream=stream)

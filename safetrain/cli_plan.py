@@ -105,7 +105,6 @@ def estimate(
     method: Annotated[str, Option(help="lora, dora, full, dpo, orpo or pretrain")] = "lora",
     num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
     optimizer: Annotated[str, Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
-    compute_dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16; default: as in training")] = None,
 ) -> None:
     """Estimate memory, for this machine or another.
 
@@ -119,7 +118,7 @@ def estimate(
     here = place_of(machine, macos_26, memory_gb, PROBE)
     run = estimates.estimate_of(
         files, here, method, rank, num_layers=num_layers, checkpointing=recompute, optimizer=optimizer,
-        compute_dtype=compute_dtype or usual_dtype(here, files), rows=batch_size, tokens=tokens,
+        compute_dtype=usual_dtype(here, files), rows=batch_size, tokens=tokens,
     )  # fmt: skip
     sys.exit(0 if estimates.print_estimate(console(), run, machine or HERE) else 1)
 

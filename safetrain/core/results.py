@@ -87,14 +87,13 @@ def _settle(output: Path, names: tuple[str, ...]) -> None:
 
 def _is_same(one: Path, other: Path) -> bool:
     """Whether two files, or two folders, are links to the same content, or copies of it."""
-    if one.is_dir() and other.is_dir():
-        names = sorted(file.name for file in one.iterdir())
-        is_equal = names == sorted(file.name for file in other.iterdir())
-        return is_equal and all(_is_same(one / name, other / name) for name in names)
-    if not (one.is_file() and other.is_file()):
-        return False
-    facts, others = one.stat(), other.stat()
-    return (facts.st_size, facts.st_mtime_ns) == (others.st_size, others.st_mtime_ns)
+    return one.exists() and other.exists() and _facts_of(one) == _facts_of(other)
+
+
+def _facts_of(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of a file, or of the files in a folder; a link and a copy have the same."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _link(source: Path, target: Path) -> None:

@@ -58,7 +58,6 @@ MIN_MLX = (0, 32, 0)
 MIN_PYTHON, ABOVE_PYTHON = (3, 11), (3, 15)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
-SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # with this much swap in use, the machine is already short of memory
 # An idle 8 GB M1 has 54 % or more; at 44 %, a run of 11 GB failed in 24 GB (john-rocky/apple-silicon-llm-bench #7).
 LITTLE_FREE_PERCENT = 45
 
@@ -152,12 +151,6 @@ def environment_checks(static_bytes: int) -> Iterator[Check]:
         battery = psutil.sensors_battery()
         power = None if battery is None else (bool(battery.power_plugged), battery.percent)
         yield from mac_checks(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT), power)
-        return
-    swap = psutil.swap_memory()
-    short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
-    yield verdict("ENV-SWAP", not short, False, f"{size(swap.used)} of {size(swap.total)} of swap in use",
-                  f"less than {size(SWAP_BYTES)}, or less than a quarter, in use", "psutil",
-                  "close other programs: training that swaps is ten times slower")  # fmt: skip
 
 
 def mac_checks(level: int, free_percent: int, power: tuple[bool, float] | None) -> Iterator[Check]:

@@ -42,7 +42,7 @@ TAKEN = [
     (BatchGenerator.insert, ["self", "prompts", "max_tokens"], "generation.py"),
     (cache.can_trim_prompt_cache, ["cache"], "generation.py"),
     (cache.trim_prompt_cache, ["cache", "num_tokens"], "generation.py"),
-    (sample_utils.make_sampler, ["temp", "top_p"], "generation.py"),
+    (sample_utils.make_sampler, ["temp"], "generation.py"),
     (linear_to_lora_layers, ["model", "num_layers", "config"], "loading.py"),
     (generate_step, ["prompt", "model", "stream", "max_tokens", "sampler"], "generation.py"),
     (gated_delta.gated_delta_update, ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask", "use_kernel"],

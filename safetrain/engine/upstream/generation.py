@@ -38,13 +38,12 @@ class Conversation:
         context: int | None,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
-        top_p: float = 1.0,
         seed: int | None = None,
     ) -> None:
         """``context``: the model's context length in tokens, None if unknown. Temperature 0 is greedy."""
         model.module.eval()
         self._module, self._ends, self._context = model.module, stop_ids | model.eos_ids, context
-        self._most, self._choose = max_new_tokens, make_sampler(temperature, top_p=top_p)
+        self._most, self._choose = max_new_tokens, make_sampler(temperature)
         if seed is not None:
             mx.random.seed(seed)
         self.ended, self.kept_tokens = "stop", 0  # tokens of the last prompt that the cache held already
