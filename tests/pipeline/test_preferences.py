@@ -59,10 +59,11 @@ def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(works
 def test_another_run_begins_with_the_adapter_of_the_last_one(workspace: Workspace) -> None:
     begin = (*TRAIN, "train.method=dpo", "train.max_steps=2")
     first = workspace.json("evaluation.json")["preference"]
-    done = workspace.run(*begin, "train.from_adapter=checkpoints_qlora/adapters")
-    assert "train.from_adapter is in a folder that training replaces" in done.stdout + done.stderr
+    values = begin[2:]
+    done = workspace.stage("recommend_config", *values, "train.from_adapter=checkpoints_qlora/adapters")
+    assert "train.from_adapter is in a folder that training replaces" in done.stderr
     shutil.copytree(workspace.folder / "checkpoints_qlora/adapters", workspace.folder / "adapters")
-    done = workspace.run(*begin, "train.from_adapter=adapters", "lora.rank=4")
+    done = workspace.stage("recommend_config", *values, "train.from_adapter=adapters", "lora.rank=4")
     assert "lora.rank is set with train.from_adapter, which has its own" in done.stderr
     said = workspace.succeed(*begin, "train.from_adapter=adapters")
     assert ", beginning with adapters; " in said
@@ -72,11 +73,13 @@ def test_another_run_begins_with_the_adapter_of_the_last_one(workspace: Workspac
     reasons, before = workspace.json("recommended_config.json")["reasons"], workspace.json("training_summary.json")
     assert reasons["lora.rank"] == "that of adapters"
     moved = (workspace.folder / "adapters").rename(workspace.folder / "moved")
-    workspace.succeed(*begin, "train.from_adapter=moved")
+    for stage in ("preflight", "recommend_config", "train"):
+        assert workspace.stage(stage, *values, "train.from_adapter=moved").returncode == 0
     after = workspace.json("training_summary.json")
     assert after["best_valid_loss"] == before["best_valid_loss"]
     (moved / "adapters.safetensors").unlink()
-    assert "The adapter has no adapters.safetensors" in workspace.run(*begin, "train.from_adapter=moved").stdout
+    done = workspace.stage("preflight", *values, "train.from_adapter=moved")
+    assert "The adapter has no adapters.safetensors" in done.stdout
 
 
 def test_a_method_for_single_answers_refuses_pairs(workspace: Workspace) -> None:
