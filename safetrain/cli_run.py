@@ -162,9 +162,9 @@ def diagnose(
 
 
 def discard() -> None:
-    """Discard an interrupted run; saved adapters are kept.
+    """Discard an interrupted run; the last finished result is kept.
 
-    This removes its checkpoints and training_state.json.
+    This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far.
     """
     from safetrain.core.lock import training_lock
     from safetrain.core.records.run_state import discard_run

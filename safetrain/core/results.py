@@ -5,6 +5,7 @@ result also lies in last_result, as hard links, from where the next stage or com
 writes into unfinished; its outs replace the last result when all of them are complete.
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -32,7 +33,7 @@ RESULTS = (
 def settle(output: Path = paths.OUTPUT) -> None:
     """Finish an interrupted replacement, put back results that are missing, and keep those that are new.
 
-    On a full disk, what is missing waits for the next call. Raises OSError for a failing disk.
+    On a full or read-only disk, what is missing waits for the next call. Raises OSError for a failing disk.
     """
     if not output.is_dir():
         return
@@ -42,9 +43,9 @@ def settle(output: Path = paths.OUTPUT) -> None:
         for names in RESULTS:
             _settle(output, names)
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if error.errno not in (*DISK_FULL, errno.EROFS, errno.EACCES):
             raise
-        print(f"warning: the disk is full, so the last result stays in {output / paths.KEPT}", file=sys.stderr)
+        print(f"warning: results could not be kept or put back: {error}", file=sys.stderr)
 
 
 def adapter_to_use(adapter: Path) -> Path:

@@ -18,7 +18,6 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import PostMortem
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.run_folder import Run, RunReader
-from safetrain.core.storage import paths
 from safetrain.watch.charts import points_of, rungs_of_job
 from safetrain.watch.progress import MEASURE, time_left
 
@@ -113,8 +112,8 @@ class MonitorView:
 
 def look_at(reader: RunReader) -> MonitorView:
     """Read the run as it is now; if it is not in progress, find the stage of the pipeline that is."""
-    run, output = reader.read(), reader.output or paths.OUTPUT
-    stage = "" if run.is_running else running_stage(output.resolve().parent)
+    run = reader.read()
+    stage = "" if run.is_running else running_stage(reader.output.resolve().parent)
     return view_of(run, stage, psutil.virtual_memory().available)
 
 
