@@ -35,10 +35,10 @@ def settle(output: Path = paths.OUTPUT) -> None:
 
     On a full or read-only disk, what is missing waits for the next call. Raises OSError for a failing disk.
     """
-    if not output.is_dir():
+    if not output.is_dir() or (is_complete(output) and is_locked(output)):  # its owner is replacing them
         return
     try:
-        if is_complete(output) and not is_locked(output):
+        if is_complete(output):
             publish(output)
         for names in RESULTS:
             _settle(output, names)
