@@ -74,7 +74,7 @@ for panel, commands in COMMANDS.items():
         if isinstance(command, tuple):
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)
         else:
-            settings = HANDED_ON if command in (run, stage, repro, exp) else None
+            settings = HANDED_ON if command in (stage, repro, exp) else None
             text = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
             app.command(rich_help_panel=panel, context_settings=settings, help=text)(command)  # rejoined lines
 

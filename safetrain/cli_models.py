@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
 
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+BITS, GROUP_SIZE = (2, 3, 4, 5, 6, 8), 64  # weights that share a scale
 OutFolder = Annotated[Path, Argument(help="folder to write; must not exist yet")]
 AdapterFolder = Annotated[Path, Option(help="adapter folder")]
 BaseFolder = Annotated[Path | None, Option(help="base model folder; default: the adapter's base")]
@@ -48,7 +48,6 @@ def convert(
     source: Annotated[Path, Argument(help="folder of a float model")],
     target: OutFolder,
     bits: Annotated[int, Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
-    group_size: Annotated[int, Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
     """Quantize a model: training then needs a quarter of the memory."""
     from safetrain.core.model.files import read_model_files
@@ -56,14 +55,14 @@ def convert(
     model = read_model_files(source)
     if model.quantization_bits is not None:
         raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
-    if bits not in BITS or group_size not in GROUP_SIZES:
-        raise ConfigError("Unsupported quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
+    if bits not in BITS:
+        raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8")
     require_new(target)
     from safetrain.engine.upstream.loading import quantize
     from safetrain.watch.progress import still_working
 
     with still_working(f"quantizing {source}"):
-        quantize(source, target, bits, group_size)
+        quantize(source, target, bits, GROUP_SIZE)
     print_text(f"{target} is written. To use it, set model.path: {target} in params.yaml")
 
 

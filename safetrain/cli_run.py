@@ -119,7 +119,7 @@ def result(
     from omegaconf import OmegaConf
 
     from safetrain.core.records.schema import gate_of
-    from safetrain.core.run_folder import read_run
+    from safetrain.core.run_folder import read_evaluated, read_run
     from safetrain.watch import result as results
 
     require_project()
@@ -127,11 +127,10 @@ def result(
         code, title, reasons = results.gate(read_run(), gate_of(dict(params().get("gate") or {})))
         print_text("\n".join([title, *reasons]))
         sys.exit(code)
-    run, config = read_run(), params()
+    run, config = read_evaluated(), params()
     own = run.summary and run.data and (run.summary.method, run.summary.base_model, run.data.source)
     by_file = own == tuple(OmegaConf.select(config, key) for key in ("train.method", "model.path", "data.path"))
-    pinned = {} if RUN in os.environ else dict(config.get("train") or {})
-    print_text(results.describe_result(run, ran_by() if by_file or RUN in os.environ else "", pinned))
+    print_text(results.describe_result(run, ran_by() if by_file or RUN in os.environ else ""))
 
 
 def diagnose(
@@ -162,7 +161,7 @@ def diagnose(
 
 
 def discard() -> None:
-    """Discard an interrupted run; the last finished result is kept.
+    """Discard an interrupted run; finished results are kept.
 
     This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far.
     """

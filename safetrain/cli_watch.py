@@ -97,7 +97,7 @@ def report(
     out: Annotated[Path | None, Option(help="write here; default: checkpoints_qlora/report.html")] = None,
 ) -> None:
     """Write a page about the last run: one self-contained file."""
-    from safetrain.core.run_folder import read_run
+    from safetrain.core.run_folder import read_evaluated
     from safetrain.watch.report import write_report
 
     require_project()
@@ -106,7 +106,7 @@ def report(
         raise ConfigError("The report is an HTML page.", where=str(target), do="name a file: --out NAME.html")
     if target.resolve() != paths.REPORT.resolve():  # the default page is overwritten each time
         require_new(target, "name another file, or remove this one first")
-    write_report(read_run(), target)
+    write_report(read_evaluated(), target)
     print(f"{target}: open it in a browser")
 
 

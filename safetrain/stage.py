@@ -31,7 +31,6 @@ from safetrain.core.storage.paths import shipped
 
 FILES = "params.yaml or an overlay in conf/experiment"
 COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes from
-NO_OVERLAY = (f"{OVERLAY}=null", f"{OVERLAY}=")
 HELP, SHOW = ("-h", "--help"), ["--cfg", "job"]
 USAGE = """python -m stages.STAGE [KEY=VALUE …]
 
@@ -90,7 +89,7 @@ def composed(words: Sequence[str]) -> DictConfig:
         do = "go to the project's root, or make a project here: safetrain init"
         raise ConfigError("No params.yaml found.", where=str(Path.cwd()), do=do)
     conf = Path("conf") if Path("conf/config.yaml").is_file() else shipped("conf")
-    overrides = [_for_hydra(word) for word in words if word not in NO_OVERLAY]
+    overrides = [_for_hydra(word) for word in words if word != f"{OVERLAY}=null"]
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
             return compose("config", overrides=overrides)

@@ -1,8 +1,8 @@
-"""The last finished result, which outlives whatever comes after it.
+"""The last evaluated result, which outlives whatever comes after it.
 
 DVC deletes a stage's outs before the stage starts, and a stage may then be refused, fail or be killed. So each finished
 result also lies in last_result, as hard links, from where the next stage or command puts back what is missing. Training
-writes into unfinished; its outs replace the last result when all of them are complete.
+writes into unfinished; its outs replace the last ones when all are complete, and those in last_result when evaluated.
 """
 
 import errno
@@ -17,15 +17,14 @@ from pathlib import Path
 from safetrain.core.lock import is_locked
 from safetrain.core.records.run_state import read_run_state, write_run_state
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import DISK_FULL, write_atomic, write_folder
+from safetrain.core.storage.files import DISK_FULL, json_object, write_atomic, write_folder
 
 TRAINED = tuple(path.name for path in (paths.ADAPTERS, paths.METRICS_CSV, paths.METRICS_JSON, paths.SUMMARY))
 # Outs that describe each other, one entry for each stage: they are kept and put back together.
 RESULTS = (
     (paths.DATA_REPORT.name,),
     (paths.RECOMMENDED_CONFIG.name,),
-    TRAINED,
-    (paths.EVALUATION.name,),
+    (*TRAINED, paths.EVALUATION.name),
     (paths.PLOTS.name, paths.REPORT.name),
 )
 
@@ -60,11 +59,10 @@ def is_complete(output: Path) -> bool:
 
 
 def publish(output: Path) -> None:
-    """Replace the last result by the one in unfinished, and call the run finished; a second call ends a broken one."""
+    """Replace the last training by the one in unfinished, and call it finished; a second call ends a broken one."""
     finished = output / paths.UNFINISHED
     for name in TRAINED:
-        for place in (output / paths.KEPT / name, output / name):
-            _link(finished / name, place)
+        _link(finished / name, output / name)
     state = read_run_state(output)
     if state is not None:
         write_run_state(output, replace(state, finished=True))
@@ -77,13 +75,26 @@ def publish(output: Path) -> None:
 def _settle(output: Path, names: tuple[str, ...]) -> None:
     """Keep these results if all are there, and put back missing ones that belong to those that are there."""
     kept = output / paths.KEPT
+    if not any((folder / names[-1]).exists() for folder in (output, kept)):
+        names = names[:-1]  # never evaluated
     there = [name for name in names if (output / name).exists()]
     if len(there) == len(names):
+        if paths.EVALUATION.name in names and not _is_evaluated(output, kept):
+            return
         for name in names:
             _link(output / name, kept / name)
     elif all((kept / name).exists() for name in names) and all(_is_same(output / n, kept / n) for n in there):
         for name in names:
             _link(kept / name, output / name)
+
+
+def _is_evaluated(output: Path, kept: Path) -> bool:
+    """Whether the evaluation is about the adapter; an adapter that is kept was."""
+    from safetrain.core.records.adapter_files import fingerprint  # imports psutil
+
+    name = paths.ADAPTERS.name
+    adapter = json_object(output / paths.EVALUATION.name).get("adapter")
+    return _is_same(output / name, kept / name) or fingerprint(output / name) == adapter
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -26,7 +26,7 @@ from safetrain.core.records.run_state import Checkpoint, PostMortem, RunState, c
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json
-from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, UNFINISHED
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, KEPT, MARKER, POINTER, POSTMORTEM, RECORDER, UNFINISHED
 
 Kind = TypeVar("Kind")
 
@@ -84,7 +84,7 @@ class Run:
         if self.newer_step is None:
             return ""
         return (
-            f"This is the last finished run. A newer run is unfinished, at step {self.newer_step:,}: the command that "
+            f"This is the last evaluated run. A newer run is unfinished, at step {self.newer_step:,}: the command that "
             "started it continues it, 'safetrain monitor --once' shows it."
         )
 
@@ -207,6 +207,14 @@ def _fingerprint(folder: Path, _time: int, _size: int) -> str:
 def read_run(output: Path = paths.OUTPUT) -> Run:
     """Read the last finished run of a folder; the current one if none has finished."""
     return RunReader(output).read(finished=True)
+
+
+def read_evaluated(output: Path = paths.OUTPUT) -> Run:
+    """Read the last evaluated run; the last one if none was evaluated."""
+    run, kept = read_run(output), read_run(output / KEPT)
+    if run.evaluation is not None or kept.evaluation is None:
+        return run
+    return dataclasses.replace(kept, newer_step=run.summary.steps if run.summary else 0)
 
 
 def living_process(pid: int) -> psutil.Process | None:

@@ -6,9 +6,7 @@ The card has no rows, and no paths on this machine.
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path, PurePath
-from types import MappingProxyType
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text, dvc, size_text
@@ -28,7 +26,7 @@ from safetrain.core.records.evaluation import (
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
 from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
-from safetrain.core.records.settings import MEMORY_ONLY, rows_text
+from safetrain.core.records.settings import rows_text
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
@@ -39,15 +37,16 @@ CARD = "README.md"
 AGAIN = "fuse or export it again, into another folder"
 
 
-def describe_result(run: Run, command: str = "dvc repro", pinned: Mapping[str, object] = MappingProxyType({})) -> str:
+def describe_result(run: Run, command: str = "dvc repro") -> str:
     """Describe the result for a terminal; raises ConfigError without an evaluated run.
 
-    ``command`` ran the pipeline; empty if its overrides are not known. ``pinned``: the train section of params.yaml.
+    ``command`` ran the pipeline; empty if its overrides are not known.
     """
     summary, scores = _measured(run)
-    rows = rows_text(summary.train_rows, summary.method)
-    headline = f"Trained {counted(summary.steps, 'step')} on {rows} in {duration_text(summary.elapsed_seconds)}."
-    lines = ["", headline, *filter(None, [run.newer_run, _other_values(summary, pinned)]), *describe_evaluation(scores)]
+    rows, spent = rows_text(summary.train_rows, summary.method), duration_text(summary.elapsed_seconds)
+    steps = counted(summary.steps, "step")
+    headline = f"Trained {steps} on {rows} in {spent}, learning rate {summary.learning_rate:g}."
+    lines = ["", headline, *filter(None, [run.newer_run]), *describe_evaluation(scores)]
     if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
@@ -70,14 +69,6 @@ def unmeasured(run: Run) -> str:
     if run.summary is None and run.steps:
         return "the training is not finished: this is its best adapter so far"
     return "" if run.evaluation is not None else f"this adapter has not been evaluated: '{MEASURE}' measures it"
-
-
-def _other_values(summary: TrainingSummary, pinned: Mapping[str, object]) -> str:
-    """Which values of params.yaml the run did not have, in a line; empty if none."""
-    own = {key: value for key, value in vars(summary).items() if key not in MEMORY_ONLY}  # these may fall on their own
-    other = [key for key, value in pinned.items() if value is not None and own.get(key, value) != value]
-    texts = [f"{key} {own[key]} (params.yaml: {pinned[key]})" for key in other]
-    return f"This run had other values than params.yaml has now: {', '.join(texts)}." if texts else ""
 
 
 def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
@@ -110,7 +101,6 @@ def _next(sample: Sample | None, command: str, data: DataReport | None, method: 
         lines += [(f"{start}exp run -S {change}", "another run"), (f"{start}exp show", "compare the runs")]
     elif command:
         lines.append((f"{command} {change}", "replaces these results"))
-        lines += [("safetrain repro", "the same, kept by DVC")] if command.endswith(" run") else []
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines

@@ -168,7 +168,8 @@ def test_exp_run_plans_and_trains_with_the_values_that_it_records(workspace: Wor
 def test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back(workspace: Workspace) -> None:
     workspace.succeed("python", "-m", "stages.train", "train.learning_rate=2e-4")
     assert workspace.json("training_summary.json")["learning_rate"] == 2e-4
-    stale = workspace.run("safetrain", "result")
+    assert "This is the last evaluated run. A newer run is unfinished, at step 6" in workspace.cli("result")
+    stale = workspace.run("safetrain", "result", "--gate")
     assert stale.returncode == 2
     assert "The last training run has not been evaluated" in stale.stderr
     output = workspace.succeed("dvc", "repro")
