@@ -264,6 +264,11 @@ def test_checkpoints_of_other_quantizers_are_called_what_they_are(tmp_path: Path
     with pytest.raises(ModelError, match="quantized by fp8, which mlx-lm cannot read for llama") as caught:
         open_base(folder, dequantize=False)
     assert "Received 14 parameters not in model" in str(caught.value)
+    assert "fetch the unquantized model" in str(caught.value).splitlines()[0]
+    change(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | {"model.layers.0.mlp.up_proj.g_idx": mx.ones(8)})
+    with pytest.raises(ModelError, match="quantized by gptq, which mlx-lm cannot read for llama: fetch"):
+        open_base(folder, dequantize=False)
 
 
 @pytest.mark.parametrize("method", [{}, {"quant_method": None}])

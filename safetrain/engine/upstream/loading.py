@@ -88,14 +88,14 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     try:
         with _plain_name(folder) as plain:
             module, config = load_model(plain, lazy=True, model_config=copy.deepcopy(given))  # some families change it
-    except ValueError as error:
-        if not str(error).startswith(UNFIT):
+    except (*FOREIGN, UnboundLocalError) as error:
+        method, family = entry.get("quant_method"), config["model_type"]
+        if NO_MEMORY.search(str(error)) or not (method or str(error).startswith(UNFIT)):
             raise
-        what, do = f"mlx-lm's {config['model_type']} does not have these weights.", OWN_WEIGHTS
-        if method := entry.get("quant_method"):
-            what = f"The checkpoint is quantized by {method}, which mlx-lm cannot read for {config['model_type']}."
-            do = UNQUANTIZED
-        raise ModelError(what, where=str(folder), got=shorten(str(error), MOST_CHARACTERS), do=do) from None
+        what = f"mlx-lm's {family} does not have these weights: {OWN_WEIGHTS}"  # checks show this line alone
+        if method:
+            what = f"The checkpoint is quantized by {method}, which mlx-lm cannot read for {family}: {UNQUANTIZED}"
+        raise ModelError(what, where=str(folder), got=shorten(str(error), MOST_CHARACTERS)) from None
     config |= {key: given[key] for key in (TEXT, PARAMETERS) if key in given}
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
         raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
