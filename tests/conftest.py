@@ -29,6 +29,8 @@ import mlx.core as mx  # noqa: E402
 
 if os.environ.get("SAFETRAIN_TEST_GPU") != "1":
     mx.set_default_device(mx.cpu)
+MLX_LIMIT = mx.set_memory_limit(2**40)  # returns the one before
+mx.set_memory_limit(MLX_LIMIT)
 
 GIB = 2**30
 MEMORY_DISK = Path("/dev/shm")
@@ -109,13 +111,11 @@ def own_lock(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path_factory.mktemp("lock")))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def memory_limit() -> Iterator[None]:
-    """What a test lets mlx's limit be, other tests do not inherit."""
-    before = mx.set_memory_limit(2**40)
-    mx.set_memory_limit(before)
+    """What a test lets mlx's limit be, other tests do not inherit: above its limit, mlx may wait for ever."""
     yield
-    mx.set_memory_limit(before)
+    mx.set_memory_limit(MLX_LIMIT)
 
 
 @pytest.fixture
