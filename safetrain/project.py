@@ -191,11 +191,12 @@ def pipeline_text() -> str:
         if command := re.fullmatch(r"    cmd: python -m stages\.(\w+)", line):
             line = f"    cmd: safetrain stage {command[1]}"
             code = [f"    - {PROGRAM}:", f"      - stages.{command[1]}"]
-        if line == "    outs:" and code:  # a stage that has no params of its own
-            lines.append("    params:")
-        is_place = line in ("    params:", "    outs:")
-        lines += [*code, line] if line == "    outs:" else [line, *(code if is_place else ())]
-        code = [] if is_place else code
+        if code and line in ("    params:", "    outs:"):  # a stage may have no params of its own
+            lines += ["    params:", *code]
+            code = []
+            if line == "    params:":
+                continue
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
